@@ -1,0 +1,27 @@
+"""Horovod with one bit per parameter: 1-bit Adam and SGD under the optimizer that you already use.
+
+This package imports neither framework; ``horovod_onebit.torch`` and ``horovod_onebit.tf`` are the faces.
+"""
+
+from horovod_onebit._version import __version__
+from horovod_onebit.errors import (
+    ConfigurationError,
+    DesyncError,
+    NonFiniteError,
+    OnebitError,
+    UnsupportedError,
+    WireError,
+)
+from horovod_onebit.recipe import PRESETS, Recipe
+
+__all__ = [
+    "PRESETS",
+    "ConfigurationError",
+    "DesyncError",
+    "NonFiniteError",
+    "OnebitError",
+    "Recipe",
+    "UnsupportedError",
+    "WireError",
+    "__version__",
+]

@@ -1,0 +1,210 @@
+"""One compressed step: rule -> feedback -> exchange -> rule, bucket by bucket.
+
+send     1. the rule encodes each tensor of the bucket into one message: scales and bits
+         2. the message starts on its way; the next bucket is encoded meanwhile
+receive  3. all messages are there, and are what this step expects, or an error on every worker
+         4. every worker knows whether all were finite: apply all, or take all back
+         5. the rule decodes the mean and moves the weights
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_onebit import wire
+from horovod_onebit._version import __version__
+from horovod_onebit.errors import DesyncError, NonFiniteError
+from horovod_onebit.exchange import Collectives, Pending
+from horovod_onebit.exchange.direct import Direct
+from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.kernels import backend
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Layout, TensorSpec, plan
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Context, Rule, Tensor
+from horovod_onebit.stats import Times, Traffic, allreduce_bytes
+
+logger = logging.getLogger("horovod_onebit")
+
+HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
+
+
+@dataclass
+class _Sent:
+    """A bucket under way, with all that is needed to apply it or to take it back."""
+
+    message: wire.Message
+    pending: Pending
+    grads: Mapping[int, Array]
+    rules: Sequence[Rule]
+    step: int
+
+
+class Engine:
+    """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
+
+    ``prepare`` says which tensors there are, ``send`` is called once for each bucket, then ``receive`` once. All
+    workers must do the same in the same order.
+    """
+
+    def __init__(
+        self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit"
+    ) -> None:
+        self.recipe = recipe
+        self.collectives = collectives
+        self.name = name
+        self.context = Context(backend(kernels), recipe, collectives.size)
+        self.exchange = Direct(collectives)
+        self.feedback = ErrorFeedback()
+        self.traffic = Traffic()
+        self.times = Times()
+        self.exchanges = 0
+        self.skipped = 0
+        self.layout: Layout | None = None
+        self.tensors: list[Tensor] = []
+        self._messages: list[wire.Message] = []
+        self._sent: list[_Sent] = []
+
+    def prepare(
+        self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None
+    ) -> None:
+        """Lay out ``tensors`` and make sure that all workers see the same (collective when anything changed).
+
+        ``rules`` are the rules by tensor, ``details`` anything else by tensor that must agree, as text. Raises
+        ``DesyncError`` on every worker if they do not agree.
+        """
+        texts = details or [""] * len(tensors)
+        specs = [TensorSpec(t.name, t.weight.size, text) for t, text in zip(tensors, texts, strict=True)]
+        self.tensors = list(tensors)
+        if self.layout is not None and self.layout.tensors == tuple(specs):
+            return
+        layout = plan(specs, self.recipe, self.collectives.size)
+        self._handshake(layout, rules)
+        self.layout = layout
+        self._messages = [wire.Message(bucket) for bucket in layout.buckets]
+        logger.log(
+            logging.INFO if self.collectives.rank == 0 else logging.DEBUG,
+            "1-bit compression of %s parameters in %d tensors, %d messages a step",
+            f"{layout.size:,}",
+            len(specs),
+            len(layout.buckets),
+        )
+
+    def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
+        """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
+        record = np.zeros(1, HANDSHAKE)
+        names = ",".join(rule.name for rule in rules)
+        record[0] = (_hash(__version__), layout.digest, _hash(names), self.exchanges)
+        gathered = self.collectives.allgather(record.view(np.uint8), f"{self.name}.handshake").wait()
+        if gathered.size != self.collectives.size * HANDSHAKE.itemsize:
+            raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
+        records = np.ascontiguousarray(gathered).view(HANDSHAKE)
+        meaning = {
+            "version": "the version of horovod_onebit",
+            "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
+            "rules": "the optimizer's algorithm",
+            "step": "the number of compressed steps taken",
+        }
+        for field, text in meaning.items():
+            differ = np.flatnonzero(records[field] != records[field][0])
+            if differ.size:
+                raise DesyncError(
+                    f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build "
+                    "the same model, optimizer and recipe"
+                )
+
+    def begin_step(self) -> None:
+        """Start this step's accounts."""
+        self.traffic.begin_step()
+        self.times.begin_step()
+
+    def send(self, bucket_index: int, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
+        """Encode a bucket and start its message. ``grads`` (flat float32) and ``rules`` are by tensor number.
+
+        The gradients must stay as they are until ``receive``.
+        """
+        assert self.layout is not None
+        message = self._messages[bucket_index]
+        finite = True
+        with self.times.measure("encode"):
+            for piece in message.bucket.pieces:
+                tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+                grad = grads[piece.tensor][piece.start : piece.stop]
+                scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
+                rule = rules[piece.tensor]
+                finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
+        step = self.exchanges
+        buffer = message.seal(step=step, layout=self.layout.digest, finite=finite)
+        pending = self.exchange.start(buffer, f"{self.name}.bucket.{bucket_index}")
+        self._sent.append(_Sent(message, pending, grads, rules, step))
+        fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
+        self.traffic.add(self.exchange.bytes_sent(buffer.size), fp32)
+
+    def receive(self, *, finite: bool = True) -> bool:
+        """Wait for all buckets that were sent, and move the weights.
+
+        ``finite`` False says that something all workers know alike (an exact mean, say) was not finite. Returns
+        whether the step was taken; if any worker had NaN or Inf, none takes it, momentum and weights stay as they
+        were, and the error feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
+        """
+        assert self.layout is not None
+        sent, self._sent = self._sent, []
+        self.exchanges += 1
+        opened: list[wire.Gathered] = []
+        with self.times.measure("exchange"):
+            arrived = [item.pending.wait() for item in sent]
+        for item, gathered in zip(sent, arrived, strict=True):
+            opened.append(
+                wire.read(
+                    gathered,
+                    item.message.bucket,
+                    workers=self.collectives.size,
+                    step=item.step,
+                    layout=self.layout.digest,
+                )
+            )
+        everywhere = np.logical_and.reduce([g.finite for g in opened], axis=0)
+        with self.times.measure("decode"):
+            if finite and np.all(everywhere):
+                for item, messages in zip(sent, opened, strict=True):
+                    self._apply(item, messages)
+                for tensor in self.tensors:
+                    tensor.step += 1
+                return True
+            for item in sent:
+                self._restore(item)
+        self.skipped += 1
+        where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
+        text = f"NaN or Inf in the gradients of worker {where or 'unknown'}"
+        if self.recipe.on_nonfinite == "raise":
+            raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
+        logger.log(logging.WARNING if self.collectives.rank == 0 else logging.DEBUG, "%s: step skipped", text)
+        return False
+
+    def _apply(self, item: _Sent, messages: wire.Gathered) -> None:
+        for piece in item.message.bucket.pieces:
+            tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+            scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
+            item.rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
+
+    def _restore(self, item: _Sent) -> None:
+        for piece in item.message.bucket.pieces:
+            tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+            grad = item.grads[piece.tensor][piece.start : piece.stop]
+            scales, bits = item.message.scales[piece.blocks], item.message.bits[piece.bytes]
+            item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
+
+    def norms(self) -> tuple[float, float]:
+        """Euclidean norms of this worker's error feedback and of the momentum, over the compressed tensors."""
+        momentum = np.sqrt(sum(float(np.dot(t.momentum, t.momentum)) for t in self.tensors))
+        error = np.sqrt(sum(float(np.dot(t.residual, t.residual)) for t in self.tensors))
+        return float(error), float(momentum)
+
+
+def _hash(text: str) -> int:
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -1,0 +1,28 @@
+"""Errors of the project: one base, few kinds.
+
+Every message says what was given, what was expected, and what to do about it.
+"""
+
+
+class OnebitError(Exception):
+    """Base of every error that this library raises on purpose."""
+
+
+class ConfigurationError(OnebitError, ValueError):
+    """An argument, a recipe or a combination of them is not valid."""
+
+
+class UnsupportedError(OnebitError, NotImplementedError):
+    """The request is understood and not offered; the message names what to use instead."""
+
+
+class WireError(OnebitError, RuntimeError):
+    """A message that arrived is not one that this step can use."""
+
+
+class DesyncError(OnebitError, RuntimeError):
+    """The workers disagree about something they must share."""
+
+
+class NonFiniteError(OnebitError, ArithmeticError):
+    """A gradient held NaN or Inf on some worker and the recipe says to raise."""

@@ -1,0 +1,64 @@
+"""What compression lost, kept and given back: one float32 residual per compressed tensor and worker.
+
+``c = u + error; send C(c); error <- c - C(c)``: nothing is lost, only late. The residual belongs to this worker
+alone and lives outside the optimizer's state, so that nothing that broadcasts the state overwrites it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import numpy as np
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.kernels.reference import Array
+
+
+class ErrorFeedback:
+    """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place."""
+
+    def __init__(self) -> None:
+        self._residuals: dict[str, Array] = {}
+
+    def residual(self, name: str, size: int) -> Array:
+        """The residual of a tensor of ``size`` elements, zeros at first."""
+        found = self._residuals.get(name)
+        if found is None:
+            found = self._residuals[name] = np.zeros(size, np.float32)
+        if found.size != size:
+            raise ConfigurationError(
+                f"the error feedback of {name!r} has {found.size} elements and the tensor has {size}: "
+                "reset it, or load the state of the same model"
+            )
+        return found
+
+    def norm(self) -> float:
+        """The Euclidean norm of all residuals together."""
+        return float(np.sqrt(sum(float(np.dot(r, r)) for r in self._residuals.values())))
+
+    def reset(self, names: Iterable[str] | None = None) -> None:
+        """Forget what is owed: for the tensors ``names``, or for all."""
+        for name in list(self._residuals) if names is None else names:
+            if name in self._residuals:
+                self._residuals[name][:] = 0
+
+    def state_dict(self) -> dict[str, Array]:
+        """A copy of the residuals. Each worker has its own: save one file per worker."""
+        return {name: residual.copy() for name, residual in self._residuals.items()}
+
+    def load_state_dict(self, state: Mapping[str, Array]) -> None:
+        """Take over residuals that ``state_dict`` of the same worker gave; others become zero."""
+        for name, value in state.items():
+            value = np.asarray(value)
+            if value.dtype != np.float32 or value.ndim != 1:
+                raise ConfigurationError(
+                    f"error feedback of {name!r}: got {value.dtype} of shape {value.shape}, expected flat float32"
+                )
+            known = self._residuals.get(name)
+            if known is not None and known.size != value.size:
+                raise ConfigurationError(
+                    f"error feedback of {name!r}: got {value.size} elements, expected {known.size}"
+                )
+        self.reset()
+        for name, value in state.items():
+            self.residual(name, len(value))[:] = value

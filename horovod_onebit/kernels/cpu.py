@@ -1,0 +1,366 @@
+"""The kernels for CPUs: Numba, one pass over memory, threads that hold no lock.
+
+Same functions, arguments and results as ``reference``: bits exactly, floats to rounding of a float64 sum. Each
+block of a tensor is worked on while it lies in the first-level cache, so memory is read and written once.
+Large tensors are split between threads by blocks; the result does not depend on how many there are.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+from numba import njit
+
+from horovod_onebit.kernels.reference import (
+    GUARD,
+    TINY,
+    Array,
+    Bytes,
+    Spec,
+    num_blocks,
+    num_bytes,
+)
+
+__all__ = [
+    "Spec",
+    "apply",
+    "decode_mean",
+    "encode",
+    "num_blocks",
+    "num_bytes",
+    "restore",
+    "set_num_threads",
+]
+
+f32 = np.float32
+u8 = np.uint8
+u32 = np.uint32
+SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
+MIN_ELEMENTS_PER_THREAD = 1 << 15
+
+# No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
+exact: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
+reordered: Callable[..., Any] = njit(
+    nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract"}
+)
+
+
+@reordered
+def _sums(c):
+    total = 0.0
+    squares = 0.0
+    for i in range(c.size):
+        x = np.float64(c[i])
+        total += abs(x)
+        squares += x * x
+    return total, squares
+
+
+@exact
+def _scale(c, code):
+    total, squares = _sums(c)
+    mean_abs = total / c.size
+    if code == 1:
+        return f32(mean_abs)
+    rms = np.sqrt(squares / c.size)
+    return f32(rms if code == 0 else min(rms, GUARD * mean_abs))
+
+
+@exact
+def _denominator(v, correction, eps, eps_inside):
+    if eps_inside:
+        return max(np.sqrt(v * correction + eps), TINY)
+    return max(np.sqrt(v * correction) + eps, TINY)
+
+
+@exact
+def _contribution(out, owed, grad, momentum, variance, weight, scalars):
+    """``out = u + owed``, one block; ``owed`` None leaves ``u`` alone."""
+    momentum_factor, grad_factor, l2, eps, eps_inside, correction, clip = scalars
+    zero = f32(0)
+    for i in range(grad.size):
+        g = grad[i]
+        if weight is not None:
+            g = g + l2 * weight[i]
+        u = momentum_factor * momentum[i] + grad_factor * g
+        if variance is not None:
+            m = u
+            u = m / _denominator(variance[i], correction, eps, eps_inside)
+            u = -clip if u < -clip else u
+            u = clip if u > clip else u
+            u = u + m * zero
+        out[i] = u if owed is None else u + owed[i] + zero
+
+
+@exact
+def _pack(c, bits):
+    """Sign bits of ``c``, which holds no negative zero and no NaN."""
+    word = c.view(u32)
+    whole = c.size // 8
+    for k in range(whole):
+        byte = u32(0)
+        for j in range(8):
+            byte |= (word[8 * k + j] >> u32(31)) << u32(j)
+        bits[k] = u8(byte)
+    if whole < bits.size:
+        byte = u32(0)
+        for j in range(c.size - 8 * whole):
+            byte |= (word[8 * whole + j] >> u32(31)) << u32(j)
+        bits[whole] = u8(byte)
+
+
+@exact
+def _pack_any(c, bits):
+    """As ``_pack``, for blocks that may hold NaN."""
+    bits[:] = u8(0)
+    for i in range(c.size):
+        bits[i // 8] |= u8(c[i] < f32(0)) << u8(i % 8)
+
+
+@exact
+def _keep_lost(c, error, s):
+    for i in range(c.size):
+        error[i] = c[i] + s if c[i] < f32(0) else c[i] - s
+
+
+@exact
+def _encode(grad, momentum, variance, weight, error, scales, bits, scalars, code, block_size, first, last):
+    c = np.empty(min(block_size, grad.size), f32)
+    finite = True
+    for k in range(first, last):
+        lo = k * block_size
+        hi = min(lo + block_size, grad.size)
+        x = c[: hi - lo]
+        v = None if variance is None else variance[lo:hi]
+        w = None if weight is None else weight[lo:hi]
+        _contribution(x, error[lo:hi], grad[lo:hi], momentum[lo:hi], v, w, scalars)
+        s = _scale(x, code)
+        out = bits[lo // 8 : (hi + 7) // 8]
+        if np.isfinite(s):
+            scales[k] = s
+            _pack(x, out)
+            _keep_lost(x, error[lo:hi], s)
+        else:
+            scales[k] = f32(np.nan)
+            _pack_any(x, out)
+            finite = False
+    return finite
+
+
+@exact
+def _restore(grad, momentum, variance, weight, error, scales, bits, scalars, block_size, first, last):
+    u = np.empty(min(block_size, grad.size), f32)
+    for k in range(first, last):
+        if np.isnan(scales[k]):
+            continue
+        lo = k * block_size
+        hi = min(lo + block_size, grad.size)
+        v = None if variance is None else variance[lo:hi]
+        w = None if weight is None else weight[lo:hi]
+        _contribution(u[: hi - lo], None, grad[lo:hi], momentum[lo:hi], v, w, scalars)
+        s = scales[k]
+        for i in range(lo, hi):
+            sent = -s if (bits[i // 8] >> u8(i % 8)) & u8(1) else s
+            error[i] = (error[i] + sent) - u[i - lo]
+
+
+@exact
+def _add_signs(total, bits, s):
+    """``total[i] += s`` or ``-s``; ``total`` covers whole bytes."""
+    for k in range(bits.size):
+        byte = u32(bits[k])
+        for j in range(8):
+            negative = (byte >> u32(j)) & u32(1)
+            total[8 * k + j] += -s if negative != u32(0) else s
+
+
+@exact
+def _mean_of_block(total, row, scales, bits, k, lo, hi):
+    """``bits`` is a strided view of the wire; each row is copied to ``row`` so that its loop becomes SIMD."""
+    n = f32(scales.shape[0])
+    total[:] = f32(0)
+    for i in range(scales.shape[0]):
+        for q in range(row.size):
+            row[q] = bits[i, lo // 8 + q]
+        _add_signs(total, row, scales[i, k] / n)
+
+
+@exact
+def _decode_mean(out, scales, bits, block_size, first, last):
+    row = np.empty((min(block_size, out.size) + 7) // 8, u8)
+    total = np.empty(8 * row.size, f32)
+    for k in range(first, last):
+        lo = k * block_size
+        hi = min(lo + block_size, out.size)
+        width = (hi - lo + 7) // 8
+        _mean_of_block(total[: 8 * width], row[:width], scales, bits, k, lo, hi)
+        out[lo:hi] = total[: hi - lo]
+
+
+@exact
+def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
+    for i in range(weight.size):
+        momentum[i] = mean[i] * _denominator(variance[i], correction, eps, eps_inside)
+        weight[i] = decay * weight[i] - step_size * mean[i]
+
+
+@exact
+def _step_momentum_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
+    for i in range(weight.size):
+        momentum[i] = mean[i]
+        update = mean[i] / _denominator(variance[i], correction, eps, eps_inside)
+        weight[i] = decay * weight[i] - step_size * update
+
+
+@exact
+def _step_plain(mean, momentum, weight, decay, step_size, look_back):
+    for i in range(weight.size):
+        weight[i] = decay * weight[i] + look_back * momentum[i] - step_size * mean[i]
+        momentum[i] = mean[i]
+
+
+@exact
+def _apply(scales, bits, momentum, variance, weight, scalars, update_space, block_size, first, last):
+    correction, eps, eps_inside, decay, step_size, look_back = scalars
+    row = np.empty((min(block_size, weight.size) + 7) // 8, u8)
+    total = np.empty(8 * row.size, f32)
+    for k in range(first, last):
+        lo = k * block_size
+        hi = min(lo + block_size, weight.size)
+        width = (hi - lo + 7) // 8
+        _mean_of_block(total[: 8 * width], row[:width], scales, bits, k, lo, hi)
+        mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
+        if variance is None:
+            _step_plain(mean, m, w, decay, step_size, look_back)
+        elif update_space:
+            _step_update_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
+        else:
+            _step_momentum_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
+
+
+class _Threads:
+    """A pool that is made when first needed, once per process (a forked child makes its own)."""
+
+    def __init__(self) -> None:
+        self.count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.pool: ThreadPoolExecutor | None = None
+        self.pid = -1
+
+    def over_blocks(self, size: int, block_size: int, work: Callable[[int, int], Any]) -> list[Any]:
+        """``work(first, last)`` over all blocks of ``size`` elements, split where that pays."""
+        blocks = num_blocks(size, block_size)
+        parts = min(self.count, blocks, size // MIN_ELEMENTS_PER_THREAD)
+        if parts <= 1:
+            return [work(0, blocks)]
+        if self.pool is None or self.pid != os.getpid():
+            self.pool = ThreadPoolExecutor(self.count, thread_name_prefix="horovod_onebit")
+            self.pid = os.getpid()
+        edges = [blocks * i // parts for i in range(parts + 1)]
+        rest = [self.pool.submit(work, lo, hi) for lo, hi in zip(edges[1:-1], edges[2:], strict=True)]
+        return [work(edges[0], edges[1]), *(future.result() for future in rest)]
+
+
+_threads = _Threads()
+
+
+def set_num_threads(count: int) -> None:
+    """Let at most ``count`` threads work on one tensor. Results do not depend on it."""
+    if count < 1:
+        raise ValueError(f"set_num_threads({count}): expected at least 1")
+    _threads.count, _threads.pool = count, None
+
+
+def _encode_scalars(spec: Spec) -> tuple[Any, ...]:
+    return (
+        f32(spec.momentum_factor),
+        f32(spec.grad_factor),
+        f32(spec.l2),
+        f32(spec.eps),
+        bool(spec.eps_inside_sqrt),
+        f32(spec.variance_correction),
+        f32(spec.clip),
+    )
+
+
+def encode(
+    grad: Array,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+) -> bool:
+    """See ``reference.encode``."""
+    scalars, code = _encode_scalars(spec), SCALE_CODES[spec.scale]
+
+    def work(first: int, last: int) -> bool:
+        return _encode(
+            grad, momentum, variance, weight, error, scales, bits, scalars, code, spec.block_size, first, last
+        )
+
+    return all(_threads.over_blocks(grad.size, spec.block_size, work))
+
+
+def restore(
+    grad: Array,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+) -> None:
+    """See ``reference.restore``."""
+    scalars = _encode_scalars(spec)
+
+    def work(first: int, last: int) -> None:
+        _restore(grad, momentum, variance, weight, error, scales, bits, scalars, spec.block_size, first, last)
+
+    _threads.over_blocks(grad.size, spec.block_size, work)
+
+
+def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:
+    """See ``reference.decode_mean``."""
+    out = np.empty(size, f32)
+
+    def work(first: int, last: int) -> None:
+        _decode_mean(out, scales, bits, block_size, first, last)
+
+    _threads.over_blocks(size, block_size, work)
+    return out
+
+
+def apply(
+    scales: Array,
+    bits: Bytes,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array,
+    spec: Spec,
+    *,
+    update_space: bool,
+    step_size: float,
+    decay: float = 1.0,
+    look_back: float = 0.0,
+) -> None:
+    """See ``reference.apply``."""
+    scalars = (
+        f32(spec.variance_correction),
+        f32(spec.eps),
+        bool(spec.eps_inside_sqrt),
+        f32(decay),
+        f32(step_size),
+        f32(look_back),
+    )
+
+    def work(first: int, last: int) -> None:
+        _apply(scales, bits, momentum, variance, weight, scalars, update_space, spec.block_size, first, last)
+
+    _threads.over_blocks(weight.size, spec.block_size, work)

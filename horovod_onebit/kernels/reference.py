@@ -1,0 +1,209 @@
+"""The kernels in NumPy: the specification that every faster backend is tested against.
+
+Arrays are flat float32 of one length ``d`` (one tensor, or a piece of one that starts on a block boundary)
+unless said otherwise. A *block* is ``block_size`` neighbours that share one scale; the last one may be
+shorter. Bits are packed little-endian, ``ceil(d / 8)`` bytes; bit 1 means negative, and ``sign(0) = +1``.
+
+Elementwise arithmetic is float32, operation by operation, in the order written here, so that other backends
+can reproduce the bits exactly; sums are float64, so that no finite input overflows or vanishes.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+Array = NDArray[np.float32]
+Bytes = NDArray[np.uint8]
+ScaleName = Literal["rms", "mean_abs", "guarded"]
+
+TINY = np.float32(np.finfo(np.float32).tiny)
+GUARD = 1.5
+
+
+class Spec(NamedTuple):
+    """The scalars of one compression: ``u = (momentum_factor * m + grad_factor * (g + l2 * w)) / D``.
+
+    In update space ``D = sqrt(v * variance_correction) + eps``, or ``sqrt(v * variance_correction + eps)`` with
+    ``eps_inside_sqrt``, and ``u`` is clipped to ``[-clip, clip]``; in momentum space there is no division and no
+    clip (``variance`` is then None where it is asked for).
+    """
+
+    momentum_factor: float
+    grad_factor: float
+    l2: float
+    eps: float
+    eps_inside_sqrt: bool
+    variance_correction: float
+    clip: float
+    scale: ScaleName
+    block_size: int
+
+
+def num_blocks(size: int, block_size: int) -> int:
+    """How many scales ``size`` elements need."""
+    return -(-size // block_size)
+
+
+def num_bytes(size: int) -> int:
+    """How many bytes hold one bit for each of ``size`` elements."""
+    return -(-size // 8)
+
+
+def scale_of(block: Array, scale: ScaleName) -> np.float32:
+    """The scale of one non-empty block (MATH: the 1-bit codec).
+
+    ``rms`` keeps the norm, ``mean_abs`` has the least squared error, ``guarded`` is ``rms`` bounded so that the
+    codec is always a contraction (``s < 2 * mean_abs`` is exactly the condition ``|x - C(x)| < |x|``).
+    """
+    wide = block.astype(np.float64)
+    mean_abs = np.abs(wide).sum() / wide.size
+    if scale == "mean_abs":
+        return np.float32(mean_abs)
+    rms = np.sqrt((wide * wide).sum() / wide.size)
+    return np.float32(rms if scale == "rms" else min(rms, GUARD * mean_abs))
+
+
+def pack_signs(x: Array) -> Bytes:
+    """One bit per element, 1 where ``x < 0`` (so NaN and both zeros give 0); padding bits are 0."""
+    return np.packbits(x < 0, bitorder="little")
+
+
+def unpack_signs(bits: Bytes, size: int) -> Array:
+    """The signs, +1 or -1, of the first ``size`` bits."""
+    negative = np.unpackbits(bits, count=size, bitorder="little").astype(bool)
+    return np.where(negative, np.float32(-1), np.float32(1))
+
+
+def denominator(variance: Array, spec: Spec) -> Array:
+    """``D``: what Adam divides by, with the bias of ``variance`` corrected. Never zero."""
+    corrected = variance * np.float32(spec.variance_correction)
+    if spec.eps_inside_sqrt:
+        return np.maximum(np.sqrt(corrected + np.float32(spec.eps)), TINY)
+    return np.maximum(np.sqrt(corrected) + np.float32(spec.eps), TINY)
+
+
+def contribution(
+    grad: Array, momentum: Array, variance: Array | None, weight: Array | None, spec: Spec
+) -> Array:
+    """``u``: what this worker would send if nothing were compressed and nothing were owed.
+
+    NaN wherever the input is NaN or infinite, so that the clip cannot hide it.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        g = grad if weight is None else grad + np.float32(spec.l2) * weight
+        m = np.float32(spec.momentum_factor) * momentum + np.float32(spec.grad_factor) * g
+        if variance is None:
+            return m
+        u = m / denominator(variance, spec)
+        u = np.minimum(np.maximum(u, np.float32(-spec.clip)), np.float32(spec.clip))
+        return u + m * np.float32(0)
+
+
+def encode(
+    grad: Array,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+) -> bool:
+    """Compress ``c = u + error`` to ``scales`` and ``bits``, and keep in ``error`` what was lost.
+
+    ``variance`` None means momentum space; ``weight`` None means no L2 term. Writes ``error`` (d), ``scales``
+    (one a block) and ``bits`` in place. A block that holds anything not finite gets the scale NaN and its error
+    stays as it was. Returns whether every block was finite.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        c = contribution(grad, momentum, variance, weight, spec) + error + np.float32(0)
+    bits[:] = pack_signs(c)
+    finite = True
+    for k in range(num_blocks(c.size, spec.block_size)):
+        block = slice(k * spec.block_size, min((k + 1) * spec.block_size, c.size))
+        if not np.isfinite(c[block]).all():
+            scales[k] = np.nan
+            finite = False
+            continue
+        scales[k] = s = scale_of(c[block], spec.scale)
+        error[block] = c[block] - np.where(c[block] < 0, -s, s)
+    return finite
+
+
+def restore(
+    grad: Array,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+) -> None:
+    """Undo ``encode`` of the same arguments, for a step that the workers agreed to skip.
+
+    ``error`` comes back to rounding (a unit in the last place of ``c``); blocks that ``encode`` left alone are
+    left alone here too.
+    """
+    with np.errstate(invalid="ignore", over="ignore"):
+        u = contribution(grad, momentum, variance, weight, spec)
+        sent = unpack_signs(bits, error.size) * per_element(scales, error.size, spec.block_size)
+        before = (error + sent) - u
+    untouched = np.isnan(sent)
+    error[~untouched] = before[~untouched]
+
+
+def per_element(scales: Array, size: int, block_size: int) -> Array:
+    """``scales`` (one a block) repeated so that every element has its own."""
+    return np.repeat(scales, block_size)[:size] if block_size < size else np.repeat(scales, size)[:size]
+
+
+def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:
+    """The mean of the workers' messages: ``scales`` (n, blocks), ``bits`` (n, bytes) -> (size,).
+
+    Each scale is divided by n first; the sum then runs over the workers in rank order, so that every replica
+    rounds alike.
+    """
+    total = np.zeros(size, np.float32)
+    n = np.float32(len(scales))
+    for worker_scales, worker_bits in zip(scales, bits, strict=True):
+        share = worker_scales / n
+        total = total + unpack_signs(worker_bits, size) * per_element(share, size, block_size)
+    return total
+
+
+def apply(
+    scales: Array,
+    bits: Bytes,
+    momentum: Array,
+    variance: Array | None,
+    weight: Array,
+    spec: Spec,
+    *,
+    update_space: bool,
+    step_size: float,
+    decay: float = 1.0,
+    look_back: float = 0.0,
+) -> None:
+    """Decode the workers' mean and take one step with it, in place on ``momentum`` and ``weight``.
+
+    Update space: ``U = mean; w <- decay * w - step_size * U; m <- U * D``. Momentum space: ``m <- mean;
+    w <- decay * w - step_size * m / D``. ``decay`` is ``1 - lr * weight_decay`` for decoupled decay. ``variance``
+    None means ``D = 1`` (SGD); then ``w += look_back * m_before`` as well, which Nesterov's momentum needs.
+    """
+    mean = decode_mean(scales, bits, weight.size, spec.block_size)
+    decayed = np.float32(decay) * weight
+    if variance is None:
+        decayed = decayed + np.float32(look_back) * momentum
+        momentum[:] = mean
+        update = mean
+    elif update_space:
+        momentum[:] = mean * denominator(variance, spec)
+        update = mean
+    else:
+        momentum[:] = mean
+        update = mean / denominator(variance, spec)
+    weight[:] = decayed - np.float32(step_size) * update

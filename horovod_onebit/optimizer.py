@@ -1,0 +1,121 @@
+"""The whole algorithm over NumPy arrays and any ``Collectives``: no framework and no Horovod.
+
+The simulation and plain MPI programs use it; the faces do the same with their framework's own optimizer as the
+exact part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+
+from horovod_onebit.engine import Engine
+from horovod_onebit.errors import ConfigurationError, NonFiniteError
+from horovod_onebit.exchange import Collectives
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.warmup import FixedWarmup, Phase
+
+
+class NumpyOptimizer:
+    """1-bit training of ``weights``, float32 arrays of any shape that are updated in place.
+
+    Args:
+        weights: name -> C-contiguous float32 array, the same on every worker at the start.
+        rule: ``rules.adam.Adam`` or ``rules.sgd.SGD``; assign ``optimizer.rule`` to change the learning rate.
+        warmup_steps: exact steps before compression starts.
+        recipe: a preset's name or a ``Recipe``.
+        collectives: how this worker talks to the others.
+        kernels: ``"cpu"`` or ``"reference"``.
+    """
+
+    def __init__(
+        self,
+        weights: Mapping[str, Array],
+        rule: Rule,
+        *,
+        collectives: Collectives,
+        warmup_steps: int,
+        recipe: str | Recipe = "robust",
+        kernels: str = "cpu",
+    ) -> None:
+        if not weights:
+            raise ConfigurationError("weights is empty: expected at least one named array")
+        for name, array in weights.items():
+            if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
+                raise ConfigurationError(
+                    f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
+                )
+        self.rule = rule
+        self.warmup = FixedWarmup(warmup_steps)
+        self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
+        self.step_count = 0
+        self._tensors = [self._tensor(name, array) for name, array in weights.items()]
+        smallest = self.engine.recipe.min_compressed_size
+        self._large = [t for t in self._tensors if t.weight.size >= smallest]
+        self._small = [t for t in self._tensors if t.weight.size < smallest]
+
+    def _tensor(self, name: str, array: Array) -> Tensor:
+        size = array.size
+        residual = self.engine.feedback.residual(name, size)
+        return Tensor(
+            name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual
+        )
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self.warmup.phase(self.step_count)
+
+    def step(self, grads: Mapping[str, Array]) -> bool:
+        """Take one step with this worker's gradients (shapes as the weights'); collective.
+
+        Returns False if all workers skipped it because one had NaN or Inf.
+        """
+        self.engine.begin_step()
+        flat = {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
+        taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
+        self.step_count += taken
+        return taken
+
+    def _mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> dict[str, Array]:
+        """The exact mean gradients of ``tensors`` in one allreduce."""
+        if not tensors:
+            return {}
+        collectives = self.engine.collectives
+        fused = np.concatenate([flat[t.name] for t in tensors])
+        total = collectives.allreduce(fused, f"{self.engine.name}.exact").wait()
+        sent = allreduce_bytes(fused.nbytes, collectives.size)
+        self.engine.traffic.add(sent, sent)
+        mean = total / np.float32(collectives.size)
+        edges = np.cumsum([t.weight.size for t in tensors])[:-1]
+        return {t.name: part for t, part in zip(tensors, np.split(mean, edges), strict=True)}
+
+    def _warmup_step(self, flat: Mapping[str, Array]) -> bool:
+        means = self._mean(self._tensors, flat)
+        if not all(np.isfinite(mean).all() for mean in means.values()):
+            self.engine.skipped += 1
+            if self.engine.recipe.on_nonfinite == "raise":
+                raise NonFiniteError("NaN or Inf in the mean gradient; nothing was changed")
+            return False
+        for tensor in self._tensors:
+            self.rule.exact_step(tensor, means[tensor.name])
+        return True
+
+    def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
+        rules = [self.rule] * len(self._large)
+        self.engine.prepare(self._large, rules)
+        assert self.engine.layout is not None
+        grads = {i: flat[t.name] for i, t in enumerate(self._large)}
+        for bucket in self.engine.layout.buckets:
+            self.engine.send(bucket.index, grads, rules)
+        means = self._mean(self._small, flat)
+        finite = all(np.isfinite(mean).all() for mean in means.values())
+        if not self.engine.receive(finite=finite):
+            return False
+        for tensor in self._small:
+            self.rule.exact_step(tensor, means[tensor.name])
+        return True

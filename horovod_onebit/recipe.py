@@ -1,0 +1,129 @@
+"""Every choice of the method in one frozen value, validated when it is made.
+
+Which preset to take: ``robust`` unless you reproduce a paper. The reasons and the measurements stand in the docs.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from horovod_onebit.errors import ConfigurationError
+
+Space = Literal["update", "momentum"]
+Scale = Literal["rms", "mean_abs", "guarded"]
+Exchange = Literal["direct"]
+OnNonfinite = Literal["skip", "raise"]
+
+GATHER_LIMIT = 2**31 - 2**20
+"""Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
+
+
+def _one_of(name: str, value: Any, choices: Any) -> None:
+    if value not in get_args(choices):
+        raise ConfigurationError(
+            f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}"
+        )
+
+
+def _is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How gradients become bits. All workers must use the same one; a handshake checks it.
+
+    Attributes:
+        space: ``"update"`` compresses what will be added to the weights, momentum / D (ours); ``"momentum"``
+            compresses the momentum and divides afterwards (Tang et al. 2021, Algorithm 1).
+        scale: magnitude given to each sign: ``"rms"`` keeps the norm, ``"mean_abs"`` has the least squared error,
+            ``"guarded"`` is rms bounded so that the error always shrinks.
+        block_size: elements that share one scale, a positive multiple of 8; None is one scale per tensor.
+        clip: bound on each element of the local update before the error is added, in update space only; None is
+            no bound. It grows with the number of workers n as ``clip * sqrt(1 + 0.01 n)``, because the noise of a
+            local update does.
+        eps_inside_sqrt: ``D = sqrt(v + eps)`` (Tarasov and Ershov 2022) instead of ``sqrt(v) + eps``.
+        exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages.
+        min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
+        bucket_size: elements per message, about; one message is one collective.
+        on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
+            alike, or ``"raise"`` ``NonFiniteError`` alike.
+    """
+
+    space: Space = "update"
+    scale: Scale = "guarded"
+    block_size: int | None = 1024
+    clip: float | None = 3.0
+    eps_inside_sqrt: bool = False
+    exchange: Exchange = "direct"
+    min_compressed_size: int = 1024
+    bucket_size: int = 4 * 2**20
+    on_nonfinite: OnNonfinite = "skip"
+
+    def __post_init__(self) -> None:
+        _one_of("space", self.space, Space)
+        _one_of("scale", self.scale, Scale)
+        _one_of("exchange", self.exchange, Exchange)
+        _one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
+        if self.block_size is not None and (
+            not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8
+        ):
+            raise ConfigurationError(
+                f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "
+                "bytes), or None for one scale per tensor"
+            )
+        if not isinstance(self.eps_inside_sqrt, bool):
+            raise ConfigurationError(f"eps_inside_sqrt={self.eps_inside_sqrt!r}: expected True or False")
+        self._check_clip()
+        for name in ("min_compressed_size", "bucket_size"):
+            value = getattr(self, name)
+            if not _is_int(value) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: expected a whole number of elements, at least 1")
+
+    def _check_clip(self) -> None:
+        if self.clip is None:
+            return
+        if (
+            isinstance(self.clip, bool)
+            or not isinstance(self.clip, (int, float))
+            or not 0 < self.clip < math.inf
+        ):
+            raise ConfigurationError(f"clip={self.clip!r}: expected a positive number, or None for no clip")
+        if self.space == "momentum":
+            raise ConfigurationError(
+                f"clip={self.clip!r} bounds the update, and space='momentum' compresses the momentum: "
+                "use space='update', or clip=None"
+            )
+
+    def clip_for(self, workers: int) -> float:
+        """The bound on a local update when ``workers`` share the work (infinity without one)."""
+        return math.inf if self.clip is None else self.clip * math.sqrt(1 + 0.01 * workers)
+
+    def block_size_for(self, size: int) -> int:
+        """The length of a scale's block in a tensor (or piece) of ``size`` elements."""
+        return max(size, 1) if self.block_size is None else self.block_size
+
+
+_MOMENTUM_SPACE = Recipe(space="momentum", scale="rms", block_size=None, clip=None)
+
+PRESETS: dict[str, Recipe] = {
+    "robust": Recipe(),
+    "paper": _MOMENTUM_SPACE,
+    "fixed": dataclasses.replace(_MOMENTUM_SPACE, eps_inside_sqrt=True),
+}
+"""``robust``: ours, the default. ``paper``: Tang et al. 2021 as DeepSpeed codes it, one rms scale per tensor.
+``fixed``: Tarasov and Ershov 2022, the same with epsilon under the root."""
+
+
+def resolve(recipe: str | Recipe) -> Recipe:
+    """A preset by its name, or the recipe itself."""
+    if isinstance(recipe, Recipe):
+        return recipe
+    if isinstance(recipe, str) and recipe in PRESETS:
+        return PRESETS[recipe]
+    raise ConfigurationError(
+        f"recipe={recipe!r}: expected one of {', '.join(map(repr, PRESETS))}, or a horovod_onebit.Recipe"
+    )

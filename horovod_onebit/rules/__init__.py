@@ -1,0 +1,94 @@
+"""One optimizer algorithm per file. A rule is a frozen value: the hyperparameters of one step.
+
+A rule sees one tensor at a time. It says what to send (``encode``), what to do with the workers' mean (``apply``),
+how to take ``encode`` back (``restore``), and what the exact, uncompressed step is (``exact_step``).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from types import ModuleType
+
+from horovod_onebit.kernels.reference import Array, Bytes, Spec
+from horovod_onebit.recipe import Recipe
+
+
+@dataclass
+class Tensor:
+    """One parameter of this worker and what the rules keep for it: flat float32 arrays of one length.
+
+    Attributes:
+        weight, momentum: updated in place by ``apply``, alike on every worker.
+        variance: the second moment, frozen once compression starts; None for rules that have none.
+        residual: the error feedback, this worker's own.
+        step: optimizer steps taken so far.
+        variance_steps: steps that the second moment has seen; its bias is corrected by that many.
+    """
+
+    name: str
+    weight: Array
+    momentum: Array
+    variance: Array | None
+    residual: Array
+    step: int = 0
+    variance_steps: int = 0
+
+    def part(self, start: int, stop: int) -> Tensor:
+        """Elements ``start:stop``, as views."""
+        if start == 0 and stop == self.weight.size:
+            return self
+        piece = slice(start, stop)
+        return Tensor(
+            self.name,
+            self.weight[piece],
+            self.momentum[piece],
+            None if self.variance is None else self.variance[piece],
+            self.residual[piece],
+            self.step,
+            self.variance_steps,
+        )
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a rule needs to know besides the tensor."""
+
+    kernels: ModuleType
+    recipe: Recipe
+    workers: int
+
+
+class Rule:
+    """What all rules share; a rule fills in ``coding``, ``apply`` and ``exact_step``."""
+
+    name: str
+
+    def coding(
+        self, tensor: Tensor, block_size: int, context: Context
+    ) -> tuple[Array | None, Array | None, Spec]:
+        """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""
+        raise NotImplementedError
+
+    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
+        """Take step number ``tensor.step + 1`` with the mean of all messages: (n, blocks), (n, bytes)."""
+        raise NotImplementedError
+
+    def exact_step(self, tensor: Tensor, grad: Array) -> None:
+        """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""
+        raise NotImplementedError
+
+    def encode(
+        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
+    ) -> bool:
+        """Compress this worker's contribution into ``scales`` and ``bits``, update the residual; all finite?"""
+        variance, weight, spec = self.coding(tensor, block_size, context)
+        return context.kernels.encode(
+            grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec
+        )
+
+    def restore(
+        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
+    ) -> None:
+        """Undo ``encode`` of the same arguments."""
+        variance, weight, spec = self.coding(tensor, block_size, context)
+        context.kernels.restore(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)

@@ -1,0 +1,114 @@
+"""What a run has cost so far, as this worker counts it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field, fields
+
+
+@dataclass
+class Traffic:
+    """Bytes of gradients that this worker sent; it receives as many.
+
+    By the usual convention: a ring allreduce sends ``2 (n - 1) / n`` times its data, a ring allgather
+    ``(n - 1)`` times this worker's message. Framing by TCP or MPI is not counted.
+    """
+
+    total: int = 0
+    step: int = 0
+    fp32_total: int = 0
+    fp32_step: int = 0
+
+    def begin_step(self) -> None:
+        self.step = self.fp32_step = 0
+
+    def add(self, sent: int, fp32: int) -> None:
+        """``sent`` bytes went out, where float32 gradients would have been ``fp32``."""
+        self.step += sent
+        self.total += sent
+        self.fp32_step += fp32
+        self.fp32_total += fp32
+
+
+def allreduce_bytes(nbytes: int, workers: int) -> int:
+    """Bytes that one of ``workers`` sends in a ring allreduce of ``nbytes`` bytes."""
+    return round(2 * (workers - 1) / workers * nbytes)
+
+
+@dataclass
+class Times:
+    """Seconds of wall time: the last step's, and in all. ``exchange`` is time spent waiting for messages."""
+
+    encode: float = 0.0
+    exchange: float = 0.0
+    decode: float = 0.0
+    total: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
+
+    def begin_step(self) -> None:
+        self.encode = self.exchange = self.decode = 0.0
+
+    @contextmanager
+    def measure(self, what: str) -> Iterator[None]:
+        start = time.perf_counter()
+        try:
+            yield
+        finally:
+            spent = time.perf_counter() - start
+            setattr(self, what, getattr(self, what) + spent)
+            self.total[what] += spent
+
+
+@dataclass(frozen=True)
+class Stats:
+    """A snapshot of a worker's run.
+
+    Attributes:
+        phase: ``"warmup"`` or ``"compressed"``.
+        step: optimizer steps taken.
+        skipped_steps: steps that all workers skipped because of NaN or Inf.
+        parameters: elements that are trained.
+        compressed_parameters: elements that travel as one bit (0 during warm-up).
+        bytes_sent, bytes_received: gradients' bytes of this worker, in all.
+        step_bytes_sent, step_bytes_received: of the last step.
+        ratio_to_fp32: how many times fewer bytes the last step sent than a float32 ring allreduce would have.
+        encode_seconds, exchange_seconds, decode_seconds: of the last step; exchange is time spent waiting.
+        error_norm, momentum_norm: Euclidean norms of the error feedback and the momentum, compressed tensors only.
+    """
+
+    phase: str
+    step: int
+    skipped_steps: int
+    parameters: int
+    compressed_parameters: int
+    bytes_sent: int
+    bytes_received: int
+    step_bytes_sent: int
+    step_bytes_received: int
+    ratio_to_fp32: float
+    encode_seconds: float
+    exchange_seconds: float
+    decode_seconds: float
+    error_norm: float
+    momentum_norm: float
+
+    @property
+    def error_to_momentum(self) -> float:
+        """``error_norm / momentum_norm`` (0 when nothing moves)."""
+        return self.error_norm / self.momentum_norm if self.momentum_norm else 0.0
+
+    def as_dict(self) -> dict[str, float | int | str]:
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {
+            "error_to_momentum": self.error_to_momentum
+        }
+
+    def __str__(self) -> str:
+        ms = [1e3 * t for t in (self.encode_seconds, self.exchange_seconds, self.decode_seconds)]
+        return (
+            f"step {self.step} ({self.phase}, {self.skipped_steps} skipped): "
+            f"{self.step_bytes_sent:,} bytes sent, {self.ratio_to_fp32:.1f} times fewer than float32; "
+            f"{self.compressed_parameters:,} of {self.parameters:,} parameters as one bit; "
+            f"encode {ms[0]:.1f} ms, exchange {ms[1]:.1f} ms, decode {ms[2]:.1f} ms; "
+            f"error/momentum {self.error_to_momentum:.2f}"
+        )

@@ -1,0 +1,107 @@
+"""One message per bucket: header, scales, sign bits, padded to 16 bytes. Little-endian.
+
+offset 0    header, 32 bytes (HEADER)
+offset 32   scales, float32, one a block
+then        sign bits, uint8, each piece starting on a whole byte
+then        zeros up to a multiple of 16 bytes (unaligned gathers are slow on NCCL, horovod#3727)
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit.errors import WireError
+from horovod_onebit.layout import Bucket
+
+MAGIC = 0x5449_4231  # "1BIT"
+VERSION = 1
+FINITE = 1
+ALIGNMENT = 16
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u4"),
+        ("version", "<u2"),
+        ("flags", "<u2"),
+        ("step", "<u8"),
+        ("layout", "<u8"),
+        ("bucket", "<u4"),
+        ("blocks", "<u4"),
+    ]
+)
+assert HEADER.itemsize == 32
+
+
+def message_size(bucket: Bucket) -> int:
+    """Bytes of the message that carries ``bucket``."""
+    size = HEADER.itemsize + 4 * bucket.blocks + bucket.bytes
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Message:
+    """A buffer for one bucket's message, written in place by the kernels and reused every step."""
+
+    def __init__(self, bucket: Bucket) -> None:
+        self.bucket = bucket
+        self.buffer: NDArray[np.uint8] = np.zeros(message_size(bucket), np.uint8)
+        self.scales, self.bits = _body(self.buffer, bucket)
+
+    def seal(self, *, step: int, layout: int, finite: bool) -> NDArray[np.uint8]:
+        """Write the header; the message is then ready to be sent."""
+        header = self.buffer[: HEADER.itemsize].view(HEADER)
+        flags = FINITE if finite else 0
+        header[0] = (MAGIC, VERSION, flags, step, layout, self.bucket.index, self.bucket.blocks)
+        return self.buffer
+
+
+@dataclass(frozen=True)
+class Gathered:
+    """The messages of all n workers for one bucket: ``scales`` (n, blocks), ``bits`` (n, bytes), ``finite`` (n,)."""
+
+    scales: NDArray[np.float32]
+    bits: NDArray[np.uint8]
+    finite: NDArray[np.bool_]
+
+
+def read(gathered: NDArray[np.uint8], bucket: Bucket, *, workers: int, step: int, layout: int) -> Gathered:
+    """Check what arrived, (workers * message_size,) uint8, against what this step expects, and open it.
+
+    Raises ``WireError`` that names the worker and the field; nothing is decoded then. A scale that is negative or
+    not finite in a message that claims to be finite is refused as well.
+    """
+    size = message_size(bucket)
+    if gathered.dtype != np.uint8 or gathered.shape != (workers * size,):
+        raise WireError(
+            f"bucket {bucket.index}: {gathered.shape} {gathered.dtype} arrived, expected ({workers} * {size},) uint8: "
+            "the workers do not have the same model, recipe or version"
+        )
+    rows = np.ascontiguousarray(gathered).reshape(workers, size)
+    headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
+    expected = {"magic": MAGIC, "version": VERSION, "step": step, "layout": layout}
+    expected |= {"bucket": bucket.index, "blocks": bucket.blocks}
+    for field, value in expected.items():
+        wrong = np.flatnonzero(headers[field] != value)
+        if wrong.size:
+            raise WireError(
+                f"bucket {bucket.index}, step {step}: the message of worker {wrong[0]} has {field} "
+                f"{headers[field][wrong[0]]}, expected {value} (workers that differ: {wrong.tolist()})"
+            )
+    finite = (headers["flags"] & FINITE).astype(bool)
+    scales, bits = _body(rows, bucket)
+    bad = finite & ~(np.isfinite(scales) & (scales >= 0)).all(axis=1)
+    if bad.any():
+        raise WireError(
+            f"bucket {bucket.index}, step {step}: the message of worker {np.flatnonzero(bad)[0]} is corrupt: it says "
+            "that it is finite and has a scale that is not a finite number >= 0"
+        )
+    return Gathered(scales, bits, finite)
+
+
+def _body(buffer: NDArray[np.uint8], bucket: Bucket) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
+    """Views of the scales and the bits, along the last axis of ``buffer``."""
+    start = HEADER.itemsize
+    middle = start + 4 * bucket.blocks
+    return buffer[..., start:middle].view(np.float32), buffer[..., middle : middle + bucket.bytes]
