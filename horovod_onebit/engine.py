@@ -23,7 +23,7 @@ from horovod_onebit.exchange import Collectives, Pending
 from horovod_onebit.exchange.direct import Direct
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
-from horovod_onebit.kernels.reference import Array
+from horovod_onebit.kernels.reference import Array, denominator
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
@@ -52,9 +52,7 @@ class Engine:
     workers must do the same in the same order.
     """
 
-    def __init__(
-        self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit"
-    ) -> None:
+    def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
         self.recipe = recipe
         self.collectives = collectives
         self.name = name
@@ -69,10 +67,9 @@ class Engine:
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
         self._sent: list[_Sent] = []
+        self._rules: list[Rule] = []
 
-    def prepare(
-        self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None
-    ) -> None:
+    def prepare(self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None) -> None:
         """Lay out ``tensors`` and make sure that all workers see the same (collective when anything changed).
 
         ``rules`` are the rules by tensor, ``details`` anything else by tensor that must agree, as text. Raises
@@ -81,6 +78,7 @@ class Engine:
         texts = details or [""] * len(tensors)
         specs = [TensorSpec(t.name, t.weight.size, text) for t, text in zip(tensors, texts, strict=True)]
         self.tensors = list(tensors)
+        self._rules = list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             return
         layout = plan(specs, self.recipe, self.collectives.size)
@@ -118,10 +116,10 @@ class Engine:
                     "the same model, optimizer and recipe"
                 )
 
-    def begin_step(self) -> None:
-        """Start this step's accounts."""
-        self.traffic.begin_step()
-        self.times.begin_step()
+    def end_step(self) -> None:
+        """Close this step's accounts."""
+        self.traffic.end_step()
+        self.times.end_step()
 
     def send(self, bucket_index: int, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
         """Encode a bucket and start its message. ``grads`` (flat float32) and ``rules`` are by tensor number.
@@ -200,10 +198,17 @@ class Engine:
             item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
     def norms(self) -> tuple[float, float]:
-        """Euclidean norms of this worker's error feedback and of the momentum, over the compressed tensors."""
-        momentum = np.sqrt(sum(float(np.dot(t.momentum, t.momentum)) for t in self.tensors))
-        error = np.sqrt(sum(float(np.dot(t.residual, t.residual)) for t in self.tensors))
-        return float(error), float(momentum)
+        """Euclidean norms of this worker's error feedback and of the momentum, in the space that is compressed.
+
+        Over all compressed tensors; a full pass over memory, so for reports rather than for every step.
+        """
+        error = momentum = 0.0
+        for tensor, rule in zip(self.tensors, self._rules, strict=True):
+            variance, _, spec = rule.coding(tensor, 8, self.context)
+            m = tensor.momentum if variance is None else tensor.momentum / denominator(variance, spec)
+            momentum += float(np.dot(m, m))
+            error += float(np.dot(tensor.residual, tensor.residual))
+        return float(np.sqrt(error)), float(np.sqrt(momentum))
 
 
 def _hash(text: str) -> int:

@@ -86,9 +86,7 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
         raise ConfigurationError(f"tensor names must be unique; given more than once: {', '.join(twice)}")
     for spec in tensors:
         if spec.size < 0:
-            raise ConfigurationError(
-                f"tensor {spec.name!r} has size {spec.size}; expected 0 or more elements"
-            )
+            raise ConfigurationError(f"tensor {spec.name!r} has size {spec.size}; expected 0 or more elements")
     capacity, longest = _limits(recipe, workers)
     buckets: list[Bucket] = []
     pending: list[tuple[int, int, int]] = []

@@ -61,9 +61,7 @@ class NumpyOptimizer:
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
-        return Tensor(
-            name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual
-        )
+        return Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
 
     @property
     def phase(self) -> Phase:
@@ -75,9 +73,9 @@ class NumpyOptimizer:
 
         Returns False if all workers skipped it because one had NaN or Inf.
         """
-        self.engine.begin_step()
         flat = {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
         taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
+        self.engine.end_step()
         self.step_count += taken
         return taken
 

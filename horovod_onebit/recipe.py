@@ -23,9 +23,7 @@ GATHER_LIMIT = 2**31 - 2**20
 
 def _one_of(name: str, value: Any, choices: Any) -> None:
     if value not in get_args(choices):
-        raise ConfigurationError(
-            f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}"
-        )
+        raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def _is_int(value: Any) -> bool:
@@ -68,9 +66,7 @@ class Recipe:
         _one_of("scale", self.scale, Scale)
         _one_of("exchange", self.exchange, Exchange)
         _one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
-        if self.block_size is not None and (
-            not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8
-        ):
+        if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8):
             raise ConfigurationError(
                 f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "
                 "bytes), or None for one scale per tensor"
@@ -86,11 +82,7 @@ class Recipe:
     def _check_clip(self) -> None:
         if self.clip is None:
             return
-        if (
-            isinstance(self.clip, bool)
-            or not isinstance(self.clip, (int, float))
-            or not 0 < self.clip < math.inf
-        ):
+        if isinstance(self.clip, bool) or not isinstance(self.clip, (int, float)) or not 0 < self.clip < math.inf:
             raise ConfigurationError(f"clip={self.clip!r}: expected a positive number, or None for no clip")
         if self.space == "momentum":
             raise ConfigurationError(

@@ -43,9 +43,7 @@ class _World:
             ready = self.lock.wait_for(lambda: self.failed or self._complete(key), self.timeout)
             if self.failed or not ready:
                 missing = [i for i, a in enumerate(self.posted[key]) if a is None]
-                raise DesyncError(
-                    f"collective {key[0]!r}: workers {missing} never called it (or failed before)"
-                )
+                raise DesyncError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
             arrays = [a for a in self.posted[key] if a is not None]
             self.taken[key] = self.taken.get(key, 0) + 1
             if self.taken[key] == self.size:
@@ -62,9 +60,7 @@ class _World:
 
 
 class _Waiting:
-    def __init__(
-        self, world: _World, key: tuple[str, int], combine: Callable[[list[NDArray]], NDArray]
-    ) -> None:
+    def __init__(self, world: _World, key: tuple[str, int], combine: Callable[[list[NDArray]], NDArray]) -> None:
         self.world, self.key, self.combine = world, key, combine
 
     def wait(self) -> NDArray:

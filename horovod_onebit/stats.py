@@ -20,12 +20,17 @@ class Traffic:
     step: int = 0
     fp32_total: int = 0
     fp32_step: int = 0
+    closed: bool = False
 
-    def begin_step(self) -> None:
-        self.step = self.fp32_step = 0
+    def end_step(self) -> None:
+        """The step is over; what is added next belongs to another one."""
+        self.closed = True
 
     def add(self, sent: int, fp32: int) -> None:
         """``sent`` bytes went out, where float32 gradients would have been ``fp32``."""
+        if self.closed:
+            self.step = self.fp32_step = 0
+            self.closed = False
         self.step += sent
         self.total += sent
         self.fp32_step += fp32
@@ -46,11 +51,17 @@ class Times:
     decode: float = 0.0
     total: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
 
-    def begin_step(self) -> None:
-        self.encode = self.exchange = self.decode = 0.0
+    closed: bool = False
+
+    def end_step(self) -> None:
+        """The step is over; what is measured next belongs to another one."""
+        self.closed = True
 
     @contextmanager
     def measure(self, what: str) -> Iterator[None]:
+        if self.closed:
+            self.encode = self.exchange = self.decode = 0.0
+            self.closed = False
         start = time.perf_counter()
         try:
             yield
@@ -74,7 +85,8 @@ class Stats:
         step_bytes_sent, step_bytes_received: of the last step.
         ratio_to_fp32: how many times fewer bytes the last step sent than a float32 ring allreduce would have.
         encode_seconds, exchange_seconds, decode_seconds: of the last step; exchange is time spent waiting.
-        error_norm, momentum_norm: Euclidean norms of the error feedback and the momentum, compressed tensors only.
+        error_norm, momentum_norm: Euclidean norms of the error feedback and of the momentum, in the space that is
+            compressed (in update space: of what it would add to the weights), over the compressed tensors.
     """
 
     phase: str
@@ -99,9 +111,7 @@ class Stats:
         return self.error_norm / self.momentum_norm if self.momentum_norm else 0.0
 
     def as_dict(self) -> dict[str, float | int | str]:
-        return {f.name: getattr(self, f.name) for f in fields(self)} | {
-            "error_to_momentum": self.error_to_momentum
-        }
+        return {f.name: getattr(self, f.name) for f in fields(self)} | {"error_to_momentum": self.error_to_momentum}
 
     def __str__(self) -> str:
         ms = [1e3 * t for t in (self.encode_seconds, self.exchange_seconds, self.decode_seconds)]

@@ -7,12 +7,12 @@ every worker decides alike.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
+from enum import StrEnum
 
 from horovod_onebit.errors import ConfigurationError
 
 
-class Phase(str, Enum):
+class Phase(StrEnum):
     """``WARMUP``: the wrapped optimizer, exact. ``COMPRESSED``: one bit per parameter."""
 
     WARMUP = "warmup"

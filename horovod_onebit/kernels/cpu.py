@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -44,9 +45,7 @@ MIN_ELEMENTS_PER_THREAD = 1 << 15
 
 # No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
 exact: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
-reordered: Callable[..., Any] = njit(
-    nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract"}
-)
+reordered: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract"})
 
 
 @reordered
@@ -260,7 +259,7 @@ class _Threads:
             self.pool = ThreadPoolExecutor(self.count, thread_name_prefix="horovod_onebit")
             self.pid = os.getpid()
         edges = [blocks * i // parts for i in range(parts + 1)]
-        rest = [self.pool.submit(work, lo, hi) for lo, hi in zip(edges[1:-1], edges[2:], strict=True)]
+        rest = [self.pool.submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
         return [work(edges[0], edges[1]), *(future.result() for future in rest)]
 
 

@@ -15,7 +15,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-Array = NDArray[np.float32]
+Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
 ScaleName = Literal["rms", "mean_abs", "guarded"]
 
@@ -85,9 +85,7 @@ def denominator(variance: Array, spec: Spec) -> Array:
     return np.maximum(np.sqrt(corrected) + np.float32(spec.eps), TINY)
 
 
-def contribution(
-    grad: Array, momentum: Array, variance: Array | None, weight: Array | None, spec: Spec
-) -> Array:
+def contribution(grad: Array, momentum: Array, variance: Array | None, weight: Array | None, spec: Spec) -> Array:
     """``u``: what this worker would send if nothing were compressed and nothing were owed.
 
     NaN wherever the input is NaN or infinite, so that the clip cannot hide it.
@@ -167,7 +165,7 @@ def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array
     Each scale is divided by n first; the sum then runs over the workers in rank order, so that every replica
     rounds alike.
     """
-    total = np.zeros(size, np.float32)
+    total: Array = np.zeros(size, np.float32)
     n = np.float32(len(scales))
     for worker_scales, worker_bits in zip(scales, bits, strict=True):
         share = worker_scales / n

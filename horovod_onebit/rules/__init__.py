@@ -63,9 +63,7 @@ class Rule:
 
     name: str
 
-    def coding(
-        self, tensor: Tensor, block_size: int, context: Context
-    ) -> tuple[Array | None, Array | None, Spec]:
+    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""
         raise NotImplementedError
 
@@ -82,9 +80,7 @@ class Rule:
     ) -> bool:
         """Compress this worker's contribution into ``scales`` and ``bits``, update the residual; all finite?"""
         variance, weight, spec = self.coding(tensor, block_size, context)
-        return context.kernels.encode(
-            grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec
-        )
+        return context.kernels.encode(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)
 
     def restore(
         self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context

@@ -47,13 +47,9 @@ class Adam(Rule):
     def __post_init__(self) -> None:
         for field, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("lr", 0, np.inf), ("eps", 0, np.inf)):
             if not low <= getattr(self, field) < high:
-                raise ConfigurationError(
-                    f"{field}={getattr(self, field)!r}: expected {low} <= {field} < {high}"
-                )
+                raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected {low} <= {field} < {high}")
 
-    def coding(
-        self, tensor: Tensor, block_size: int, context: Context
-    ) -> tuple[Array | None, Array | None, Spec]:
+    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         l2 = 0.0 if self.decoupled else self.weight_decay / self.grad_scale
         recipe = context.recipe
         spec = Spec(

@@ -38,13 +38,9 @@ class SGD(Rule):
         if not 0 <= self.lr < np.inf:
             raise ConfigurationError(f"lr={self.lr!r}: expected 0 <= lr")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
-            raise ConfigurationError(
-                "nesterov=True needs momentum > 0 and dampening = 0, as in torch.optim.SGD"
-            )
+            raise ConfigurationError("nesterov=True needs momentum > 0 and dampening = 0, as in torch.optim.SGD")
 
-    def coding(
-        self, tensor: Tensor, block_size: int, context: Context
-    ) -> tuple[Array | None, Array | None, Spec]:
+    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         l2 = self.weight_decay / self.grad_scale
         spec = Spec(
             momentum_factor=self.momentum,

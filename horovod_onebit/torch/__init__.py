@@ -1,0 +1,12 @@
+"""The PyTorch face: ``DistributedOptimizer`` in place of Horovod's.
+
+import horovod.torch as hvd
+import horovod_onebit.torch as onebit
+
+optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), warmup_steps=500)
+"""
+
+from horovod_onebit.torch.functions import broadcast_optimizer_state
+from horovod_onebit.torch.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "broadcast_optimizer_state"]

@@ -1,0 +1,43 @@
+"""The core's ``Collectives`` over Horovod's PyTorch operations, for NumPy arrays in host memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+
+class _Handle:
+    def __init__(self, handle: Any, source: NDArray) -> None:
+        self.handle = handle
+        self.source = source  # Horovod reads it until the collective is done
+
+    def wait(self) -> NDArray:
+        return hvd.synchronize(self.handle).numpy()
+
+
+class HorovodCollectives:
+    """One process's view of a Horovod process set. Create it after ``hvd.init()``."""
+
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        self.process_set = process_set
+
+    @property
+    def rank(self) -> int:
+        return self.process_set.rank()
+
+    @property
+    def size(self) -> int:
+        return self.process_set.size()
+
+    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        tensor = torch.from_numpy(array)
+        return _Handle(hvd.allgather_async(tensor, name=name, process_set=self.process_set), array)
+
+    def allreduce(self, array: NDArray[np.float32], name: str) -> _Handle:
+        tensor = torch.from_numpy(array)
+        handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
+        return _Handle(handle, array)

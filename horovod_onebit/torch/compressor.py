@@ -1,0 +1,325 @@
+"""One step of the PyTorch face: which parameters are exact, which compressed, and how both are done.
+
+A parameter is *exact* while it is small or has had fewer than ``warmup_steps`` exact steps; the wrapped optimizer
+takes its steps with the averaged gradient. All others are *compressed*: the engine takes their steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from horovod_onebit.engine import Engine
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Rule
+from horovod_onebit.stats import Stats
+from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
+from horovod_onebit.torch.synchronizer import Synchronizer
+from horovod_onebit.warmup import FixedWarmup, Phase
+
+logger = logging.getLogger("horovod_onebit")
+
+STATE_VERSION = 1
+
+
+class Compressor:
+    """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's."""
+
+    synchronizer: Synchronizer
+
+    def __init__(
+        self,
+        optimizer: Any,
+        adapter: Adapter,
+        names: dict[torch.Tensor, str],
+        *,
+        recipe: Recipe,
+        warmup: FixedWarmup,
+        process_set: Any,
+        sum_gradients: bool,
+    ) -> None:
+        self.optimizer = optimizer
+        self.adapter = adapter
+        self.names = names
+        self.warmup = warmup
+        collectives = HorovodCollectives(process_set)
+        self.engine = Engine(recipe, collectives, name=f"onebit.{_next_number()}")
+        self.sum_gradients = sum_gradients
+        self.steps = 0
+        self.exact_steps: dict[torch.Tensor, int] = {}
+        self.variance_steps: dict[torch.Tensor, int] = {}
+        self.bindings: dict[torch.Tensor, Binding] = {}
+        self._prepared = False
+        if collectives.size == 1:
+            logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
+
+    # -- which parameters -----------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.COMPRESSED if self.bindings else Phase.WARMUP
+
+    def check_groups(self) -> None:
+        """Take notice of parameters that are new or newly trained: they warm up first."""
+        fresh = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            for position, p in enumerate(group["params"]):
+                if not p.requires_grad or p in self.exact_steps:
+                    continue
+                if p not in self.names:
+                    self.adapter.check(group)
+                    self.names[p] = self._new_name(group, index, position)
+                    check_parameter(self.names[p], p)
+                self.adapter.init_state(group, p, self.optimizer.state[p])
+                self.exact_steps[p] = 0
+                fresh.append(p)
+        if self.optimizer._participates:
+            self.synchronizer.add(fresh)
+
+    def _new_name(self, group: Mapping[str, Any], index: int, position: int) -> str:
+        names = group.get("param_names")
+        name = names[position] if names else f"allreduce.noname.{index}.{position}"
+        if name in self.names.values():
+            raise ConfigurationError(f"add_param_group: the name {name!r} is taken by another parameter")
+        return name
+
+    def _mature(self) -> None:
+        """Compress, from the next step on, every parameter whose warm-up is over."""
+        for p, count in self.exact_steps.items():
+            small = p.numel() < self.engine.recipe.min_compressed_size
+            if small or p in self.bindings or not p.requires_grad:
+                continue
+            if self.warmup.phase(count) is Phase.COMPRESSED:
+                seen = self.optimizer.state[p].get("step", count)
+                self.variance_steps.setdefault(p, int(seen))
+                self._bind(p)
+
+    def _bind(self, p: torch.Tensor) -> None:
+        residual = self.engine.feedback.residual(self.names[p], p.numel())
+        binding = Binding(self.names[p], p, self.optimizer.state[p], self.adapter, residual)
+        binding.tensor.variance_steps = self.variance_steps[p]
+        binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
+        self.bindings[p] = binding
+        self._prepared = False
+
+    def _refresh_bindings(self) -> None:
+        """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
+        for p, binding in list(self.bindings.items()):
+            if not p.requires_grad:
+                del self.bindings[p]
+                self._prepared = False
+            elif binding.state is not self.optimizer.state.get(p) or not binding.is_current():
+                self._bind(p)
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def synchronize(self) -> None:
+        """Average the exact gradients; those of compressed parameters stay local."""
+        if self.phase is Phase.WARMUP:
+            self.synchronizer.wait()
+        else:
+            self.synchronizer.average_fused(self._exact(), f"{self.engine.name}.exact")()
+            self.synchronizer.reset()
+
+    def _exact(self) -> list[torch.Tensor]:
+        return [p for p in self.exact_steps if p not in self.bindings and p.requires_grad]
+
+    def step(
+        self,
+        exact_step: Callable[[], None],
+        *,
+        synchronize: bool,
+        loss_scale: float | None = None,
+        check_finite: bool = False,
+    ) -> bool:
+        """Take one step; whether it was taken, or skipped by all workers alike.
+
+        ``synchronize`` False: the exact gradients are averaged already. ``loss_scale``: what gradients still have to
+        be divided by. ``check_finite``: look for Inf in the exact gradients as well.
+        """
+        self.check_groups()
+        if self.phase is Phase.WARMUP:
+            taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
+        else:
+            taken = self._compressed_step(exact_step, synchronize, loss_scale)
+        if taken:
+            self.steps += 1
+            self._mature()
+        self.engine.end_step()
+        return taken
+
+    def _warmup_step(
+        self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
+    ) -> bool:
+        if synchronize:
+            self.synchronizer.wait()
+        exact = self._exact()
+        if loss_scale is not None:
+            _unscale(exact, loss_scale)
+        if check_finite and not _all_finite(exact):
+            self.engine.skipped += 1
+            return False
+        exact_step()
+        self._count(exact)
+        return True
+
+    def _compressed_step(self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None) -> bool:
+        self._refresh_bindings()
+        bindings = list(self.bindings.values())
+        rules = self._rules(loss_scale or 1.0)
+        if not self._prepared:
+            details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in bindings]
+            self.engine.prepare([b.tensor for b in bindings], rules, details)
+            self._prepared = True
+        assert self.engine.layout is not None
+        exact = self._exact()
+        finish = self.synchronizer.average_fused(exact if synchronize else [], f"{self.engine.name}.exact")
+        for binding in bindings:
+            binding.pull()
+        grads = {i: binding.grad() for i, binding in enumerate(bindings)}
+        for bucket in self.engine.layout.buckets:
+            self.engine.send(bucket.index, grads, rules)
+        finish()
+        self.synchronizer.reset()
+        if loss_scale is not None:
+            _unscale(exact, loss_scale)
+        if not self.engine.receive(finite=_all_finite(exact)):
+            return False
+        for binding in bindings:
+            binding.push()
+        torch._foreach_add_([b.state["step"] for b in bindings if "step" in b.state] or [torch.zeros(())], 1)
+        self._exact_step_alone(exact_step, bindings)
+        self._count(exact)
+        return True
+
+    def _exact_step_alone(self, exact_step: Callable[[], None], bindings: list[Binding]) -> None:
+        """The wrapped optimizer's step for exact parameters: it passes over those without a gradient."""
+        grads = [binding.p.grad for binding in bindings]
+        for binding in bindings:
+            binding.p.grad = None
+        try:
+            exact_step()
+        finally:
+            for binding, grad in zip(bindings, grads, strict=True):
+                binding.p.grad = grad
+
+    def _rules(self, loss_scale: float) -> list[Rule]:
+        """The rule of each compressed parameter, with its group's hyperparameters of now."""
+        workers = self.engine.collectives.size
+        grad_scale = (workers if self.sum_gradients else 1.0) / loss_scale
+        of = {}
+        for group in self.optimizer.param_groups:
+            rule = self.adapter.rule(group, grad_scale)
+            of.update(dict.fromkeys(group["params"], rule))
+        return [of[p] for p in self.bindings]
+
+    def _count(self, exact: list[torch.Tensor]) -> None:
+        for p in exact:
+            self.exact_steps[p] += 1
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def stats(self) -> Stats:
+        engine = self.engine
+        error, momentum = engine.norms() if engine.layout is not None else (0.0, 0.0)
+        traffic, times = engine.traffic, engine.times
+        return Stats(
+            phase=self.phase.value,
+            step=self.steps,
+            skipped_steps=engine.skipped,
+            parameters=sum(p.numel() for p in self.exact_steps),
+            compressed_parameters=sum(p.numel() for p in self.bindings),
+            bytes_sent=traffic.total,
+            bytes_received=traffic.total,
+            step_bytes_sent=traffic.step,
+            step_bytes_received=traffic.step,
+            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
+            encode_seconds=times.encode,
+            exchange_seconds=times.exchange,
+            decode_seconds=times.decode,
+            error_norm=error,
+            momentum_norm=momentum,
+        )
+
+    def _ordered(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Plain numbers, by position of the parameter in the groups."""
+        return {
+            "version": STATE_VERSION,
+            "steps": self.steps,
+            "skipped": self.engine.skipped,
+            "exchanges": self.engine.exchanges,
+            "exact_steps": [self.exact_steps.get(p, 0) for p in self._ordered()],
+            "variance_steps": [self.variance_steps.get(p, 0) for p in self._ordered()],
+        }
+
+    def load_state_dict(self, own: Mapping[str, Any] | None, whole: Mapping[str, Any]) -> None:
+        """Take over ``own``, a ``state_dict()``; None means a state of a plain optimizer, which warms up."""
+        if own is not None and own.get("version") != STATE_VERSION:
+            raise ConfigurationError(
+                f"this optimizer state has format {own.get('version')!r}, expected {STATE_VERSION}"
+            )
+        self.synchronizer.reset()
+        self.bindings.clear()
+        self.variance_steps.clear()
+        self.engine.feedback.reset()
+        params = self._ordered()
+        counts = list(own["exact_steps"]) if own else [0] * len(params)
+        seen = list(own["variance_steps"]) if own else [0] * len(params)
+        self.steps = own["steps"] if own else 0
+        self.engine.skipped = own["skipped"] if own else 0
+        self.engine.exchanges = own["exchanges"] if own else 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                if p.requires_grad:
+                    self.adapter.init_state(group, p, self.optimizer.state[p])
+        for position, p in enumerate(params):
+            if p in self.exact_steps:
+                self.exact_steps[p] = counts[position]
+            if seen[position]:
+                self.variance_steps[p] = seen[position]
+        self._keep_float32(whole)
+        self._mature()
+
+    def _keep_float32(self, whole: Mapping[str, Any]) -> None:
+        """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
+        ids = [i for group in whole["param_groups"] for i in group["params"]]
+        for position, p in zip(ids, self._ordered(), strict=True):
+            for key in (self.adapter.momentum_key, self.adapter.variance_key):
+                value = whole["state"].get(position, {}).get(key)
+                if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
+                    self.optimizer.state[p][key] = value.detach().clone()
+
+    def load_feedback(self, state: Mapping[str, Array]) -> None:
+        unknown = sorted(set(state) - set(self.names.values()))
+        if unknown:
+            raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
+        self.engine.feedback.load_state_dict(state)
+
+
+_created = 0
+
+
+def _next_number() -> int:
+    """How many were made before in this process: the same on all workers, so that names of collectives agree."""
+    global _created
+    _created += 1
+    return _created - 1
+
+
+def _all_finite(parameters: list[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+
+
+def _unscale(parameters: list[torch.Tensor], loss_scale: float) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(1.0 / loss_scale)

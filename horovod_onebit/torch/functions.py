@@ -1,0 +1,79 @@
+"""Broadcasting optimizer state safely.
+
+Horovod's own ``broadcast_optimizer_state`` works with this project's optimizers too. This one needs less of the
+workers: they may have different state, or none; nothing is stepped; error feedback is left alone.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from horovod_onebit.errors import ConfigurationError
+
+
+class _Slot:
+    """Stands for a tensor in the structure that is sent first."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.shape = tuple(tensor.shape)
+        self.dtype = tensor.dtype
+        self.device = tensor.device.type
+
+
+def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Any = None) -> None:
+    """Give every worker the optimizer state and hyperparameters of ``root_rank``. Collective.
+
+    Works for any ``torch.optim`` optimizer whose state is made of tensors, numbers and plain containers. Takes no
+    hidden step. ``root_rank`` is a rank of the whole world.
+    """
+    process_set = hvd.global_process_set if process_set is None else process_set
+    if not process_set.included():
+        return
+    if not 0 <= root_rank < hvd.size():
+        raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
+    is_root = hvd.rank() == root_rank
+    tensors: list[torch.Tensor] = []
+    structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
+    structure = hvd.broadcast_object(structure, root_rank, name="onebit.state", process_set=process_set)
+    if not is_root:
+        structure = _put_in(structure, tensors)
+    handles = []
+    for index, tensor in enumerate(tensors):
+        # As bytes: Horovod refuses bfloat16 and tensors without dimensions.
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if data.numel():
+            name = f"onebit.state.{index}"
+            handles.append((tensor, hvd.broadcast_async(data, root_rank, name=name, process_set=process_set)))
+    for tensor, handle in handles:
+        received = hvd.synchronize(handle)
+        if not is_root:
+            tensor.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+    if not is_root:
+        optimizer.load_state_dict(structure)
+
+
+def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """``value`` with each tensor replaced by a ``_Slot``, and the tensors in order."""
+    if isinstance(value, torch.Tensor):
+        tensors.append(value)
+        return _Slot(value)
+    if isinstance(value, dict):
+        return {key: _take_out(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_take_out(item, tensors) for item in value])
+    return value
+
+
+def _put_in(value: Any, tensors: list[torch.Tensor]) -> Any:
+    """The inverse of ``_take_out``, with new tensors to receive into."""
+    if isinstance(value, _Slot):
+        tensors.append(torch.empty(value.shape, dtype=value.dtype, device=value.device))
+        return tensors[-1]
+    if isinstance(value, dict):
+        return {key: _put_in(item, tensors) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_put_in(item, tensors) for item in value])
+    return value

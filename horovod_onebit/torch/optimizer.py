@@ -1,0 +1,326 @@
+"""``DistributedOptimizer`` for PyTorch: Horovod's own during warm-up, one bit per parameter afterwards."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.stats import Stats
+from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.torch.rules import adapter_for, check_parameter
+from horovod_onebit.torch.synchronizer import Synchronizer
+from horovod_onebit.warmup import FixedWarmup, Phase
+
+logger = logging.getLogger("horovod_onebit")
+
+STATE_KEY = "horovod_onebit"
+
+
+class _DistributedOptimizer:
+    """Mixed into the wrapped optimizer's class; the methods that users call."""
+
+    _synchronizer: Synchronizer
+    _compressor: Compressor
+    _participates: bool
+    _should_synchronize: bool
+    _synchronized: bool  # the user called synchronize()
+    _arrived: bool  # the exact gradients are averaged already
+
+    # -- Horovod's interface --------------------------------------------------------------------------------------
+
+    @property
+    def backward_passes_per_step(self) -> int:
+        """Backward passes whose gradients are added up before one exchange."""
+        return self._synchronizer.backward_passes_per_step
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        """Change the number of backward passes that precede a step."""
+        self._synchronizer.set_backward_passes_per_step(passes)
+
+    def synchronize(self) -> None:
+        """Wait until gradients are averaged: all in warm-up, only the uncompressed ones afterwards.
+
+        Compressed gradients never exist in averaged form: what is averaged is the update.
+        """
+        if self._participates:
+            self._compressor.synchronize()
+        self._synchronized = self._arrived = True
+
+    @contextmanager
+    def skip_synchronize(self) -> Iterator[None]:
+        """``step()`` inside this context does not synchronize: for ``synchronize(); clip...; step()``."""
+        self._should_synchronize = False
+        try:
+            yield
+        finally:
+            self._should_synchronize = True
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
+        if self._synchronizer.pending():
+            raise AssertionError(
+                "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
+                "optimizer.synchronize(). This is prohibited as it can cause a race condition."
+            )
+        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if not self._participates:
+            self._exact_step()
+            return loss
+        if self._should_synchronize and self._synchronized:
+            warnings.warn(
+                "optimizer.step() called without optimizer.skip_synchronize() context after "
+                "optimizer.synchronize(). This can cause training slowdown.",
+                stacklevel=2,
+            )
+        synchronize = self._should_synchronize and (not self._arrived or self._synchronizer.pending())
+        scale, self.grad_scale = getattr(self, "grad_scale", None), None
+        found_inf, self.found_inf = getattr(self, "found_inf", None), None
+        try:
+            with torch.no_grad():
+                self._compressor.step(
+                    self._exact_step,
+                    synchronize=synchronize,
+                    loss_scale=None if scale is None else float(scale),
+                    check_finite=found_inf is not None,
+                )
+        finally:
+            self.grad_scale, self.found_inf = scale, found_inf
+            self._synchronized = self._arrived = False
+        return loss
+
+    def _exact_step(self) -> None:
+        """The wrapped optimizer's own step, without running its hooks a second time."""
+        step = super().step  # type: ignore[misc]
+        function = step.__func__
+        while getattr(function, "hooked", False):
+            function = function.__wrapped__
+        function(self)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
+        super().add_param_group(param_group)  # type: ignore[misc]
+        if hasattr(self, "_compressor"):
+            self._compressor.check_groups()
+
+    @property
+    def _step_supports_amp_scaling(self) -> bool:
+        # GradScaler asks this before it looks at the gradients. They must have arrived by then; and with True it
+        # leaves it to step() to skip, so that all workers skip alike.
+        if self._participates and self._should_synchronize and self._synchronizer.pending():
+            self._compressor.synchronize()
+            self._arrived = True
+        return True
+
+    @_step_supports_amp_scaling.setter
+    def _step_supports_amp_scaling(self, value: bool) -> None:
+        """The fused optimizers set it; it is always true here."""
+
+    # -- this project's interface ---------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step: ``COMPRESSED`` as soon as any parameter is."""
+        return self._compressor.phase
+
+    @property
+    def recipe(self) -> Recipe:
+        """How gradients become bits."""
+        return self._compressor.engine.recipe
+
+    def stats(self) -> Stats:
+        """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective."""
+        return self._compressor.stats()
+
+    def feedback_state_dict(self) -> dict[str, torch.Tensor]:
+        """This worker's error feedback by parameter name (flat float32). Save one for each worker."""
+        residuals = self._compressor.engine.feedback.state_dict()
+        return {name: torch.from_numpy(value) for name, value in residuals.items()}
+
+    def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
+        """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``."""
+        self._compressor.load_feedback({name: value.numpy() for name, value in state.items()})
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The wrapped optimizer's state, and under ``"horovod_onebit"`` how far the warm-up is: the same on all
+        workers, so that saving worker 0's is enough. The error feedback is apart: ``feedback_state_dict``."""
+        state = super().state_dict()  # type: ignore[misc]
+        state[STATE_KEY] = self._compressor.state_dict()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
+        super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._synchronized = self._arrived = False
+        self._should_synchronize = True
+        self._compressor.load_state_dict(state_dict.get(STATE_KEY), state_dict)
+
+
+def DistributedOptimizer(
+    optimizer: torch.optim.Optimizer,
+    named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
+    compression: Any = hvd.Compression.none,
+    backward_passes_per_step: int = 1,
+    op: Any = hvd.Average,
+    gradient_predivide_factor: float = 1.0,
+    num_groups: int = 0,
+    groups: int | list[list[torch.Tensor]] | None = None,
+    sparse_as_dense: bool = False,
+    process_set: Any = hvd.global_process_set,
+    *,
+    warmup_steps: int,
+    recipe: str | Recipe = "robust",
+) -> Any:
+    """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
+
+    The arguments of ``horovod.torch.DistributedOptimizer`` keep their names and meanings; ``compression``,
+    ``groups`` and ``gradient_predivide_factor`` concern what travels uncompressed: warm-up, and tensors with fewer
+    than ``recipe.min_compressed_size`` elements.
+
+    Args:
+        optimizer: ``torch.optim.Adam``, ``AdamW`` or ``SGD``; its state and hyperparameters are kept. The result
+            is an instance of its class, and shares ``state`` and ``param_groups`` with it.
+        named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
+        compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
+        backward_passes_per_step: backward passes whose gradients are added up before one exchange.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        process_set: the workers that train together.
+        warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+
+    Raises:
+        UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
+        ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
+    """
+    _check_arguments(backward_passes_per_step, op, gradient_predivide_factor, groups, process_set)
+    if num_groups:
+        warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
+        groups = num_groups if groups is None else groups
+    warmup, chosen = FixedWarmup(warmup_steps), resolve(recipe)
+    adapter = adapter_for(optimizer)
+    names = _names(optimizer, named_parameters)
+    for group in optimizer.param_groups:
+        adapter.check(group)
+    for p, name in names.items():
+        check_parameter(name, p)
+
+    wrapped = _instance(optimizer)
+    compressor = Compressor(
+        wrapped,
+        adapter,
+        names,
+        recipe=chosen,
+        warmup=warmup,
+        process_set=process_set,
+        sum_gradients=op == hvd.Sum,
+    )
+    wrapped._compressor = compressor
+    wrapped._synchronizer = compressor.synchronizer = Synchronizer(
+        names=names,
+        is_warmup=lambda: compressor.phase is Phase.WARMUP,
+        compression=compression,
+        backward_passes_per_step=backward_passes_per_step,
+        op=op,
+        gradient_predivide_factor=gradient_predivide_factor,
+        groups=groups,
+        sparse_as_dense=sparse_as_dense,
+        process_set=process_set,
+        traffic=compressor.engine.traffic,
+    )
+    wrapped._participates = process_set.included()
+    wrapped._should_synchronize = True
+    wrapped._synchronized = wrapped._arrived = False
+    compressor.check_groups()
+    return wrapped
+
+
+def _instance(optimizer: torch.optim.Optimizer) -> Any:
+    """An instance of a subclass of ``optimizer``'s class that shares its state, groups, defaults and hooks."""
+    kind = type(optimizer)
+    if issubclass(kind, _DistributedOptimizer):
+        raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
+    if kind.__module__.startswith("horovod.") or hasattr(optimizer, "_requires_update"):
+        raise ConfigurationError(
+            "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
+        )
+    cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+    wrapped: Any = object.__new__(cls)
+    # A learning-rate scheduler made earlier leaves its own "step" in the instance, bound to the old optimizer.
+    skip = {"step", "_step_supports_amp_scaling"}
+    wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
+    wrapped._patch_step_function()
+    return wrapped
+
+
+def _check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process_set: Any) -> None:
+    if not hvd.is_initialized():
+        raise ConfigurationError("call hvd.init() before DistributedOptimizer")
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
+    if op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedError(f"op={op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
+    if predivide != 1.0 and op != hvd.Average:
+        raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
+    if not predivide > 0:
+        raise ConfigurationError(f"gradient_predivide_factor={predivide!r}: expected a positive number")
+    if process_set.process_set_id is None:
+        raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
+    if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
+        return
+    if not isinstance(groups, list) or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
+        raise ConfigurationError("groups: expected a whole number >= 0, or a list of lists of torch.Tensor")
+    members = [id(p) for group in groups for p in group]
+    if len(set(members)) != len(members):
+        raise ConfigurationError("groups: a parameter can only appear once")
+
+
+def _names(
+    optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
+) -> dict[torch.Tensor, str]:
+    """Parameter -> name, for the parameters of ``optimizer``, in the order of its groups."""
+    own = [p for group in optimizer.param_groups for p in group["params"]]
+    if not own:
+        raise ConfigurationError("the optimizer has no parameters")
+    if named_parameters is None:
+        return {
+            p: f"allreduce.noname.{i}.{j}"
+            for i, group in enumerate(optimizer.param_groups)
+            for j, p in enumerate(group["params"])
+        }
+    pairs = list(named_parameters)
+    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+        raise ConfigurationError(
+            "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
+            "model.named_parameters()."
+        )
+    names = [name for name, _ in pairs]
+    duplicates = sorted({name for name in names if names.count(name) > 1})
+    if duplicates:
+        raise ConfigurationError(
+            f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
+        )
+    # A tied parameter may be listed under several names: the first in alphabetical order is the same everywhere.
+    by_parameter = {p: name for name, p in sorted(pairs, key=lambda pair: pair[0], reverse=True)}
+    unnamed = [i for i, p in enumerate(own) if p not in by_parameter]
+    if unnamed:
+        raise ConfigurationError(
+            "named_parameters was specified, but one or more model parameters were not named: "
+            f"positions {unnamed} in the optimizer, shapes {[tuple(own[i].shape) for i in unnamed]}"
+        )
+    return {p: by_parameter[p] for p in own}

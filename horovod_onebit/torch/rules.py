@@ -1,0 +1,204 @@
+"""From a ``torch.optim`` optimizer to the core's rule and tensors, and what is refused."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+
+from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.sgd import SGD
+
+ParamGroup = dict[str, Any]
+DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
+
+
+class Adapter:
+    """How one family of PyTorch optimizers keeps its state, and which rule takes its steps."""
+
+    kind: type[torch.optim.Optimizer]
+    momentum_key: str
+    variance_key: str | None = None
+
+    def check(self, group: ParamGroup) -> None:
+        """Refuse what the rule cannot do."""
+        for option in ("amsgrad", "capturable", "differentiable"):
+            if group.get(option):
+                raise UnsupportedError(
+                    f"{self.kind.__name__}({option}=True) has no 1-bit form: build the optimizer without {option}"
+                )
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        """Give ``p`` the state that its first step would make, so that all workers have the same keys."""
+        raise NotImplementedError
+
+    def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
+        """The rule with the hyperparameters that ``group`` has now."""
+        raise NotImplementedError
+
+
+class AdamAdapter(Adapter):
+    kind = torch.optim.Adam
+    momentum_key = "exp_avg"
+    variance_key = "exp_avg_sq"
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        if state:
+            return
+        device = p.device if group["fused"] else "cpu"
+        dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
+        state["step"] = torch.zeros((), dtype=dtype, device=device)
+        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def rule(self, group: ParamGroup, grad_scale: float) -> Adam:
+        beta1, beta2 = group["betas"]
+        return Adam(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            eps=group["eps"],
+            weight_decay=group["weight_decay"],
+            decoupled=group["decoupled_weight_decay"],
+            grad_scale=-grad_scale if group["maximize"] else grad_scale,
+        )
+
+
+class SGDAdapter(Adapter):
+    kind = torch.optim.SGD
+    momentum_key = "momentum_buffer"
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        if state.get("momentum_buffer") is not None:
+            return
+        # With dampening, the first step treats a missing buffer differently from one that is zero.
+        eager = group["momentum"] != 0 and group["dampening"] == 0
+        state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format) if eager else None
+
+    def rule(self, group: ParamGroup, grad_scale: float) -> SGD:
+        return SGD(
+            lr=float(group["lr"]),
+            momentum=group["momentum"],
+            dampening=group["dampening"],
+            weight_decay=float(group["weight_decay"]),
+            nesterov=group["nesterov"],
+            grad_scale=-grad_scale if group["maximize"] else grad_scale,
+        )
+
+
+ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter)
+
+
+def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    return inspect.unwrap(kind.step)
+
+
+def adapter_for(optimizer: torch.optim.Optimizer) -> Adapter:
+    """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
+    for adapter in ADAPTERS:
+        same_step = _unwrapped_step(type(optimizer)) is _unwrapped_step(adapter.kind)
+        if isinstance(optimizer, adapter.kind) and same_step:
+            return adapter()
+    raise UnsupportedError(
+        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no 1-bit form. Optimizers that have one: "
+        "torch.optim.Adam, AdamW, SGD (a subclass must not override step()). Use horovod.torch.DistributedOptimizer "
+        "for others"
+    )
+
+
+def check_parameter(name: str, p: torch.Tensor) -> None:
+    """Refuse parameters that cannot be compressed, before the first step."""
+    if p.dtype not in DTYPES:
+        raise UnsupportedError(
+            f"parameter {name!r} is {p.dtype}; expected one of {', '.join(map(str, DTYPES))}. "
+            "Freeze it (requires_grad=False), or store complex weights as two real tensors"
+        )
+    if p.layout is not torch.strided:
+        raise UnsupportedError(f"parameter {name!r} has layout {p.layout}; expected a dense (strided) tensor")
+
+
+def flat(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``'s elements, 1-D, in the memory order of a dense tensor with ``strides``; a view where it can be."""
+    if tensor.stride() != strides:
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(p: torch.Tensor) -> bool:
+    """Whether ``p`` fills its memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Binding:
+    """One compressed parameter: its PyTorch tensors, and the flat float32 arrays that the core works on.
+
+    float32 parameters in host memory are worked on in place. Others (bfloat16, float64, another device) are copied
+    to float32 before a step and back after it; their momentum and second moment are kept in float32.
+    """
+
+    def __init__(
+        self, name: str, p: torch.Tensor, state: dict[str, Any], adapter: Adapter, residual: np.ndarray
+    ) -> None:
+        self.p = p
+        self.state = state
+        self.in_place = p.dtype is torch.float32 and p.device.type == "cpu" and is_dense(p)
+        self.strides = p.stride() if is_dense(p) else torch.empty(p.shape).stride()
+        self.shared: dict[str, torch.Tensor] = {}
+        momentum = self._state_array(adapter.momentum_key)
+        variance = self._state_array(adapter.variance_key) if adapter.variance_key else None
+        self.tensor = Tensor(name, self._weight(), momentum, variance, residual)
+        self.data_ptr = p.data_ptr()
+
+    def _weight(self) -> np.ndarray:
+        if self.in_place:
+            return flat(self.p.detach(), self.strides).numpy()
+        return np.empty(self.p.numel(), np.float32)
+
+    def _state_array(self, key: str) -> np.ndarray:
+        """The state tensor ``key`` as flat float32 in host memory, sharing memory with ``state[key]``."""
+        value = self.state.get(key)
+        if value is None:
+            value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
+        if value.dtype is not torch.float32 or value.device.type != "cpu" or value.stride() != self.strides:
+            shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32)
+            value = shared.copy_(value)
+        self.state[key] = value
+        self.shared[key] = value
+        return flat(value, self.strides).numpy()
+
+    def is_current(self) -> bool:
+        """Whether the parameter and its state still are the tensors that the arrays share memory with."""
+        same_state = all(self.state.get(key) is value for key, value in self.shared.items())
+        return same_state and self.data_ptr == self.p.data_ptr()
+
+    def grad(self) -> np.ndarray:
+        """The gradient as flat float32; shares memory where it can. Valid until the next backward pass."""
+        if self.p.grad is None:
+            self.p.grad = torch.zeros_like(self.p)
+        g = self.p.grad.detach()
+        return flat(g, self.strides).to("cpu", torch.float32).numpy()
+
+    def pull(self) -> None:
+        """Copy the weights to the core's array, where they do not share memory."""
+        if not self.in_place:
+            source = flat(self.p.detach(), self.strides)
+            torch.from_numpy(self.tensor.weight).copy_(source)
+
+    def push(self) -> None:
+        """Copy the core's array back to the weights."""
+        if not self.in_place:
+            values = torch.from_numpy(self.tensor.weight).as_strided(self.p.shape, self.strides)
+            with torch.no_grad():
+                self.p.copy_(values)

@@ -1,0 +1,222 @@
+"""Exact averaging of gradients during the backward pass, by Horovod's conventions.
+
+This is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its gradient is
+ready; ``synchronize`` waits for all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.stats import Traffic, allreduce_bytes
+
+Group = tuple[torch.Tensor, ...]
+
+
+class Synchronizer:
+    """Averages gradients of the parameters it was given.
+
+    In warm-up each gradient starts on its way as soon as it is ready; afterwards the hooks only count backward
+    passes, and ``average_fused`` does the few tensors that stay exact in one go.
+    """
+
+    def __init__(
+        self,
+        *,
+        names: dict[torch.Tensor, str],
+        is_warmup: Callable[[], bool],
+        compression: Any,
+        backward_passes_per_step: int,
+        op: Any,
+        gradient_predivide_factor: float,
+        groups: int | list[list[torch.Tensor]] | None,
+        sparse_as_dense: bool,
+        process_set: Any,
+        traffic: Traffic,
+    ) -> None:
+        self.names = names
+        self.is_warmup = is_warmup
+        self.compression = compression
+        self.backward_passes_per_step = backward_passes_per_step
+        self.op = op
+        self.sparse_as_dense = sparse_as_dense
+        self.process_set = process_set
+        self.traffic = traffic
+        average = op == hvd.Average
+        self.prescale = 1.0 / gradient_predivide_factor if average else 1.0
+        self.postscale = gradient_predivide_factor if average else 1.0
+        self.parameters: list[torch.Tensor] = []
+        self.passes_left: dict[torch.Tensor, int] = {}
+        self.handles: dict[torch.Tensor | Group, tuple[Any, Any]] = {}
+        self._groups_asked = groups
+        self._group_of: dict[torch.Tensor, Group] = {}
+        self._ready_in_group: dict[Group, int] = {}
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
+        for p in parameters:
+            self.parameters.append(p)
+            self.passes_left[p] = self.backward_passes_per_step
+            p.register_post_accumulate_grad_hook(self._hook)
+        self._form_groups(parameters)
+
+    def _form_groups(self, parameters: Sequence[torch.Tensor]) -> None:
+        asked, self._groups_asked = self._groups_asked, None
+        if not asked or not parameters:
+            return
+        if isinstance(asked, int):
+            per_group = -(-len(parameters) // asked)
+            groups = [tuple(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
+        else:
+            known = set(parameters)
+            groups = [tuple(p for p in group if p in known) for group in asked]
+        for group in filter(None, groups):
+            self._ready_in_group[group] = 0
+            for p in group:
+                self._group_of[p] = group
+
+    def set_backward_passes_per_step(self, passes: int) -> None:
+        if not isinstance(passes, int) or passes < 1:
+            raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
+        self.backward_passes_per_step = passes
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget gradients that were computed and not yet used."""
+        self.handles.clear()
+        for p in self.passes_left:
+            self.passes_left[p] = self.backward_passes_per_step
+        for group in self._ready_in_group:
+            self._ready_in_group[group] = 0
+
+    def _hook(self, p: torch.Tensor) -> None:
+        if self.passes_left[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        self.passes_left[p] -= 1
+        self.handles.setdefault(p, (None, None))
+        if self.passes_left[p] or not self.is_warmup():
+            return
+        group = self._group_of.get(p)
+        if group is None:
+            self.handles[p] = self._start(p)
+            return
+        self._ready_in_group[group] += 1
+        if self._ready_in_group[group] == len(group):
+            self._start_group(group)
+
+    def _gradient(self, p: torch.Tensor) -> torch.Tensor:
+        """The dense, contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        if p.grad.is_sparse:
+            if not self.sparse_as_dense:
+                raise UnsupportedError(
+                    f"parameter {self.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
+                    "DistributedOptimizer, or build the embedding with sparse=False"
+                )
+            p.grad = p.grad.to_dense()
+        return p.grad if p.grad.is_contiguous() else p.grad.contiguous()
+
+    def _start(self, p: torch.Tensor) -> tuple[Any, Any]:
+        tensor, context = self.compression.compress(self._gradient(p))
+        self._count(tensor, p)
+        handle = hvd.allreduce_async_(
+            tensor,
+            name=self.names[p],
+            op=self.op,
+            prescale_factor=self.prescale,
+            postscale_factor=self.postscale,
+            process_set=self.process_set,
+        )
+        return handle, context
+
+    def _start_group(self, group: Group) -> None:
+        tensors, contexts = zip(*(self.compression.compress(self._gradient(p)) for p in group), strict=True)
+        for p, tensor in zip(group, tensors, strict=True):
+            self._count(tensor, p)
+            self.handles.pop(p, None)
+        handle = hvd.grouped_allreduce_async_(
+            list(tensors),
+            name=self.names[group[0]],
+            op=self.op,
+            prescale_factor=self.prescale,
+            postscale_factor=self.postscale,
+            process_set=self.process_set,
+        )
+        self.handles[group] = (handle, contexts)
+
+    def _count(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
+        workers = self.process_set.size()
+        sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
+        self.traffic.add(sent, allreduce_bytes(4 * p.numel(), workers))
+
+    def pending(self) -> bool:
+        """Whether gradients were computed since the last step."""
+        return bool(self.handles)
+
+    def wait(self) -> None:
+        """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum)."""
+        for group in self._ready_in_group:
+            if group not in self.handles:
+                self._start_group(group)
+        for p in self.parameters:
+            alone = p not in self._group_of and p.requires_grad
+            if alone and self.handles.get(p, (None, None))[0] is None:
+                self.handles[p] = self._start(p)
+        for key, (handle, context) in self.handles.items():
+            if handle is None:
+                continue
+            output = hvd.synchronize(handle)
+            if isinstance(key, tuple):
+                for p, tensor, one in zip(key, output, context, strict=True):
+                    self._store(p, tensor, one)
+            else:
+                self._store(key, output, context)
+        self.reset()
+
+    def _store(self, p: torch.Tensor, output: torch.Tensor, context: Any) -> None:
+        result = self.compression.decompress(output, context)
+        assert p.grad is not None
+        if result.data_ptr() != p.grad.data_ptr():
+            p.grad.copy_(result)
+
+    def average_fused(self, parameters: Sequence[torch.Tensor], name: str) -> Callable[[], None]:
+        """Start one allreduce for all of ``parameters`` (a dtype each); the result waits and stores the averages."""
+        if not parameters:
+            return lambda: None
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p in parameters:
+            by_dtype.setdefault(p.dtype, []).append(p)
+        waiting = [self._start_fused(group, f"{name}.{dtype}") for dtype, group in by_dtype.items()]
+
+        def finish() -> None:
+            for group, handle, context in waiting:
+                flat = self.compression.decompress(hvd.synchronize(handle), context)
+                for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                    p.grad = part.view(p.shape)
+
+        return finish
+
+    def _start_fused(self, group: list[torch.Tensor], name: str) -> tuple[list[torch.Tensor], Any, Any]:
+        fused = torch.cat([self._gradient(p).reshape(-1) for p in group])
+        tensor, context = self.compression.compress(fused)
+        workers = self.process_set.size()
+        sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
+        self.traffic.add(sent, allreduce_bytes(4 * fused.numel(), workers))
+        handle = hvd.allreduce_async_(
+            tensor,
+            name=name,
+            op=self.op,
+            prescale_factor=self.prescale,
+            postscale_factor=self.postscale,
+            process_set=self.process_set,
+        )
+        return group, handle, context
