@@ -168,35 +168,55 @@ def _restore(grad, momentum, variance, weight, error, scales, bits, scalars, blo
 
 
 @exact
-def _add_signs(total, bits, s):
-    """``total[i] += s`` or ``-s``; ``total`` covers whole bytes."""
-    for k in range(bits.size):
-        byte = u32(bits[k])
-        for j in range(8):
-            negative = (byte >> u32(j)) & u32(1)
-            total[8 * k + j] += -s if negative != u32(0) else s
+def _signed(bits, shift, s):
+    return -s if (bits >> u32(shift)) & u32(1) != u32(0) else s
 
 
 @exact
-def _mean_of_block(total, row, scales, bits, k, lo, hi):
-    """``bits`` is a strided view of the wire; each row is copied to ``row`` so that its loop becomes SIMD."""
+def _set_signs(total, a, s):
+    """``total = +-s`` by the bits of ``a``; ``total`` covers whole bytes."""
+    for k in range(a.size):
+        byte = u32(a[k])
+        for j in range(8):
+            total[8 * k + j] = f32(0) + _signed(byte, j, s)
+
+
+@exact
+def _set_signs_of_two(total, a, s, b, t):
+    """The sum of two workers in one pass, which for two workers is all there is."""
+    for k in range(a.size):
+        byte_a, byte_b = u32(a[k]), u32(b[k])
+        for j in range(8):
+            total[8 * k + j] = (f32(0) + _signed(byte_a, j, s)) + _signed(byte_b, j, t)
+
+
+@exact
+def _add_signs(total, a, s):
+    for k in range(a.size):
+        byte = u32(a[k])
+        for j in range(8):
+            total[8 * k + j] += _signed(byte, j, s)
+
+
+@exact
+def _mean_of_block(total, scales, bits, k, lo, hi):
     n = f32(scales.shape[0])
-    total[:] = f32(0)
-    for i in range(scales.shape[0]):
-        for q in range(row.size):
-            row[q] = bits[i, lo // 8 + q]
-        _add_signs(total, row, scales[i, k] / n)
+    first, last = lo // 8, (hi + 7) // 8
+    if scales.shape[0] == 1:
+        _set_signs(total, bits[0, first:last], scales[0, k])
+        return
+    _set_signs_of_two(total, bits[0, first:last], scales[0, k] / n, bits[1, first:last], scales[1, k] / n)
+    for i in range(2, scales.shape[0]):
+        _add_signs(total, bits[i, first:last], scales[i, k] / n)
 
 
 @exact
 def _decode_mean(out, scales, bits, block_size, first, last):
-    row = np.empty((min(block_size, out.size) + 7) // 8, u8)
-    total = np.empty(8 * row.size, f32)
+    total = np.empty(8 * ((min(block_size, out.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, out.size)
-        width = (hi - lo + 7) // 8
-        _mean_of_block(total[: 8 * width], row[:width], scales, bits, k, lo, hi)
+        _mean_of_block(total, scales, bits, k, lo, hi)
         out[lo:hi] = total[: hi - lo]
 
 
@@ -225,13 +245,11 @@ def _step_plain(mean, momentum, weight, decay, step_size, look_back):
 @exact
 def _apply(scales, bits, momentum, variance, weight, scalars, update_space, block_size, first, last):
     correction, eps, eps_inside, decay, step_size, look_back = scalars
-    row = np.empty((min(block_size, weight.size) + 7) // 8, u8)
-    total = np.empty(8 * row.size, f32)
+    total = np.empty(8 * ((min(block_size, weight.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, weight.size)
-        width = (hi - lo + 7) // 8
-        _mean_of_block(total[: 8 * width], row[:width], scales, bits, k, lo, hi)
+        _mean_of_block(total, scales, bits, k, lo, hi)
         mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
         if variance is None:
             _step_plain(mean, m, w, decay, step_size, look_back)
@@ -327,6 +345,7 @@ def restore(
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:
     """See ``reference.decode_mean``."""
+    scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
     out = np.empty(size, f32)
 
     def work(first: int, last: int) -> None:
@@ -350,6 +369,8 @@ def apply(
     look_back: float = 0.0,
 ) -> None:
     """See ``reference.apply``."""
+    # Rows of the wire are strided; a copy of the bits costs little, and loops over contiguous rows become SIMD.
+    scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
     scalars = (
         f32(spec.variance_correction),
         f32(spec.eps),

@@ -1,0 +1,167 @@
+"""How fast the CPU kernels are, beside a memcpy, separate torch operations, and torch's own fused Adam.
+
+    python benchmarks/codec.py [--elements 25600000] [--threads 1] [--json results.json]
+
+Everything is timed in one run, interleaved, on the same arrays; the figures to compare are the ratios. A time is the
+median of the repeats. Bytes per element count each array once: encode in update space reads g, m, v, error and writes
+error (20 bytes) and one bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from horovod_onebit import __version__
+from horovod_onebit.kernels import cpu
+from horovod_onebit.kernels.reference import Spec
+
+BLOCK = 1024
+WORKERS = 2
+BETA1, BETA2, EPS, CLIP, LR = 0.9, 0.999, 1e-8, 3.0, 1e-3
+
+
+class Arrays:
+    """Inputs that hold no zeros and no denormals, much larger than the caches."""
+
+    def __init__(self, size: int) -> None:
+        rng = np.random.default_rng(0)
+        self.grad, self.momentum, self.error, self.weight, self.target = (
+            rng.standard_normal(size, dtype=np.float32) for _ in range(5)
+        )
+        self.variance = rng.random(size, dtype=np.float32) + np.float32(0.1)
+        blocks = cpu.num_blocks(size, BLOCK)
+        self.scales = np.ones((WORKERS, blocks), np.float32)
+        self.bits = rng.integers(0, 256, (WORKERS, cpu.num_bytes(size)), dtype=np.uint8)
+
+
+def spec() -> Spec:
+    return Spec(BETA1, 1 - BETA1, 0.0, EPS, False, 1.0, CLIP, "guarded", BLOCK)
+
+
+def encode(a: Arrays, variance: np.ndarray | None) -> None:
+    cpu.encode(a.grad, a.momentum, variance, None, a.error, a.scales[0], a.bits[0], spec())
+
+
+def decode_apply(a: Arrays) -> None:
+    cpu.apply(a.scales, a.bits, a.momentum, a.variance, a.weight, spec(), update_space=True, step_size=LR, decay=1.0)
+
+
+def separate_encode(a: Arrays) -> Callable[[], None]:
+    """The same compression as one torch operation after another, each a pass over memory."""
+    g, m, v, error = map(torch.from_numpy, (a.grad, a.momentum, a.variance, a.error))
+    powers = 2 ** torch.arange(8, dtype=torch.uint8)
+
+    def work() -> None:
+        u = (BETA1 * m + (1 - BETA1) * g) / (v.sqrt() + EPS)
+        c = u.clamp(-CLIP, CLIP) + error
+        blocks = c.view(-1, BLOCK)
+        rms = blocks.pow(2).mean(1).sqrt()
+        scale = torch.minimum(rms, 1.5 * blocks.abs().mean(1))
+        negative = c < 0
+        decoded = torch.where(negative.view(-1, BLOCK), -scale[:, None], scale[:, None])
+        error.copy_((blocks - decoded).view(-1))
+        (negative.view(-1, 8) * powers).sum(1, dtype=torch.uint8)
+
+    return work
+
+
+def fused_adam(a: Arrays) -> Callable[[], None]:
+    p = torch.nn.Parameter(torch.from_numpy(a.weight))
+    p.grad = torch.from_numpy(a.grad)
+    return torch.optim.Adam([p], lr=LR, fused=True).step
+
+
+def measure(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+    """Seconds of each call, the calls interleaved."""
+    for call in work.values():
+        call()
+    times: dict[str, list[float]] = {name: [] for name in work}
+    for _ in range(repeats):
+        for name, call in work.items():
+            start = time.perf_counter()
+            call()
+            times[name].append(time.perf_counter() - start)
+    return times
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--elements", type=int, default=25_600_000, help="a multiple of 1024")
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    if args.elements < BLOCK or args.elements % BLOCK:
+        parser.error(f"--elements {args.elements}: expected a positive multiple of {BLOCK}")
+
+    torch.set_num_threads(args.threads)
+    cpu.set_num_threads(args.threads)
+    a = Arrays(args.elements)
+    copy_from, copy_to = torch.from_numpy(a.grad), torch.from_numpy(a.target)
+    work: dict[str, tuple[Callable[[], object], float]] = {
+        "memcpy": (lambda: copy_to.copy_(copy_from), 8),
+        "encode, update space": (lambda: encode(a, a.variance), 20 + 1 / 8),
+        "encode, momentum space": (lambda: encode(a, None), 16 + 1 / 8),
+        "encode as separate torch operations": (separate_encode(a), 20 + 1 / 8),
+        f"decode {WORKERS} workers + Adam": (lambda: decode_apply(a), 16 + WORKERS / 8),
+        "torch.optim.Adam(fused=True)": (fused_adam(a), 28),
+    }
+    times = measure({name: call for name, (call, _) in work.items()}, args.repeats)
+    report(args, {name: nbytes for name, (_, nbytes) in work.items()}, times)
+
+
+def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, list[float]]) -> None:
+    median = {name: statistics.median(values) for name, values in times.items()}
+    rate = {name: nbytes[name] * args.elements / median[name] / 1e9 for name in median}
+    table = Table(title=f"{args.elements:,} elements, {args.threads} thread(s), median of {args.repeats}")
+    for heading in ("", "ns/element", "spread", "GB/s", "of memcpy's GB/s"):
+        table.add_column(heading, justify="left" if not heading else "right")
+    for name, value in median.items():
+        spread = (max(times[name]) - min(times[name])) / value
+        table.add_row(
+            name,
+            f"{1e9 * value / args.elements:.3f}",
+            f"{100 * spread:.0f} %",
+            f"{rate[name]:.1f}",
+            f"{rate[name] / rate['memcpy']:.2f}",
+        )
+    ratios = {
+        "encode / memcpy bandwidth (to reach: at least 0.6)": rate["encode, update space"] / rate["memcpy"],
+        "separate operations / encode, time (to reach: at least 15)": median["encode as separate torch operations"]
+        / median["encode, update space"],
+        "decode + Adam / fused Adam, time (to reach: at most 1.3)": median[f"decode {WORKERS} workers + Adam"]
+        / median["torch.optim.Adam(fused=True)"],
+    }
+    console = Console()
+    console.print(table)
+    for name, value in ratios.items():
+        console.print(f"{name}: [bold]{value:.2f}[/bold]")
+    if args.json:
+        machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
+        versions = {"horovod_onebit": __version__, "torch": torch.__version__, "numpy": np.__version__}
+        result = {
+            "machine": machine,
+            "versions": versions,
+            "elements": args.elements,
+            "threads": args.threads,
+            "seconds": times,
+            "gigabytes_per_second": rate,
+            "ratios": ratios,
+        }
+        args.json.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
