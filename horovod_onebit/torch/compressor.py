@@ -185,11 +185,11 @@ class Compressor:
         grads = {i: binding.grad() for i, binding in enumerate(bindings)}
         for bucket in self.engine.layout.buckets:
             self.engine.send(bucket.index, grads, rules)
-        finish()
+        finite = finish() if synchronize else _all_finite(exact)
         self.synchronizer.reset()
         if loss_scale is not None:
             _unscale(exact, loss_scale)
-        if not self.engine.receive(finite=_all_finite(exact)):
+        if not self.engine.receive(finite=finite):
             return False
         for binding in bindings:
             binding.push()

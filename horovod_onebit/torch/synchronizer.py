@@ -188,20 +188,24 @@ class Synchronizer:
         if result.data_ptr() != p.grad.data_ptr():
             p.grad.copy_(result)
 
-    def average_fused(self, parameters: Sequence[torch.Tensor], name: str) -> Callable[[], None]:
-        """Start one allreduce for all of ``parameters`` (a dtype each); the result waits and stores the averages."""
-        if not parameters:
-            return lambda: None
+    def average_fused(self, parameters: Sequence[torch.Tensor], name: str) -> Callable[[], bool]:
+        """Start one allreduce (for each dtype) for all of ``parameters``.
+
+        The function that is returned waits, stores the averages, and says whether all of them are finite.
+        """
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for p in parameters:
             by_dtype.setdefault(p.dtype, []).append(p)
         waiting = [self._start_fused(group, f"{name}.{dtype}") for dtype, group in by_dtype.items()]
 
-        def finish() -> None:
+        def finish() -> bool:
+            finite = True
             for group, handle, context in waiting:
                 flat = self.compression.decompress(hvd.synchronize(handle), context)
                 for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
                     p.grad = part.view(p.shape)
+                finite &= bool(torch.isfinite(flat).all())
+            return finite
 
         return finish
 
