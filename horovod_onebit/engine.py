@@ -20,7 +20,7 @@ from horovod_onebit import wire
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.exchange import Collectives, Pending
-from horovod_onebit.exchange.direct import Direct
+from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, denominator
@@ -42,7 +42,6 @@ class _Sent:
     pending: Pending
     grads: Mapping[int, Array]
     rules: Sequence[Rule]
-    step: int
 
 
 class Engine:
@@ -57,8 +56,8 @@ class Engine:
         self.collectives = collectives
         self.name = name
         self.context = Context(backend(kernels), recipe, collectives.size)
-        self.exchange = Direct(collectives)
         self.feedback = ErrorFeedback()
+        self.exchange = make_exchange(self.context, collectives, self.feedback)
         self.traffic = Traffic()
         self.times = Times()
         self.exchanges = 0
@@ -84,6 +83,7 @@ class Engine:
         layout = plan(specs, self.recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout = layout
+        self.exchange.prepare(layout)
         self._messages = [wire.Message(bucket) for bucket in layout.buckets]
         logger.log(
             logging.INFO if self.collectives.rank == 0 else logging.DEBUG,
@@ -136,12 +136,12 @@ class Engine:
                 scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
                 rule = rules[piece.tensor]
                 finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
-        step = self.exchanges
-        buffer = message.seal(step=step, layout=self.layout.digest, finite=finite)
-        pending = self.exchange.start(buffer, f"{self.name}.bucket.{bucket_index}")
-        self._sent.append(_Sent(message, pending, grads, rules, step))
+        stamp = wire.Stamp(self.exchanges, self.layout.digest)
+        message.seal(stamp, finite=finite)
+        pending = self.exchange.start(message, stamp, f"{self.name}.bucket.{bucket_index}")
+        self._sent.append(_Sent(message, pending, grads, rules))
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
-        self.traffic.add(self.exchange.bytes_sent(buffer.size), fp32)
+        self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
     def receive(self, *, finite: bool = True) -> bool:
         """Wait for all buckets that were sent, and move the weights.
@@ -153,22 +153,15 @@ class Engine:
         assert self.layout is not None
         sent, self._sent = self._sent, []
         self.exchanges += 1
-        opened: list[wire.Gathered] = []
         with self.times.measure("exchange"):
-            arrived = [item.pending.wait() for item in sent]
-        for item, gathered in zip(sent, arrived, strict=True):
-            opened.append(
-                wire.read(
-                    gathered,
-                    item.message.bucket,
-                    workers=self.collectives.size,
-                    step=item.step,
-                    layout=self.layout.digest,
-                )
-            )
+            for item in sent:
+                item.pending.advance()
+            opened = [item.pending.wait() for item in sent]
         everywhere = np.logical_and.reduce([g.finite for g in opened], axis=0)
+        taken = finite and bool(np.all(everywhere))
+        self.exchange.settle(taken)
         with self.times.measure("decode"):
-            if finite and np.all(everywhere):
+            if taken:
                 for item, messages in zip(sent, opened, strict=True):
                     self._apply(item, messages)
                 for tensor in self.tensors:

@@ -10,10 +10,13 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import num_blocks, num_bytes
 from horovod_onebit.recipe import GATHER_LIMIT, Recipe
+
+Cut = tuple[int, int, int, int]  # tensor, start, stop, block size
 
 
 @dataclass(frozen=True)
@@ -62,6 +65,15 @@ class Bucket:
 
 
 @dataclass(frozen=True)
+class Share:
+    """The part of a bucket that one worker serves: a bucket of its own, and where it lies in the whole one."""
+
+    bucket: Bucket
+    blocks: slice
+    bytes: slice
+
+
+@dataclass(frozen=True)
 class Layout:
     """All buckets of a set of tensors, and a digest of everything that decides them."""
 
@@ -89,24 +101,54 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
             raise ConfigurationError(f"tensor {spec.name!r} has size {spec.size}; expected 0 or more elements")
     capacity, longest = _limits(recipe, workers)
     buckets: list[Bucket] = []
-    pending: list[tuple[int, int, int]] = []
+    pending: list[Cut] = []
     room = capacity
     for index, spec in enumerate(tensors):
-        for start in range(0, spec.size, longest):
-            stop = min(start + longest, spec.size)
+        length = _piece_length(spec.size, longest, recipe, workers)
+        for start in range(0, spec.size, length):
+            stop = min(start + length, spec.size)
             cost = _message_bytes(stop - start, recipe)
             if pending and cost > room:
-                buckets.append(_bucket(len(buckets), pending, recipe))
+                buckets.append(_bucket(len(buckets), pending))
                 pending, room = [], capacity
-            pending.append((index, start, stop))
+            pending.append((index, start, stop, recipe.block_size_for(stop - start)))
             room -= cost
     if pending:
-        buckets.append(_bucket(len(buckets), pending, recipe))
+        buckets.append(_bucket(len(buckets), pending))
     return Layout(tuple(tensors), tuple(buckets), _digest(tensors, recipe, capacity))
+
+
+def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
+    """Cut ``bucket`` at blocks into ``workers`` shares, about equal; the last ones may be empty."""
+    edges = [bucket.blocks * j // workers for j in range(workers + 1)]
+    result = []
+    byte = 0
+    for lo, hi in pairwise(edges):
+        share = _bucket(bucket.index, [cut for piece in bucket.pieces for cut in _overlap(piece, lo, hi)])
+        result.append(Share(share, slice(lo, hi), slice(byte, byte + share.bytes)))
+        byte += share.bytes
+    return tuple(result)
+
+
+def _overlap(piece: Piece, lo: int, hi: int) -> list[Cut]:
+    """The elements of ``piece`` whose blocks are in ``lo:hi`` of its bucket."""
+    first = max(lo, piece.blocks.start) - piece.first_block
+    last = min(hi, piece.blocks.stop) - piece.first_block
+    if first >= last:
+        return []
+    start = piece.start + first * piece.block_size
+    return [(piece.tensor, start, min(piece.start + last * piece.block_size, piece.stop), piece.block_size)]
 
 
 def _message_bytes(size: int, recipe: Recipe) -> int:
     return 4 * num_blocks(size, recipe.block_size_for(size)) + num_bytes(size)
+
+
+def _piece_length(size: int, longest: int, recipe: Recipe, workers: int) -> int:
+    if recipe.block_size is None and recipe.exchange == "two_stage":
+        # Servers' shares are cut at scales: give each server a scale of its own in every tensor.
+        return min(longest, max(-(-size // workers) + 7, 8) // 8 * 8)
+    return longest
 
 
 def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
@@ -125,11 +167,11 @@ def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
     return capacity, longest
 
 
-def _bucket(index: int, cuts: Sequence[tuple[int, int, int]], recipe: Recipe) -> Bucket:
+def _bucket(index: int, cuts: Sequence[Cut]) -> Bucket:
     pieces = []
     block = byte = 0
-    for tensor, start, stop in cuts:
-        piece = Piece(tensor, start, stop, recipe.block_size_for(stop - start), block, byte)
+    for tensor, start, stop, block_size in cuts:
+        piece = Piece(tensor, start, stop, block_size, block, byte)
         block, byte = piece.blocks.stop, piece.bytes.stop
         pieces.append(piece)
     return Bucket(index, tuple(pieces), block, byte)

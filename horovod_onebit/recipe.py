@@ -14,7 +14,7 @@ from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "mean_abs", "guarded"]
-Exchange = Literal["direct"]
+Exchange = Literal["direct", "two_stage"]
 OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
@@ -44,7 +44,8 @@ class Recipe:
             no bound. It grows with the number of workers n as ``clip * sqrt(1 + 0.01 n)``, because the noise of a
             local update does.
         eps_inside_sqrt: ``D = sqrt(v + eps)`` (Tarasov and Ershov 2022) instead of ``sqrt(v) + eps``.
-        exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages.
+        exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages;
+            ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
@@ -99,7 +100,7 @@ class Recipe:
         return max(size, 1) if self.block_size is None else self.block_size
 
 
-_MOMENTUM_SPACE = Recipe(space="momentum", scale="rms", block_size=None, clip=None)
+_MOMENTUM_SPACE = Recipe(space="momentum", scale="rms", block_size=None, clip=None, exchange="two_stage")
 
 PRESETS: dict[str, Recipe] = {
     "robust": Recipe(),

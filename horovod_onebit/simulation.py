@@ -92,6 +92,13 @@ class SimulatedCollectives:
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Waiting:
         return self._start(name, array, np.concatenate)
 
+    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Waiting:
+        def own_parts(arrays: list[NDArray]) -> NDArray:
+            size = len(array) // self.size
+            return np.concatenate([a[self.rank * size : (self.rank + 1) * size] for a in arrays])
+
+        return self._start(name, array, own_parts)
+
     def allreduce(self, array: NDArray[np.float32], name: str) -> _Waiting:
         def total(arrays: list[NDArray]) -> NDArray:
             result = arrays[0].copy()

@@ -41,38 +41,58 @@ def message_size(bucket: Bucket) -> int:
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
+@dataclass(frozen=True)
+class Stamp:
+    """What all messages of one step have in common: the count of exchanges, and the digest of the layout."""
+
+    step: int
+    layout: int
+
+
 class Message:
-    """A buffer for one bucket's message, written in place by the kernels and reused every step."""
+    """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
-    def __init__(self, bucket: Bucket) -> None:
+    ``buffer`` is memory to use instead of its own: (at least ``message_size(bucket)``,) uint8.
+    """
+
+    def __init__(self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None) -> None:
         self.bucket = bucket
-        self.buffer: NDArray[np.uint8] = np.zeros(message_size(bucket), np.uint8)
+        self.buffer = np.zeros(message_size(bucket), np.uint8) if buffer is None else buffer
         self.scales, self.bits = _body(self.buffer, bucket)
+        self.finite = True
 
-    def seal(self, *, step: int, layout: int, finite: bool) -> NDArray[np.uint8]:
+    def seal(self, stamp: Stamp, *, finite: bool) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent."""
         header = self.buffer[: HEADER.itemsize].view(HEADER)
         flags = FINITE if finite else 0
-        header[0] = (MAGIC, VERSION, flags, step, layout, self.bucket.index, self.bucket.blocks)
+        header[0] = (MAGIC, VERSION, flags, stamp.step, stamp.layout, self.bucket.index, self.bucket.blocks)
+        self.finite = finite
         return self.buffer
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """The messages of all n workers for one bucket: ``scales`` (n, blocks), ``bits`` (n, bytes), ``finite`` (n,)."""
+    """k messages of one bucket: ``scales`` (k, blocks), ``bits`` (k, bytes), ``finite`` (n,), for each worker.
+
+    k is n, or 1 where the exchange has taken the mean already.
+    """
 
     scales: NDArray[np.float32]
     bits: NDArray[np.uint8]
     finite: NDArray[np.bool_]
 
 
-def read(gathered: NDArray[np.uint8], bucket: Bucket, *, workers: int, step: int, layout: int) -> Gathered:
-    """Check what arrived, (workers * message_size,) uint8, against what this step expects, and open it.
+def read(
+    gathered: NDArray[np.uint8], bucket: Bucket, stamp: Stamp, *, workers: int, size: int | None = None
+) -> Gathered:
+    """Check what arrived, (workers * size,) uint8, against what this step expects, and open it.
 
-    Raises ``WireError`` that names the worker and the field; nothing is decoded then. A scale that is negative or
-    not finite in a message that claims to be finite is refused as well.
+    ``size`` is the length of one message, ``message_size(bucket)`` unless padded to more. Raises ``WireError`` that
+    names the worker and the field; nothing is decoded then. A scale that is negative or not finite in a message that
+    claims to be finite is refused as well.
     """
-    size = message_size(bucket)
+    size = message_size(bucket) if size is None else size
+    step = stamp.step
     if gathered.dtype != np.uint8 or gathered.shape != (workers * size,):
         raise WireError(
             f"bucket {bucket.index}: {gathered.shape} {gathered.dtype} arrived, expected ({workers} * {size},) uint8: "
@@ -80,7 +100,7 @@ def read(gathered: NDArray[np.uint8], bucket: Bucket, *, workers: int, step: int
         )
     rows = np.ascontiguousarray(gathered).reshape(workers, size)
     headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
-    expected = {"magic": MAGIC, "version": VERSION, "step": step, "layout": layout}
+    expected = {"magic": MAGIC, "version": VERSION, "step": step, "layout": stamp.layout}
     expected |= {"bucket": bucket.index, "blocks": bucket.blocks}
     for field, value in expected.items():
         wrong = np.flatnonzero(headers[field] != value)

@@ -7,6 +7,11 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.layout import Bucket, Layout
+from horovod_onebit.rules import Context
+from horovod_onebit.wire import Gathered, Message, Stamp
+
 Bytes = NDArray[np.uint8]
 
 
@@ -34,6 +39,10 @@ class Collectives(Protocol):
         """Start gathering (k,) uint8 of every worker; ``wait`` gives (size * k,) in rank order."""
         ...
 
+    def alltoall(self, array: Bytes, name: str) -> Handle:
+        """Start sending part j of (size * k,) uint8 to worker j; ``wait`` gives (size * k,), part i from worker i."""
+        ...
+
     def allreduce(self, array: NDArray[np.float32], name: str) -> Handle:
         """Start summing (k,) float32 over the workers; ``wait`` gives the sum (k,), the same bits on each."""
         ...
@@ -42,16 +51,40 @@ class Collectives(Protocol):
 class Pending(Protocol):
     """A bucket's message under way."""
 
-    def wait(self) -> Bytes:
-        """All workers' messages, (size * message_size,) uint8, in rank order."""
+    def advance(self) -> None:
+        """Do what this worker owes the others before anybody can ``wait``; called once, for all buckets in turn."""
+        ...
+
+    def wait(self) -> Gathered:
+        """Block until the bucket is here; messages are checked."""
         ...
 
 
 class Exchange(Protocol):
     """A way for messages to reach everybody."""
 
-    def start(self, message: Bytes, name: str) -> Pending: ...
-
-    def bytes_sent(self, message_size: int) -> int:
-        """Bytes that one worker sends for a message of ``message_size`` bytes; it receives as many."""
+    def prepare(self, layout: Layout) -> None:
+        """Get ready for the buckets of ``layout``."""
         ...
+
+    def start(self, message: Message, stamp: Stamp, name: str) -> Pending:
+        """Send a sealed message on its way."""
+        ...
+
+    def settle(self, taken: bool) -> None:
+        """The step is over: keep what the exchange changed of its own state, or take it back."""
+        ...
+
+    def bytes_sent(self, bucket: Bucket) -> int:
+        """Bytes that one worker sends for ``bucket``; it receives as many."""
+        ...
+
+
+def make(context: Context, collectives: Collectives, feedback: ErrorFeedback) -> Exchange:
+    """The exchange that the recipe names."""
+    from horovod_onebit.exchange.direct import Direct
+    from horovod_onebit.exchange.two_stage import TwoStage
+
+    if context.recipe.exchange == "two_stage":
+        return TwoStage(context, collectives, feedback)
+    return Direct(collectives)

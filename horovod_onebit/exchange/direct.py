@@ -6,15 +6,35 @@ One compression and no server, so nothing but a worker's own residual is owed. A
 
 from __future__ import annotations
 
-from horovod_onebit.exchange import Bytes, Collectives, Pending
+from horovod_onebit import wire
+from horovod_onebit.exchange import Collectives, Handle
+from horovod_onebit.layout import Bucket, Layout
+
+
+class _Pending:
+    def __init__(self, handle: Handle, bucket: Bucket, stamp: wire.Stamp, workers: int) -> None:
+        self.handle, self.bucket, self.stamp, self.workers = handle, bucket, stamp, workers
+
+    def advance(self) -> None:
+        pass
+
+    def wait(self) -> wire.Gathered:
+        return wire.read(self.handle.wait(), self.bucket, self.stamp, workers=self.workers)
 
 
 class Direct:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
 
-    def start(self, message: Bytes, name: str) -> Pending:
-        return self.collectives.allgather(message, name)
+    def prepare(self, layout: Layout) -> None:
+        pass
 
-    def bytes_sent(self, message_size: int) -> int:
-        return (self.collectives.size - 1) * message_size
+    def start(self, message: wire.Message, stamp: wire.Stamp, name: str) -> _Pending:
+        handle = self.collectives.allgather(message.buffer, name)
+        return _Pending(handle, message.bucket, stamp, self.collectives.size)
+
+    def settle(self, taken: bool) -> None:
+        pass
+
+    def bytes_sent(self, bucket: Bucket) -> int:
+        return (self.collectives.size - 1) * wire.message_size(bucket)

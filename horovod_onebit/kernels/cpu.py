@@ -7,10 +7,7 @@ Large tensors are split between threads by blocks; the result does not depend on
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -21,10 +18,12 @@ from horovod_onebit.kernels.reference import (
     TINY,
     Array,
     Bytes,
+    ScaleName,
     Spec,
     num_blocks,
     num_bytes,
 )
+from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 
 __all__ = [
     "Spec",
@@ -33,6 +32,7 @@ __all__ = [
     "encode",
     "num_blocks",
     "num_bytes",
+    "recode",
     "restore",
     "set_num_threads",
 ]
@@ -41,7 +41,6 @@ f32 = np.float32
 u8 = np.uint8
 u32 = np.uint32
 SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
-MIN_ELEMENTS_PER_THREAD = 1 << 15
 
 # No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
 exact: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
@@ -221,6 +220,22 @@ def _decode_mean(out, scales, bits, block_size, first, last):
 
 
 @exact
+def _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_size, first, last):
+    total = np.empty(8 * ((min(block_size, error.size) + 7) // 8), f32)
+    for k in range(first, last):
+        lo = k * block_size
+        hi = min(lo + block_size, error.size)
+        _mean_of_block(total, scales, bits, k, lo, hi)
+        c = total[: hi - lo]
+        for i in range(c.size):
+            c[i] = c[i] + error[lo + i] + f32(0)
+        s = _scale(c, code)
+        scales_out[k] = s
+        _pack(c, bits_out[lo // 8 : (hi + 7) // 8])
+        _keep_lost(c, new_error[lo:hi], s)
+
+
+@exact
 def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
     for i in range(weight.size):
         momentum[i] = mean[i] * _denominator(variance[i], correction, eps, eps_inside)
@@ -259,38 +274,6 @@ def _apply(scales, bits, momentum, variance, weight, scalars, update_space, bloc
             _step_momentum_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
 
 
-class _Threads:
-    """A pool that is made when first needed, once per process (a forked child makes its own)."""
-
-    def __init__(self) -> None:
-        self.count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-        self.pool: ThreadPoolExecutor | None = None
-        self.pid = -1
-
-    def over_blocks(self, size: int, block_size: int, work: Callable[[int, int], Any]) -> list[Any]:
-        """``work(first, last)`` over all blocks of ``size`` elements, split where that pays."""
-        blocks = num_blocks(size, block_size)
-        parts = min(self.count, blocks, size // MIN_ELEMENTS_PER_THREAD)
-        if parts <= 1:
-            return [work(0, blocks)]
-        if self.pool is None or self.pid != os.getpid():
-            self.pool = ThreadPoolExecutor(self.count, thread_name_prefix="horovod_onebit")
-            self.pid = os.getpid()
-        edges = [blocks * i // parts for i in range(parts + 1)]
-        rest = [self.pool.submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
-        return [work(edges[0], edges[1]), *(future.result() for future in rest)]
-
-
-_threads = _Threads()
-
-
-def set_num_threads(count: int) -> None:
-    """Let at most ``count`` threads work on one tensor. Results do not depend on it."""
-    if count < 1:
-        raise ValueError(f"set_num_threads({count}): expected at least 1")
-    _threads.count, _threads.pool = count, None
-
-
 def _encode_scalars(spec: Spec) -> tuple[Any, ...]:
     return (
         f32(spec.momentum_factor),
@@ -321,7 +304,7 @@ def encode(
             grad, momentum, variance, weight, error, scales, bits, scalars, code, spec.block_size, first, last
         )
 
-    return all(_threads.over_blocks(grad.size, spec.block_size, work))
+    return all(over_blocks(grad.size, spec.block_size, work))
 
 
 def restore(
@@ -340,7 +323,7 @@ def restore(
     def work(first: int, last: int) -> None:
         _restore(grad, momentum, variance, weight, error, scales, bits, scalars, spec.block_size, first, last)
 
-    _threads.over_blocks(grad.size, spec.block_size, work)
+    over_blocks(grad.size, spec.block_size, work)
 
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:
@@ -351,8 +334,27 @@ def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array
     def work(first: int, last: int) -> None:
         _decode_mean(out, scales, bits, block_size, first, last)
 
-    _threads.over_blocks(size, block_size, work)
+    over_blocks(size, block_size, work)
     return out
+
+
+def recode(
+    scales: Array,
+    bits: Bytes,
+    error: Array,
+    new_error: Array,
+    scales_out: Array,
+    bits_out: Bytes,
+    scale: ScaleName,
+    block_size: int,
+) -> None:
+    """See ``reference.recode``."""
+    scales, bits, code = np.ascontiguousarray(scales), np.ascontiguousarray(bits), SCALE_CODES[scale]
+
+    def work(first: int, last: int) -> None:
+        _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_size, first, last)
+
+    over_blocks(error.size, block_size, work)
 
 
 def apply(
@@ -383,4 +385,4 @@ def apply(
     def work(first: int, last: int) -> None:
         _apply(scales, bits, momentum, variance, weight, scalars, update_space, spec.block_size, first, last)
 
-    _threads.over_blocks(weight.size, spec.block_size, work)
+    over_blocks(weight.size, spec.block_size, work)

@@ -118,15 +118,19 @@ def encode(
     """
     with np.errstate(invalid="ignore", over="ignore"):
         c = contribution(grad, momentum, variance, weight, spec) + error + np.float32(0)
+    return _compress(c, error, scales, bits, spec.scale, spec.block_size)
+
+
+def _compress(c: Array, error: Array, scales: Array, bits: Bytes, scale: ScaleName, block_size: int) -> bool:
     bits[:] = pack_signs(c)
     finite = True
-    for k in range(num_blocks(c.size, spec.block_size)):
-        block = slice(k * spec.block_size, min((k + 1) * spec.block_size, c.size))
+    for k in range(num_blocks(c.size, block_size)):
+        block = slice(k * block_size, min((k + 1) * block_size, c.size))
         if not np.isfinite(c[block]).all():
             scales[k] = np.nan
             finite = False
             continue
-        scales[k] = s = scale_of(c[block], spec.scale)
+        scales[k] = s = scale_of(c[block], scale)
         error[block] = c[block] - np.where(c[block] < 0, -s, s)
     return finite
 
@@ -171,6 +175,25 @@ def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array
         share = worker_scales / n
         total = total + unpack_signs(worker_bits, size) * per_element(share, size, block_size)
     return total
+
+
+def recode(
+    scales: Array,
+    bits: Bytes,
+    error: Array,
+    new_error: Array,
+    scales_out: Array,
+    bits_out: Bytes,
+    scale: ScaleName,
+    block_size: int,
+) -> None:
+    """A server's work: compress ``mean of the workers + error`` and leave what was lost in ``new_error``.
+
+    ``scales`` (n, blocks) and ``bits`` (n, bytes) are the workers'; writes ``scales_out`` (blocks,), ``bits_out``
+    (bytes,) and ``new_error`` (d,).
+    """
+    c = decode_mean(scales, bits, error.size, block_size) + error + np.float32(0)
+    _compress(c, new_error, scales_out, bits_out, scale, block_size)
 
 
 def apply(

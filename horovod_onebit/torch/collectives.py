@@ -16,7 +16,8 @@ class _Handle:
         self.source = source  # Horovod reads it until the collective is done
 
     def wait(self) -> NDArray:
-        return hvd.synchronize(self.handle).numpy()
+        result = hvd.synchronize(self.handle)
+        return (result[0] if isinstance(result, tuple) else result).numpy()
 
 
 class HorovodCollectives:
@@ -36,6 +37,11 @@ class HorovodCollectives:
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
         tensor = torch.from_numpy(array)
         return _Handle(hvd.allgather_async(tensor, name=name, process_set=self.process_set), array)
+
+    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
+        tensor = torch.from_numpy(array)
+        return _Handle(hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set), array)
 
     def allreduce(self, array: NDArray[np.float32], name: str) -> _Handle:
         tensor = torch.from_numpy(array)

@@ -1,0 +1,128 @@
+"""Two-stage exchange: the server of Algorithm 1 (lines 10 to 15), with each worker serving a share of every bucket.
+
+On worker j, for its share of a bucket (the numbers are the lines of Algorithm 1):
+
+    alltoall        each worker sends every server its share of the message
+    11  y        = sum_i C_i / n + error_j         the server's own residual
+    12  C_j      = scale * sign(y)
+    13  error_j <- y - C_j                         against the scaled sign
+    allgather       the servers' messages together are the message of the mean
+    15  mean     = C
+
+A worker sends and receives 2 (n - 1) / n messages, whatever n is. Shares are cut at blocks, so that both stages
+have the same scales and the result is laid out like a worker's own message.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_onebit import wire
+from horovod_onebit.exchange import Collectives, Handle
+from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Bucket, Layout, Share, shares
+from horovod_onebit.rules import Context
+
+
+@dataclass
+class _Served:
+    """What this worker keeps for one bucket."""
+
+    shares: tuple[Share, ...]
+    size: int  # bytes of one part, the same for all
+    parts: list[wire.Message]  # to each server, in one buffer
+    outgoing: np.ndarray
+    own: wire.Message  # from this server
+    error: Array
+    next_error: Array
+
+
+class TwoStage:
+    def __init__(self, context: Context, collectives: Collectives, feedback: ErrorFeedback) -> None:
+        self.context = context
+        self.collectives = collectives
+        self.feedback = feedback
+        self.served: list[_Served] = []
+
+    def prepare(self, layout: Layout) -> None:
+        """Cut every bucket into shares. The server's residual survives as long as the layout does."""
+        self.served = [self._serve(bucket, layout.digest) for bucket in layout.buckets]
+
+    def _serve(self, bucket: Bucket, digest: int) -> _Served:
+        n, rank = self.collectives.size, self.collectives.rank
+        cut = shares(bucket, n)
+        size = max(wire.message_size(share.bucket) for share in cut)
+        outgoing = np.zeros(n * size, np.uint8)
+        parts = [wire.Message(share.bucket, outgoing[j * size : (j + 1) * size]) for j, share in enumerate(cut)]
+        own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
+        error = self.feedback.residual(f"server.{digest:016x}.{bucket.index}", cut[rank].bucket.size)
+        return _Served(cut, size, parts, outgoing, own, error, np.zeros_like(error))
+
+    def start(self, message: wire.Message, stamp: wire.Stamp, name: str) -> _Pending:
+        served = self.served[message.bucket.index]
+        for share, part in zip(served.shares, served.parts, strict=True):
+            part.scales[:] = message.scales[share.blocks]
+            part.bits[:] = message.bits[share.bytes]
+            part.seal(stamp, finite=message.finite)
+        handle = self.collectives.alltoall(served.outgoing, f"{name}.scatter")
+        return _Pending(self, served, message.bucket, stamp, name, handle)
+
+    def settle(self, taken: bool) -> None:
+        if taken:
+            for served in self.served:
+                served.error[:] = served.next_error
+
+    def bytes_sent(self, bucket: Bucket) -> int:
+        return 2 * (self.collectives.size - 1) * self.served[bucket.index].size
+
+
+class _Pending:
+    def __init__(
+        self, exchange: TwoStage, served: _Served, bucket: Bucket, stamp: wire.Stamp, name: str, handle: Handle
+    ) -> None:
+        self.exchange, self.served, self.bucket = exchange, served, bucket
+        self.stamp, self.name, self.handle = stamp, name, handle
+        self.finite = np.ones(0, bool)
+
+    def advance(self) -> None:
+        """Serve: decode the mean of this worker's share, compress it again, send it to all."""
+        served, collectives = self.served, self.exchange.collectives
+        n, share = collectives.size, served.own.bucket
+        messages = wire.read(self.handle.wait(), share, self.stamp, workers=n, size=served.size)
+        self.finite = messages.finite
+        if messages.finite.all():
+            self._recode(messages)
+        served.own.seal(self.stamp, finite=bool(messages.finite.all()))
+        self.handle = collectives.allgather(served.own.buffer, f"{self.name}.gather")
+
+    def _recode(self, messages: wire.Gathered) -> None:
+        served, context = self.served, self.exchange.context
+        start = 0
+        for piece in served.own.bucket.pieces:
+            stop = start + piece.stop - piece.start
+            context.kernels.recode(
+                messages.scales[:, piece.blocks],
+                messages.bits[:, piece.bytes],
+                served.error[start:stop],
+                served.next_error[start:stop],
+                served.own.scales[piece.blocks],
+                served.own.bits[piece.bytes],
+                context.recipe.scale,
+                piece.block_size,
+            )
+            start = stop
+
+    def wait(self) -> wire.Gathered:
+        """Put the servers' messages together to one that covers the whole bucket."""
+        served = self.served
+        gathered = self.handle.wait()
+        scales = np.empty((1, self.bucket.blocks), np.float32)
+        bits = np.empty((1, self.bucket.bytes), np.uint8)
+        for j, share in enumerate(served.shares):
+            row = gathered[j * served.size : (j + 1) * served.size]
+            part = wire.read(row, share.bucket, self.stamp, workers=1, size=served.size)
+            scales[:, share.blocks], bits[:, share.bytes] = part.scales, part.bits
+        return wire.Gathered(scales, bits, self.finite)
