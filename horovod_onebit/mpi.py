@@ -1,0 +1,66 @@
+"""The collectives over mpi4py: the core on real MPI ranks, with NumPy arrays and no framework.
+
+    mpirun -np 3 python program.py
+
+    from horovod_onebit.mpi import MPICollectives
+    optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=MPICollectives(), warmup_steps=100)
+
+Install with ``pip install horovod-onebit[mpi]``. MPI pairs collectives by the order of calls and not by name, so all
+ranks must make the same calls in the same order; the engine does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+from mpi4py import MPI
+from numpy.typing import NDArray
+
+
+class _Handle:
+    def __init__(self, request: Any, source: NDArray, result: NDArray) -> None:
+        self.request, self.source, self.result = request, source, result
+
+    def wait(self) -> NDArray:
+        self.request.Wait()
+        return self.result
+
+
+class _Sum:
+    """A reduction to rank 0, then a broadcast: MPI's own allreduce may round differently on different ranks."""
+
+    def __init__(self, comm: Any, request: Any, source: NDArray, result: NDArray) -> None:
+        self.comm, self.request, self.source, self.result = comm, request, source, result
+
+    def wait(self) -> NDArray:
+        self.request.Wait()
+        self.comm.Bcast(self.result, root=0)
+        return self.result
+
+
+class MPICollectives:
+    """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default)."""
+
+    def __init__(self, comm: Any = None) -> None:
+        self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+
+    @property
+    def rank(self) -> int:
+        return self.comm.Get_rank()
+
+    @property
+    def size(self) -> int:
+        return self.comm.Get_size()
+
+    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        result = np.empty(self.size * array.size, array.dtype)
+        return _Handle(self.comm.Iallgather(array, result), array, result)
+
+    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        result = np.empty_like(array)
+        return _Handle(self.comm.Ialltoall(array, result), array, result)
+
+    def allreduce(self, array: NDArray[np.float32], name: str) -> _Sum:
+        result = np.empty_like(array)
+        return _Sum(self.comm, self.comm.Ireduce(array, result, op=MPI.SUM, root=0), array, result)
