@@ -144,6 +144,7 @@ class Compressor:
         be divided by. ``check_finite``: look for Inf in the exact gradients as well.
         """
         self.check_groups()
+        self.synchronizer.check_owned()
         if self.phase is Phase.WARMUP:
             taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
         else:

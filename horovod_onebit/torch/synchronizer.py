@@ -6,16 +6,21 @@ ready; ``synchronize`` waits for all.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
 Group = tuple[torch.Tensor, ...]
+
+_owners: Any = WeakTensorKeyDictionary()
+"""Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
 
 class Synchronizer:
@@ -51,6 +56,7 @@ class Synchronizer:
         self.prescale = 1.0 / gradient_predivide_factor if average else 1.0
         self.postscale = gradient_predivide_factor if average else 1.0
         self.parameters: list[torch.Tensor] = []
+        self.lost: str | None = None  # a parameter that another DistributedOptimizer took over
         self.passes_left: dict[torch.Tensor, int] = {}
         self.handles: dict[torch.Tensor | Group, tuple[Any, Any]] = {}
         self._groups_asked = groups
@@ -62,8 +68,32 @@ class Synchronizer:
         for p in parameters:
             self.parameters.append(p)
             self.passes_left[p] = self.backward_passes_per_step
-            p.register_post_accumulate_grad_hook(self._hook)
+            self._take(p)
         self._form_groups(parameters)
+
+    def _take(self, p: torch.Tensor) -> None:
+        """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
+        if p in _owners:
+            handle, owner = _owners[p]
+            handle.remove()
+            if owner() is not None:
+                owner().lost = self.names[p]
+        own = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            synchronizer = own()
+            if synchronizer is not None:
+                synchronizer._hook(parameter)
+
+        _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
+
+    def check_owned(self) -> None:
+        """Raise if another DistributedOptimizer was built over one of the parameters since."""
+        if self.lost is not None:
+            raise ConfigurationError(
+                f"parameter {self.lost!r} belongs to a DistributedOptimizer that was built later: use that one, and one "
+                "optimizer for each parameter"
+            )
 
     def _form_groups(self, parameters: Sequence[torch.Tensor]) -> None:
         asked, self._groups_asked = self._groups_asked, None
