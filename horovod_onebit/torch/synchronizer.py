@@ -91,8 +91,8 @@ class Synchronizer:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
         if self.lost is not None:
             raise ConfigurationError(
-                f"parameter {self.lost!r} belongs to a DistributedOptimizer that was built later: use that one, and one "
-                "optimizer for each parameter"
+                f"parameter {self.lost!r} belongs to a DistributedOptimizer that was built later: use that one, and "
+                "one optimizer for each parameter"
             )
 
     def _form_groups(self, parameters: Sequence[torch.Tensor]) -> None:
