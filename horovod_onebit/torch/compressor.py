@@ -7,6 +7,7 @@ takes its steps with the averaged gradient. All others are *compressed*: the eng
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -226,9 +227,9 @@ class Compressor:
 
     # -- state ----------------------------------------------------------------------------------------------------
 
-    def stats(self) -> Stats:
+    def stats(self, norms: bool) -> Stats:
         engine = self.engine
-        error, momentum = engine.norms() if engine.layout is not None else (0.0, 0.0)
+        error, momentum = engine.norms() if norms else (math.nan, math.nan)
         traffic, times = engine.traffic, engine.times
         return Stats(
             phase=self.phase.value,

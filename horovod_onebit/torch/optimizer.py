@@ -142,9 +142,12 @@ class _DistributedOptimizer:
         """How gradients become bits."""
         return self._compressor.engine.recipe
 
-    def stats(self) -> Stats:
-        """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective."""
-        return self._compressor.stats()
+    def stats(self, *, norms: bool = True) -> Stats:
+        """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective.
+
+        ``norms`` False leaves the norms out (NaN), which need a pass over memory: cheap enough for every step.
+        """
+        return self._compressor.stats(norms)
 
     def feedback_state_dict(self) -> dict[str, torch.Tensor]:
         """This worker's error feedback by parameter name (flat float32). Save one for each worker."""

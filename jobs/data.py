@@ -1,0 +1,85 @@
+"""The tasks' data as NumPy arrays, and which examples a worker sees at a step.
+
+Nothing is downloaded: digits come with scikit-learn, text with Python's own help, CIFAR-10 from ``--data-dir``.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
+
+from jobs.options import Options
+
+SEQUENCE = 64
+
+
+@dataclass(frozen=True)
+class Task:
+    """Examples to train on and to test with.
+
+    Images: ``x`` (n, channels, height, width) float32, ``y`` (n,) int64. Text: ``x`` (n, SEQUENCE) int64 and ``y``
+    the same shifted by one.
+    """
+
+    train_x: NDArray
+    train_y: NDArray
+    test_x: NDArray
+    test_y: NDArray
+    classes: int
+
+    def batch(self, options: Options, step: int, rank: int, size: int) -> tuple[NDArray, NDArray]:
+        """What worker ``rank`` of ``size`` sees at ``step``: depends on these and the seed alone."""
+        rng = np.random.default_rng([options.seed, step])
+        everybody = rng.integers(0, len(self.train_x), options.batch_size * size)
+        own = everybody[rank::size]
+        return self.train_x[own], self.train_y[own]
+
+
+def load(options: Options) -> Task:
+    """The data of ``options.task``."""
+    if options.task == "charlm":
+        return _text()
+    if options.task == "vgg" and options.data_dir is not None:
+        return _cifar(options.data_dir / "cifar-10-batches-py")
+    return _digits(enlarge=4 if options.task == "vgg" else 1)
+
+
+def _digits(enlarge: int) -> Task:
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    x = (images.reshape(-1, 1, 8, 8) / 8 - 1).astype(np.float32)
+    x = x.repeat(enlarge, axis=2).repeat(enlarge, axis=3)
+    order = np.random.default_rng(0).permutation(len(x))
+    x, y = np.ascontiguousarray(x[order]), labels[order].astype(np.int64)
+    return Task(x[:1437], y[:1437], x[1437:], y[1437:], classes=10)
+
+
+def _cifar(folder: Path) -> Task:
+    def read(name: str) -> tuple[NDArray, NDArray]:
+        with open(folder / name, "rb") as file:
+            batch = pickle.load(file, encoding="bytes")
+        return batch[b"data"].reshape(-1, 3, 32, 32), np.array(batch[b"labels"], np.int64)
+
+    parts = [read(f"data_batch_{i}") for i in range(1, 6)]
+    train_x, train_y = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    test_x, test_y = read("test_batch")
+    scaled = [((x / 255 - 0.47) / 0.25).astype(np.float32) for x in (train_x, test_x)]
+    return Task(scaled[0], train_y, scaled[1], test_y, classes=10)
+
+
+def _text() -> Task:
+    from pydoc_data.topics import topics
+
+    text = "\n".join(topics[name] for name in sorted(topics))
+    letters, ids = np.unique(np.frombuffer(text.encode("ascii", "replace"), np.uint8), return_inverse=True)
+    rows = (len(ids) - 1) // SEQUENCE
+    x = ids[: rows * SEQUENCE].reshape(rows, SEQUENCE).astype(np.int64)
+    y = ids[1 : rows * SEQUENCE + 1].reshape(rows, SEQUENCE).astype(np.int64)
+    order = np.random.default_rng(0).permutation(rows)
+    test, train = order[:256], order[256:]
+    return Task(x[train], y[train], x[test], y[test], classes=len(letters))

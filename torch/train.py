@@ -1,0 +1,132 @@
+"""Train a small network with Horovod, with or without 1-bit compression.
+
+horovodrun -np 2 python torch/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from networks import build
+from torch.nn.functional import cross_entropy
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import OnebitError
+from jobs.data import Task, load
+from jobs.metrics import Metrics
+from jobs.options import Options, learning_rate, parse
+from jobs.report import dense_bytes
+
+
+def plain_optimizer(options: Options, model: torch.nn.Module) -> torch.optim.Optimizer:
+    if options.optimizer == "sgd":
+        arguments = {"momentum": options.momentum, "weight_decay": options.weight_decay}
+        return torch.optim.SGD(model.parameters(), lr=options.lr, **arguments)
+    kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
+    return kind(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+
+
+def distributed_optimizer(options: Options, model: torch.nn.Module) -> Any:
+    optimizer = plain_optimizer(options, model)
+    named = list(model.named_parameters())
+    if options.compression == "onebit":
+        optimizer = onebit.DistributedOptimizer(
+            optimizer, named_parameters=named, warmup_steps=options.warmup_steps, recipe=options.recipe
+        )
+    else:
+        compression = hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none
+        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    return optimizer
+
+
+def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    logits = model(x).flatten(0, -2)
+    return cross_entropy(logits, y.flatten()), logits
+
+
+@torch.no_grad()
+def evaluate(model: torch.nn.Module, task: Task) -> tuple[float, float]:
+    """Loss and accuracy on the test examples; the same on every worker, since the replicas are."""
+    model.eval()
+    x, y = torch.from_numpy(task.test_x), torch.from_numpy(task.test_y)
+    loss, logits = loss_of(model, x, y)
+    model.train()
+    return float(loss), float((logits.argmax(1) == y.flatten()).float().mean())
+
+
+def train(options: Options, task: Task) -> None:
+    torch.manual_seed(options.seed)
+    model = build(options.task, options.width, task.train_x.shape[1], task.classes)
+    optimizer = distributed_optimizer(options, model)
+    parameters = sum(p.numel() for p in model.parameters())
+    dense = dense_bytes(parameters, 4, hvd.size())
+    first = last = total = 0
+    with Metrics(options, hvd.rank()) as metrics:
+        for step in range(options.steps):
+            for group in optimizer.param_groups:
+                group["lr"] = learning_rate(options, step)
+            x, y = (torch.from_numpy(a) for a in task.batch(options, step, hvd.rank(), hvd.size()))
+            optimizer.zero_grad()
+            loss, _ = loss_of(model, x, y)
+            phase = optimizer.phase.value if options.compression == "onebit" else options.compression
+            loss.backward()
+            optimizer.step()
+            if options.compression == "onebit":
+                last = optimizer.stats(norms=False).step_bytes_sent
+            else:
+                last = dense if options.compression == "none" else dense // 2
+            first = first or last
+            total += last
+            done = step + 1
+            values: dict[str, Any] = {"phase": phase, "bytes_sent": total, "bytes_received": total}
+            if done % options.log_interval == 0 or done == options.steps:
+                values["loss"] = float(hvd.allreduce(loss.detach(), name="metrics.loss"))
+                if done % options.eval_interval == 0 or done == options.steps:
+                    values["test_loss"], values["accuracy"] = evaluate(model, task)
+                metrics.log(done, **values)
+        compressed = optimizer.stats(norms=False).compressed_parameters if options.compression == "onebit" else 0
+        metrics.final(
+            loss=values["loss"],
+            test_loss=values["test_loss"],
+            accuracy=values["accuracy"],
+            parameters=parameters,
+            compressed_parameters=compressed,
+            workers=hvd.size(),
+            first_step_bytes=first,
+            last_step_bytes=last,
+            fp32_step_bytes=dense,
+            ratio=dense / last if last else 1.0,
+            bytes_sent=total,
+            bytes_received=total,
+        )
+    if options.save_weights:
+        weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        np.savez(options.save_weights.format(rank=hvd.rank()), **weights)
+
+
+def main() -> int:
+    options = parse()
+    hvd.init()
+    if "OMP_NUM_THREADS" not in os.environ:
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+    try:
+        train(options, load(options))
+    except OnebitError as error:
+        if hvd.rank() == 0:
+            print(f"train.py: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
