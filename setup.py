@@ -1,0 +1,50 @@
+"""The metadata of the package. The settings of the tools are in pyproject.toml."""
+
+import re
+from pathlib import Path
+
+from setuptools import find_packages, setup
+
+ROOT = Path(__file__).parent
+README = ROOT / "README.md"
+VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "horovod_onebit" / "_version.py").read_text())[1]
+
+EXTRAS = {
+    "torch": ["torch>=2.1"],
+    "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+    "cuda": ["numba-cuda[cu13]"],
+    "mpi": ["mpi4py>=4"],
+    "plot": ["matplotlib"],
+}
+# The jobs and the checks; requirements/dev.txt has the versions that the tests run with.
+EXTRAS["dev"] = ["hypothesis", "mypy", "pytest", "rich", "ruff", "scikit-learn", "typer"]
+
+setup(
+    name="horovod-onebit",
+    version=VERSION,
+    description="Gradients of a horovodrun job travel as one bit each, in PyTorch and in Keras",
+    long_description=README.read_text(encoding="utf-8") if README.exists() else "",
+    long_description_content_type="text/markdown",
+    license="Apache-2.0",
+    license_files=["LICENSE"],
+    classifiers=[
+        "Development Status :: 4 - Beta",
+        "Intended Audience :: Developers",
+        "Intended Audience :: Science/Research",
+        "Operating System :: POSIX :: Linux",
+        "Programming Language :: Python :: 3",
+        "Programming Language :: Python :: 3.11",
+        "Programming Language :: Python :: 3.12",
+        "Programming Language :: Python :: 3.13",
+        "Topic :: Scientific/Engineering :: Artificial Intelligence",
+        "Topic :: System :: Distributed Computing",
+    ],
+    keywords="horovod 1-bit adam lamb gradient compression allreduce pytorch tensorflow keras mpi",
+    # Only this package: a stray torch/ in a wheel would overwrite PyTorch.
+    packages=find_packages(include=["horovod_onebit", "horovod_onebit.*"]),
+    package_data={"horovod_onebit": ["py.typed"]},
+    python_requires=">=3.11",
+    install_requires=["numpy", "numba"],
+    extras_require=EXTRAS,
+    zip_safe=False,
+)
