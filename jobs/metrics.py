@@ -18,15 +18,15 @@ from jobs.options import Options
 class Metrics:
     """``with Metrics(options, rank) as metrics``: then ``log`` at intervals and ``final`` once.
 
-    A line holds ``step, loss, phase, bytes_sent, bytes_received, seconds`` (bytes of gradients by this worker, in all so
-    far), and ``accuracy`` where it was evaluated; the last one has ``"final": true``.
+    A line holds ``step, loss, phase, bytes_sent, bytes_received, seconds`` (bytes of gradients by this worker, in all
+    so far), and ``accuracy`` where it was evaluated; the last one has ``"final": true``.
     """
 
     def __init__(self, options: Options, rank: int) -> None:
         self.options = options
         self.active = rank == 0
         self.start = time.perf_counter()
-        self.file = open(options.metrics, "w") if self.active and options.metrics else None
+        self.file = options.metrics.open("w") if self.active and options.metrics else None
         self.console = Console(stderr=True)
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
         self.progress = Progress(*columns, console=self.console, disable=not (self.active and sys.stderr.isatty()))

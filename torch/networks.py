@@ -18,7 +18,10 @@ def build(task: str, width: int, channels: int, classes: int) -> nn.Module:
 
 
 def digits(width: int, channels: int, classes: int) -> nn.Module:
-    """A small convolutional network for 8x8 images. GroupNorm has no running averages that workers would have to share."""
+    """A small convolutional network for 8x8 images.
+
+    GroupNorm, because it has no running averages that workers would have to share.
+    """
     return nn.Sequential(
         nn.Conv2d(channels, width, 3, padding=1),
         nn.GroupNorm(8, width),
