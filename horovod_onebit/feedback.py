@@ -13,6 +13,9 @@ import numpy as np
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 
+SERVER_PREFIX = "onebit.server."
+"""Begins the names of residuals that belong to a server's share of a bucket rather than to a parameter."""
+
 
 class ErrorFeedback:
     """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place."""

@@ -21,7 +21,7 @@ import numpy as np
 
 from horovod_onebit import wire
 from horovod_onebit.exchange import Collectives, Handle
-from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Share, shares
 from horovod_onebit.rules import Context
@@ -58,7 +58,7 @@ class TwoStage:
         outgoing = np.zeros(n * size, np.uint8)
         parts = [wire.Message(share.bucket, outgoing[j * size : (j + 1) * size]) for j, share in enumerate(cut)]
         own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
-        error = self.feedback.residual(f"server.{digest:016x}.{bucket.index}", cut[rank].bucket.size)
+        error = self.feedback.residual(f"{SERVER_PREFIX}{digest:016x}.{bucket.index}", cut[rank].bucket.size)
         return _Served(cut, size, parts, outgoing, own, error, np.zeros_like(error))
 
     def start(self, message: wire.Message, stamp: wire.Stamp, name: str) -> _Pending:

@@ -11,10 +11,12 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
@@ -50,6 +52,7 @@ class Compressor:
         self.names = names
         self.warmup = warmup
         collectives = HorovodCollectives(process_set)
+        self.process_set = process_set
         self.engine = Engine(recipe, collectives, name=f"onebit.{_next_number()}")
         self.sum_gradients = sum_gradients
         self.steps = 0
@@ -121,12 +124,28 @@ class Compressor:
     # -- one step -------------------------------------------------------------------------------------------------
 
     def synchronize(self) -> None:
-        """Average the exact gradients; those of compressed parameters stay local."""
+        """Average all gradients in warm-up; afterwards they stay local until ``step``."""
         if self.phase is Phase.WARMUP:
             self.synchronizer.wait()
         else:
-            self.synchronizer.average_fused(self._exact(), f"{self.engine.name}.exact")()
             self.synchronizer.reset()
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale all gradients alike on all workers; see ``DistributedOptimizer.clip_grad_norm_``."""
+        self.check_groups()
+        self.synchronize()
+        grads = [p.grad for p in self.exact_steps if p.grad is not None]
+        squares = float(sum(g.detach().double().square().sum() for g in grads))
+        if self.phase is Phase.COMPRESSED:
+            total = torch.tensor([squares], dtype=torch.float64)
+            name = f"{self.engine.name}.norm"
+            mean = hvd.allreduce(total, name=name, op=hvd.Average, process_set=self.process_set)
+            squares = float(mean)
+        norm = math.sqrt(squares)
+        if not norm <= max_norm:
+            for g in grads:
+                g.mul_(max_norm / (norm + 1e-6))
+        return norm
 
     def _exact(self) -> list[torch.Tensor]:
         return [p for p in self.exact_steps if p not in self.bindings and p.requires_grad]
@@ -141,15 +160,15 @@ class Compressor:
     ) -> bool:
         """Take one step; whether it was taken, or skipped by all workers alike.
 
-        ``synchronize`` False: the exact gradients are averaged already. ``loss_scale``: what gradients still have to
-        be divided by. ``check_finite``: look for Inf in the exact gradients as well.
+        ``synchronize`` False: in warm-up, the gradients are averaged already. ``loss_scale``: what gradients still
+        have to be divided by. ``check_finite``: in warm-up, look for Inf.
         """
         self.check_groups()
         self.synchronizer.check_owned()
         if self.phase is Phase.WARMUP:
             taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
         else:
-            taken = self._compressed_step(exact_step, synchronize, loss_scale)
+            taken = self._compressed_step(exact_step, loss_scale)
         if taken:
             self.steps += 1
             self._mature()
@@ -171,7 +190,7 @@ class Compressor:
         self._count(exact)
         return True
 
-    def _compressed_step(self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None) -> bool:
+    def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
         self._refresh_bindings()
         bindings = list(self.bindings.values())
         rules = self._rules(loss_scale or 1.0)
@@ -181,16 +200,16 @@ class Compressor:
             self._prepared = True
         assert self.engine.layout is not None
         exact = self._exact()
-        finish = self.synchronizer.average_fused(exact if synchronize else [], f"{self.engine.name}.exact")
+        if loss_scale is not None:
+            _unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
+        finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
         for binding in bindings:
             binding.pull()
         grads = {i: binding.grad() for i, binding in enumerate(bindings)}
         for bucket in self.engine.layout.buckets:
             self.engine.send(bucket.index, grads, rules)
-        finite = finish() if synchronize else _all_finite(exact)
+        finite = finish()
         self.synchronizer.reset()
-        if loss_scale is not None:
-            _unscale(exact, loss_scale)
         if not self.engine.receive(finite=finite):
             return False
         for binding in bindings:
@@ -301,7 +320,7 @@ class Compressor:
                     self.optimizer.state[p][key] = value.detach().clone()
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
-        unknown = sorted(set(state) - set(self.names.values()))
+        unknown = sorted(n for n in set(state) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))
         if unknown:
             raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
         self.engine.feedback.load_state_dict(state)

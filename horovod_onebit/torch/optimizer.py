@@ -27,6 +27,7 @@ STATE_KEY = "horovod_onebit"
 class _DistributedOptimizer:
     """Mixed into the wrapped optimizer's class; the methods that users call."""
 
+    param_groups: list[dict[str, Any]]
     _synchronizer: Synchronizer
     _compressor: Compressor
     _participates: bool
@@ -46,9 +47,10 @@ class _DistributedOptimizer:
         self._synchronizer.set_backward_passes_per_step(passes)
 
     def synchronize(self) -> None:
-        """Wait until gradients are averaged: all in warm-up, only the uncompressed ones afterwards.
+        """In warm-up, wait until the gradients are averaged, as Horovod's does.
 
-        Compressed gradients never exist in averaged form: what is averaged is the update.
+        Afterwards averaged gradients never exist: what is averaged is the update. The gradients stay this worker's own
+        until ``step()``, so what is done to them in between is done to them alone; to clip, ``clip_grad_norm_``.
         """
         if self._participates:
             self._compressor.synchronize()
@@ -62,6 +64,20 @@ class _DistributedOptimizer:
             yield
         finally:
             self._should_synchronize = True
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale the gradients by one factor, the same on all workers, so that their norm is at most ``max_norm``.
+
+        Call it between ``backward()`` and ``step()``. In warm-up the norm is that of the averaged gradient, as in
+        ``synchronize(); torch.nn.utils.clip_grad_norm_(...)``; afterwards it is the root mean square over the workers
+        of the norms of their own gradients, which is not smaller. Returns the norm. Collective.
+        """
+        if not max_norm > 0:
+            raise ConfigurationError(f"max_norm={max_norm!r}: expected a positive number")
+        if not self._participates:
+            return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
+        self._arrived = True
+        return self._compressor.clip_grad_norm_(max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
@@ -211,6 +227,7 @@ def DistributedOptimizer(
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
+    _check_plain(optimizer)
     _check_arguments(backward_passes_per_step, op, gradient_predivide_factor, groups, process_set)
     if num_groups:
         warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
@@ -236,6 +253,7 @@ def DistributedOptimizer(
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(
         names=names,
+        prefix=compressor.engine.name,
         is_warmup=lambda: compressor.phase is Phase.WARMUP,
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
@@ -256,12 +274,6 @@ def DistributedOptimizer(
 def _instance(optimizer: torch.optim.Optimizer) -> Any:
     """An instance of a subclass of ``optimizer``'s class that shares its state, groups, defaults and hooks."""
     kind = type(optimizer)
-    if issubclass(kind, _DistributedOptimizer):
-        raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
-    if kind.__module__.startswith("horovod.") or hasattr(optimizer, "_requires_update"):
-        raise ConfigurationError(
-            "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
-        )
     cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler made earlier leaves its own "step" in the instance, bound to the old optimizer.
@@ -269,6 +281,17 @@ def _instance(optimizer: torch.optim.Optimizer) -> Any:
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
     wrapped._patch_step_function()
     return wrapped
+
+
+def _check_plain(optimizer: torch.optim.Optimizer) -> None:
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
+    if isinstance(optimizer, _DistributedOptimizer):
+        raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
+    if hasattr(optimizer, "_requires_update"):
+        raise ConfigurationError(
+            "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
+        )
 
 
 def _check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process_set: Any) -> None:

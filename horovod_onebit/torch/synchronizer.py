@@ -34,6 +34,7 @@ class Synchronizer:
         self,
         *,
         names: dict[torch.Tensor, str],
+        prefix: str,
         is_warmup: Callable[[], bool],
         compression: Any,
         backward_passes_per_step: int,
@@ -45,6 +46,7 @@ class Synchronizer:
         traffic: Traffic,
     ) -> None:
         self.names = names
+        self.prefix = prefix  # optimizers may have parameters of the same name under way at once
         self.is_warmup = is_warmup
         self.compression = compression
         self.backward_passes_per_step = backward_passes_per_step
@@ -130,6 +132,7 @@ class Synchronizer:
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
+        self._densify(p)
         self.passes_left[p] -= 1
         self.handles.setdefault(p, (None, None))
         if self.passes_left[p] or not self.is_warmup():
@@ -142,25 +145,32 @@ class Synchronizer:
         if self._ready_in_group[group] == len(group):
             self._start_group(group)
 
+    def _densify(self, p: torch.Tensor) -> None:
+        if p.grad is None or not p.grad.is_sparse:
+            return
+        if not self.sparse_as_dense:
+            raise UnsupportedError(
+                f"parameter {self.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
+                "DistributedOptimizer, or build the embedding with sparse=False"
+            )
+        p.grad = p.grad.to_dense()
+
     def _gradient(self, p: torch.Tensor) -> torch.Tensor:
-        """The dense, contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
+        """The contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        if p.grad.is_sparse:
-            if not self.sparse_as_dense:
-                raise UnsupportedError(
-                    f"parameter {self.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
-                    "DistributedOptimizer, or build the embedding with sparse=False"
-                )
-            p.grad = p.grad.to_dense()
-        return p.grad if p.grad.is_contiguous() else p.grad.contiguous()
+        return p.grad.contiguous()
+
+    def _compress(self, tensor: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        # Horovod reduces no bfloat16.
+        return self.compression.compress(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
 
     def _start(self, p: torch.Tensor) -> tuple[Any, Any]:
-        tensor, context = self.compression.compress(self._gradient(p))
+        tensor, context = self._compress(self._gradient(p))
         self._count(tensor, p)
         handle = hvd.allreduce_async_(
             tensor,
-            name=self.names[p],
+            name=f"{self.prefix}.{self.names[p]}",
             op=self.op,
             prescale_factor=self.prescale,
             postscale_factor=self.postscale,
@@ -169,13 +179,13 @@ class Synchronizer:
         return handle, context
 
     def _start_group(self, group: Group) -> None:
-        tensors, contexts = zip(*(self.compression.compress(self._gradient(p)) for p in group), strict=True)
+        tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
         for p, tensor in zip(group, tensors, strict=True):
             self._count(tensor, p)
             self.handles.pop(p, None)
         handle = hvd.grouped_allreduce_async_(
             list(tensors),
-            name=self.names[group[0]],
+            name=f"{self.prefix}.{self.names[group[0]]}",
             op=self.op,
             prescale_factor=self.prescale,
             postscale_factor=self.postscale,
@@ -233,7 +243,7 @@ class Synchronizer:
             for group, handle, context in waiting:
                 flat = self.compression.decompress(hvd.synchronize(handle), context)
                 for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                    p.grad = part.view(p.shape)
+                    p.grad = part.view(p.shape).to(p.dtype)
                 finite &= bool(torch.isfinite(flat).all())
             return finite
 
@@ -241,7 +251,7 @@ class Synchronizer:
 
     def _start_fused(self, group: list[torch.Tensor], name: str) -> tuple[list[torch.Tensor], Any, Any]:
         fused = torch.cat([self._gradient(p).reshape(-1) for p in group])
-        tensor, context = self.compression.compress(fused)
+        tensor, context = self._compress(fused)
         workers = self.process_set.size()
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self.traffic.add(sent, allreduce_bytes(4 * fused.numel(), workers))

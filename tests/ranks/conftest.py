@@ -1,0 +1,31 @@
+"""Tests in this folder are run by every rank of a horovodrun job at once; see tests/test_horovodrun.py."""
+
+import faulthandler
+import os
+import sys
+
+import pytest
+
+LAUNCHED = "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
+
+if not LAUNCHED:
+    collect_ignore_glob = ["test_*.py"]
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item, call):
+    """A rank that fails must not leave the others waiting in a collective: it ends, and the launcher ends the job."""
+    report = yield
+    if report.failed:
+        sys.stderr.write(f"\n{item.nodeid} failed in {report.when}\n{report.longreprtext}\n")
+        sys.stderr.flush()
+        os._exit(1)
+    return report
+
+
+@pytest.fixture(autouse=True)
+def nothing_hangs():
+    """A rank that waits for two minutes says where, and ends the job."""
+    faulthandler.dump_traceback_later(120, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()

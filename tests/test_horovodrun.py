@@ -1,0 +1,86 @@
+"""Real horovodrun jobs: the tests of tests/ranks on every rank, and the training job."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+HOROVODRUN = Path(sys.executable).with_name("horovodrun")
+
+pytestmark = pytest.mark.horovodrun
+
+
+def horovodrun(processes, backend, *command, timeout=400, **variables):
+    """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
+    path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path} | variables
+    arguments = [str(HOROVODRUN), "-np", str(processes), f"--{backend}", sys.executable, *map(str, command)]
+    job = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        pytest.fail(f"{arguments} did not end within {timeout} s\n{output[-6000:]}")
+    if job.returncode != 0:
+        pytest.fail(f"{arguments} ended with status {job.returncode}\n{output[-6000:]}")
+    return output
+
+
+JOBS = [(2, "gloo", ""), (2, "mpi", ""), (4, "gloo", "300 or recipe or nan or rank or set or told or resumed")]
+
+
+@pytest.mark.parametrize(("processes", "backend", "only"), JOBS)
+def test_on_every_rank(processes, backend, only):
+    selected = ["-k", only] if only else []
+    output = horovodrun(
+        processes, backend, "-m", "pytest", "tests/ranks/test_torch.py", "tests/ranks/test_process_sets.py",
+        "-q", "-x", "-p", "no:cacheprovider", *selected,
+    )  # fmt: skip
+    assert output.count(" passed") == processes, output[-3000:]
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_the_job_reaches_the_same_accuracy_with_one_bit(backend, tmp_path):
+    """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""
+    finals = {}
+    for compression in ("none", "onebit"):
+        metrics = tmp_path / f"{compression}.jsonl"
+        saved = str(tmp_path / f"{compression}-{{rank}}.npz")
+        horovodrun(
+            2, backend, "torch/train.py", "--task", "digits", "--compression", compression, "--steps", 320,
+            "--warmup-steps", 20, "--metrics", metrics, "--save-weights", saved,
+        )  # fmt: skip
+        finals[compression] = json.loads(metrics.read_text().splitlines()[-1])
+        ranks = [np.load(saved.format(rank=rank)) for rank in range(2)]
+        assert ranks[0].files
+        assert all(np.array_equal(ranks[0][name], ranks[1][name]) for name in ranks[0].files)
+    none, onebit = finals["none"], finals["onebit"]
+    assert none["accuracy"] > 0.96
+    assert onebit["accuracy"] >= none["accuracy"] - 0.01
+    small = 4 * (onebit["parameters"] - onebit["compressed_parameters"])
+    assert onebit["last_step_bytes"] <= 1.1 * onebit["compressed_parameters"] / 8 + small
+
+
+def test_bad_options_end_the_job_on_every_rank():
+    path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(HOROVODRUN), "-np", "2", "--gloo", sys.executable, "torch/train.py", "--recipe", "fast"]
+    job = subprocess.run(
+        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=120
+    )
+    assert job.returncode != 0
+    assert "expected one of 'robust', 'paper', 'fixed'" in job.stdout + job.stderr

@@ -1,0 +1,45 @@
+"""The rules' exact steps against PyTorch's own optimizers, to rounding."""
+
+import numpy as np
+import pytest
+
+pytest.importorskip("torch.nn")
+import torch
+
+from horovod_onebit.rules import Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.sgd import SGD
+
+f32 = np.float32
+CASES = [
+    (Adam(lr=0.01, weight_decay=0.1, decoupled=False), lambda p: torch.optim.Adam(p, lr=0.01, weight_decay=0.1)),
+    (Adam(lr=0.01, weight_decay=0.1), lambda p: torch.optim.AdamW(p, lr=0.01, weight_decay=0.1)),
+    (
+        Adam(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, grad_scale=-1.0),
+        lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.9), eps=1e-3, maximize=True),
+    ),
+    (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
+    (
+        SGD(lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.3, weight_decay=0.01),
+    ),
+    (
+        SGD(lr=0.1, momentum=0.9, nesterov=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ),
+]
+
+
+@pytest.mark.parametrize(("rule", "build"), CASES)
+def test_exact_steps(rule, build):
+    rng = np.random.default_rng(0)
+    start = rng.standard_normal(50).astype(f32)
+    p = torch.nn.Parameter(torch.from_numpy(start.copy()))
+    optimizer = build([p])
+    tensor = Tensor("w", start.copy(), np.zeros(50, f32), np.zeros(50, f32), np.zeros(50, f32))
+    for _ in range(30):
+        g = rng.standard_normal(50).astype(f32)
+        p.grad = torch.from_numpy(g.copy())
+        optimizer.step()
+        rule.exact_step(tensor, g)
+    np.testing.assert_allclose(tensor.weight, p.detach().numpy(), rtol=1e-5, atol=1e-6)

@@ -1,0 +1,276 @@
+"""The whole algorithm with simulated workers: replicas, agreement, faults, convergence."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from horovod_onebit import PRESETS, ConfigurationError, DesyncError, NonFiniteError, Recipe, simulation
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.sgd import SGD
+
+f32 = np.float32
+SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
+EVERYTHING = Recipe(block_size=16, min_compressed_size=1, bucket_size=700)
+
+
+def gradients(weights, rng):
+    return {name: (w - 1 + 0.3 * rng.standard_normal(w.size)).astype(f32) for name, w in weights.items()}
+
+
+def train(collectives, recipe, rule=None, steps=40, warmup=5, kernels="cpu"):
+    rng = np.random.default_rng(collectives.rank)
+    weights = {name: np.zeros(size, f32) for name, size in SIZES.items()}
+    optimizer = NumpyOptimizer(
+        weights, rule or Adam(lr=0.01), collectives=collectives, warmup_steps=warmup, recipe=recipe, kernels=kernels
+    )
+    for _ in range(steps):
+        optimizer.step(gradients(weights, rng))
+    return optimizer, np.concatenate(list(weights.values()))
+
+
+ALL = [
+    EVERYTHING,
+    dataclasses.replace(EVERYTHING, exchange="two_stage"),
+    dataclasses.replace(PRESETS["paper"], min_compressed_size=8),
+    dataclasses.replace(PRESETS["paper"], min_compressed_size=8, exchange="direct"),
+]
+
+
+@pytest.mark.parametrize("workers", range(1, 9))
+@pytest.mark.parametrize("recipe", ALL)
+def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
+    fast = simulation.run(functools.partial(train, recipe=recipe), workers)
+    slow = simulation.run(functools.partial(train, recipe=recipe, kernels="reference"), workers)
+    for _, weights in fast:
+        np.testing.assert_array_equal(weights, fast[0][1])
+    np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
+    assert np.abs(fast[0][1] - 1).mean() < 0.75
+
+
+@pytest.mark.parametrize("rule", [Adam(lr=0.01), SGD(lr=0.1), SGD(lr=0.05, momentum=0.9, nesterov=True)])
+def test_never_leaving_warm_up_is_the_exact_rule(rule):
+    _, weights = simulation.run(functools.partial(train, recipe=EVERYTHING, rule=rule, warmup=10**6), 2)[0]
+    plain = {name: np.zeros(size, f32) for name, size in SIZES.items()}
+    rngs = [np.random.default_rng(rank) for rank in range(2)]
+    tensors = {n: Tensor(n, w, np.zeros_like(w), np.zeros_like(w), np.zeros_like(w)) for n, w in plain.items()}
+    for _ in range(40):
+        both = [gradients(plain, rng) for rng in rngs]
+        for name, tensor in tensors.items():
+            rule.exact_step(tensor, (both[0][name] + both[1][name]) / f32(2))
+    np.testing.assert_array_equal(weights, np.concatenate(list(plain.values())))
+
+
+@pytest.mark.parametrize("workers", [1, 2, 4])
+def test_equal_gradients_of_one_magnitude_make_compression_exact(workers):
+    """Powers of two everywhere, so that every product and mean is exact: 1-bit Adam is then Adam with a frozen v."""
+    signs = np.where(np.random.default_rng(0).random(2048) < 0.5, f32(-0.25), f32(0.25))
+    recipe = Recipe(space="momentum", clip=None, scale="rms", block_size=128, min_compressed_size=1)
+    rule = Adam(lr=0.125, beta1=0.5, beta2=0.5, eps=0.0, decoupled=True)
+
+    def worker(collectives):
+        weights = {"w": np.zeros(2048, f32)}
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=1, recipe=recipe)
+        for _ in range(20):
+            optimizer.step({"w": signs})
+        return weights["w"], optimizer.engine.feedback.norm()
+
+    m, v, w = np.zeros(2048, f32), np.zeros(2048, f32), np.zeros(2048, f32)
+    for step in range(1, 21):
+        m = f32(0.5) * m + f32(0.5) * signs
+        v = f32(0.5) * signs * signs if step == 1 else v
+        d = np.sqrt(v * f32(2))
+        w = w - f32(0.125 / (1 - 0.5**step)) * (m / d)
+    for weights, owed in simulation.run(worker, workers):
+        np.testing.assert_array_equal(weights, w)
+        assert owed == 0
+
+
+def test_the_engine_telescopes_in_float32():
+    """The mean of what is applied, summed, is the mean of what was contributed less the error that is left."""
+
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        weights = {"w": np.zeros(4000, f32)}
+        rule = SGD(lr=1.0)
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=1, recipe="robust")
+        total = np.zeros(4000)
+        for _ in range(120):
+            g = rng.standard_normal(4000).astype(f32)
+            total += g
+            optimizer.step({"w": g})
+        return weights["w"], total, optimizer.engine.feedback.state_dict()["w"]
+
+    results = simulation.run(worker, 3)
+    contributed = np.mean([total for _, total, _ in results], axis=0)
+    owed = np.mean([error for _, _, error in results], axis=0)
+    np.testing.assert_allclose(-results[0][0] + owed, contributed, atol=2e-4)
+
+
+@pytest.mark.parametrize("recipe", ALL)
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_a_bad_gradient_on_one_worker_is_skipped_by_all(recipe, bad):
+    def worker(collectives):
+        optimizer, _ = train(collectives, recipe, steps=20)
+        before = [a.copy() for t in optimizer._tensors for a in (t.weight, t.momentum, t.variance)]
+        residual = {t.name: t.residual.copy() for t in optimizer._tensors}
+        rng = np.random.default_rng(99 + collectives.rank)
+        grads = gradients({t.name: t.weight for t in optimizer._tensors}, rng)
+        if collectives.rank == 1:
+            grads["odd"][17] = bad
+        steps = [t.step for t in optimizer._tensors]
+        assert optimizer.step(grads) is False
+        after = [a for t in optimizer._tensors for a in (t.weight, t.momentum, t.variance)]
+        for a, b in zip(before, after, strict=True):
+            np.testing.assert_array_equal(a, b)
+        for t in optimizer._tensors:
+            np.testing.assert_allclose(t.residual, residual[t.name], atol=2e-6)
+        assert steps == [t.step for t in optimizer._tensors]
+        assert optimizer.engine.skipped == 1
+        assert optimizer.step(gradients({t.name: t.weight for t in optimizer._tensors}, rng)) is True
+        return np.concatenate([t.weight for t in optimizer._tensors])
+
+    results = simulation.run(worker, 3)
+    for weights in results:
+        assert np.isfinite(weights).all()
+        np.testing.assert_array_equal(weights, results[0])
+
+
+def test_raising_is_agreed_on_as_well():
+    raised = []
+
+    def worker(collectives):
+        recipe = dataclasses.replace(EVERYTHING, on_nonfinite="raise")
+        optimizer, _ = train(collectives, recipe, steps=10)
+        grads = {
+            t.name: np.full(t.weight.size, np.nan if collectives.rank == 1 else 1, f32) for t in optimizer._tensors
+        }
+        with pytest.raises(NonFiniteError, match=r"worker \[1\]"):
+            optimizer.step(grads)
+        raised.append(collectives.rank)
+
+    simulation.run(worker, 3)
+    assert sorted(raised) == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("recipe", lambda rank: {"recipe": dataclasses.replace(EVERYTHING, scale="rms") if rank == 1 else EVERYTHING}),
+        ("algorithm", lambda rank: {"recipe": EVERYTHING, "rule": SGD(lr=0.1) if rank == 1 else Adam(lr=0.1)}),
+    ],
+)
+def test_workers_that_disagree_are_told_before_anything_is_sent(what, change):
+    raised = []
+
+    def worker(collectives):
+        with pytest.raises(DesyncError, match=what):
+            train(collectives, **change(collectives.rank))
+        raised.append(collectives.rank)
+
+    simulation.run(worker, 3, timeout=10)
+    assert sorted(raised) == [0, 1, 2]
+
+
+def test_a_worker_that_fails_stops_the_others():
+    def worker(collectives):
+        if collectives.rank == 2:
+            raise ZeroDivisionError("mine")
+        train(collectives, EVERYTHING)
+
+    with pytest.raises(ZeroDivisionError, match="mine"):
+        simulation.run(worker, 3, timeout=30)
+
+
+def test_traffic_is_counted_as_documented():
+    optimizer, _ = simulation.run(functools.partial(train, recipe=Recipe(), steps=7), 2)[0]
+    compressed = [SIZES["odd"], SIZES["even"], SIZES["long"]]
+    blocks = [2, 2, 5]
+    message = 32 + sum(4 * b for b in blocks) + sum(-(-size // 8) for size in compressed)
+    small = 4 * (SIZES["scalar"] + SIZES["nine"])
+    assert optimizer.engine.traffic.step == -(-message // 16) * 16 + small
+    assert optimizer.engine.traffic.fp32_step == 4 * sum(SIZES.values())
+
+
+def test_arguments_are_checked():
+    def build(weights):
+        return lambda c: NumpyOptimizer(weights, Adam(lr=1.0), collectives=c, warmup_steps=1)
+
+    for weights in ({}, {"w": np.zeros(3)}, {"w": np.zeros((4, 4), f32)[:, :2]}):
+        with pytest.raises(ConfigurationError):
+            simulation.run(build(weights), 1)
+    for wrong in (
+        {"lr": -1.0},
+        {"lr": 1.0, "beta1": 1.0},
+        {"lr": 1.0, "beta2": -0.1},
+        {"lr": 1.0, "eps": float("nan")},
+    ):
+        with pytest.raises(ConfigurationError, match="expected"):
+            Adam(**wrong)
+
+
+# -- convergence: MATH sections 4, 9 and 10 ---------------------------------------------------------------------------
+
+LAYERS, WIDTH, STEPS, FREEZE = 8, 512, 700, 150
+SPREADS = ("flat", "layers 1e8", "elements 1e4", "elements 1e8", "cold 5 %")
+
+
+def magnitudes(spread):
+    rng = np.random.default_rng(5)
+    if spread == "layers 1e8":
+        return np.repeat(10.0 ** np.linspace(-4, 4, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
+    if spread.startswith("elements"):
+        half = 4 if spread.endswith("8") else 2
+        return 10.0 ** rng.uniform(-half, half, (LAYERS, WIDTH))
+    return np.ones((LAYERS, WIDTH))
+
+
+@functools.cache
+def final_loss(recipe, spread, compressed=True, feedback=True):
+    """Mean squared distance to the optimum of quadratics, 4 workers, cosine schedule."""
+    rng = np.random.default_rng(6)
+    target = rng.standard_normal((LAYERS, WIDTH)).astype(f32)
+    magnitude = magnitudes(spread).astype(f32)
+    cold = rng.random((LAYERS, WIDTH)) < (0.05 if spread == "cold 5 %" else 0)
+
+    def worker(collectives):
+        noise = np.random.default_rng(100 + collectives.rank)
+        weights = {"w": np.zeros((LAYERS, WIDTH), f32)}
+        warmup = FREEZE if compressed else STEPS
+        rule = Adam(lr=0.02)
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe)
+        for step in range(STEPS):
+            optimizer.rule = dataclasses.replace(rule, lr=0.02 * 0.5 * (1 + np.cos(np.pi * step / STEPS)))
+            distance = weights["w"] - target + f32(0.5) * noise.standard_normal(target.shape, dtype=f32)
+            alive = ~cold | (step >= FREEZE + 50)
+            optimizer.step({"w": magnitude * distance * alive})
+            if not feedback:
+                optimizer.engine.feedback.reset()
+        return float(np.mean((weights["w"] - target).astype(np.float64) ** 2))
+
+    with np.errstate(all="ignore"):
+        loss = simulation.run(worker, 4)[0]
+    return loss if np.isfinite(loss) else np.inf
+
+
+BLOCKS = Recipe(block_size=128)
+PAPER = dataclasses.replace(PRESETS["paper"], block_size=None)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_robust_stays_close_to_adam(spread):
+    assert final_loss(BLOCKS, spread) < 1.5 * final_loss(BLOCKS, spread, compressed=False)
+
+
+def test_the_papers_recipe_diverges_on_spread_elements_and_the_fix_ends_far_off():
+    adam = final_loss(BLOCKS, "elements 1e8", compressed=False)
+    paper, fixed = (final_loss(recipe, "elements 1e8") for recipe in (PAPER, PRESETS["fixed"]))
+    assert paper > 1e3
+    assert fixed > 100 * adam
+
+
+def test_without_error_feedback_compression_is_worse():
+    assert final_loss(BLOCKS, "flat", feedback=False) > 3 * final_loss(BLOCKS, "flat")
