@@ -8,6 +8,9 @@ import pytest
 
 LAUNCHED = "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
 
+# Horovod reads it at hvd.init(); tests add process sets afterwards.
+os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
+
 if not LAUNCHED:
     collect_ignore_glob = ["test_*.py"]
 

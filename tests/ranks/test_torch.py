@@ -190,6 +190,7 @@ def test_sum_is_average_times_workers():
 # -- the user's loop --------------------------------------------------------------------------------------------------
 
 
+@two_ranks_only
 @pytest.mark.parametrize("set_to_none", [True, False, None])
 def test_zero_grad(set_to_none):
     model, reference = Net(), Net()
@@ -198,6 +199,7 @@ def test_zero_grad(set_to_none):
     assert torch.equal(weights(model), weights(reference))
 
 
+@two_ranks_only
 def test_gradients_made_in_a_closure_are_synchronized():
     model = Net()
     optimizer = wrap(model)
@@ -210,7 +212,7 @@ def test_gradients_made_in_a_closure_are_synchronized():
             loss.backward()
             return loss
 
-        assert float(optimizer.step(closure)) > 0
+        assert float(optimizer.step(closure).detach()) > 0
     reference = Net()
     train(reference, wrap(reference), 10)
     assert torch.equal(weights(model), weights(reference))
@@ -411,6 +413,7 @@ def test_weights_whose_memory_is_replaced_are_followed():
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
+@two_ranks_only
 @pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS[1:4])
 @pytest.mark.parametrize("at", [3, 10])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
