@@ -265,3 +265,37 @@ def test_the_sum_of_what_was_sent_telescopes(update_space):
         exact = (float(f32(beta)) * momentum + float(f32(1 - beta)) * grads.mean(0)) / d
         assert np.abs(mean - (exact + before - errors.mean(0))).max() < 1e-12
         momentum = mean * d
+
+
+def test_the_distance_to_uncompressed_momentum_is_what_is_owed():
+    """MATH: q = m - uncompressed m, h_t = b h_{t-1} + (1 - b) E_{t-1}: sum q = -E_T - b / (1 - b) h_T."""
+    rng = np.random.default_rng(2)
+    size, workers, beta = 120, 4, float(f32(0.9))
+    s = spec(momentum_factor=beta, grad_factor=1 - beta, block_size=8, scale="rms")
+    one_minus_beta = float(f32(1 - beta))
+    momentum, exact, total, h = (np.zeros(size) for _ in range(4))
+    errors = np.zeros((workers, size))
+    for _ in range(120):
+        grads = rng.standard_normal((workers, size))
+        h = beta * h + one_minus_beta * errors.mean(0)
+        scales, bits = np.zeros((workers, size // 8)), np.zeros((workers, num_bytes(size)), np.uint8)
+        for i in range(workers):
+            reference.encode(grads[i], momentum, None, None, errors[i], scales[i], bits[i], s)
+        signs = [reference.unpack_signs(b, size).astype(float) for b in bits]
+        momentum = sum(x * reference.per_element(y, size, 8) for x, y in zip(signs, scales, strict=True)) / workers
+        exact = beta * exact + one_minus_beta * grads.mean(0)
+        total += momentum - exact
+    expected = -errors.mean(0) - beta / (1 - beta) * h
+    # beta and 1 - beta are rounded to float32 one by one, so their sum is 1 to 1e-7 only.
+    assert np.abs(total - expected).max() < 1e-4 * np.abs(expected).max()
+
+
+def test_a_short_tensor_is_not_padded():
+    x = np.arange(1, 11, dtype=f32)
+    zeros = np.zeros(10, f32)
+    for kernels in (reference, cpu):
+        error, scales, bits = zeros.copy(), np.zeros(1, f32), np.zeros(2, np.uint8)
+        s = spec(momentum_factor=0.0, grad_factor=1.0, scale="mean_abs", block_size=512)
+        kernels.encode(x, zeros, None, None, error, scales, bits, s)
+        assert scales[0] == 5.5
+        assert np.sum(error**2) / np.sum(x**2) < 0.56

@@ -89,6 +89,28 @@ def test_equal_gradients_of_one_magnitude_make_compression_exact(workers):
         assert owed == 0
 
 
+def test_one_worker_is_local_error_feedback():
+    recipe = Recipe(space="momentum", clip=None, scale="mean_abs", block_size=64, min_compressed_size=1)
+
+    def worker(collectives):
+        rng = np.random.default_rng(3)
+        weights = {"w": np.zeros(640, f32)}
+        optimizer = NumpyOptimizer(weights, SGD(lr=0.5), collectives=collectives, warmup_steps=1, recipe=recipe)
+        for _ in range(30):
+            optimizer.step({"w": rng.standard_normal(640).astype(f32)})
+        return weights["w"]
+
+    rng = np.random.default_rng(3)
+    w = -f32(0.5) * rng.standard_normal(640).astype(f32)
+    error = np.zeros(640, f32)
+    for _ in range(29):
+        c = rng.standard_normal(640).astype(f32) + error
+        scale = np.abs(c.reshape(-1, 64).astype(np.float64)).mean(1).astype(f32).repeat(64)
+        sent = np.where(c < 0, -scale, scale)
+        error, w = c - sent, w - f32(0.5) * sent
+    np.testing.assert_allclose(simulation.run(worker, 1)[0], w, rtol=1e-5, atol=1e-6)
+
+
 def test_the_engine_telescopes_in_float32():
     """The mean of what is applied, summed, is the mean of what was contributed less the error that is left."""
 
@@ -221,10 +243,10 @@ SPREADS = ("flat", "layers 1e8", "elements 1e4", "elements 1e8", "cold 5 %")
 def magnitudes(spread):
     rng = np.random.default_rng(5)
     if spread == "layers 1e8":
-        return np.repeat(10.0 ** np.linspace(-4, 4, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
+        return np.repeat(10.0 ** np.linspace(-8, 0, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
     if spread.startswith("elements"):
-        half = 4 if spread.endswith("8") else 2
-        return 10.0 ** rng.uniform(-half, half, (LAYERS, WIDTH))
+        decades = 8 if spread.endswith("8") else 4
+        return 10.0 ** rng.uniform(-decades, 0, (LAYERS, WIDTH))
     return np.ones((LAYERS, WIDTH))
 
 
@@ -257,7 +279,6 @@ def final_loss(recipe, spread, compressed=True, feedback=True):
 
 
 BLOCKS = Recipe(block_size=128)
-PAPER = dataclasses.replace(PRESETS["paper"], block_size=None)
 
 
 @pytest.mark.parametrize("spread", SPREADS)
@@ -266,10 +287,9 @@ def test_robust_stays_close_to_adam(spread):
 
 
 def test_the_papers_recipe_diverges_on_spread_elements_and_the_fix_ends_far_off():
-    adam = final_loss(BLOCKS, "elements 1e8", compressed=False)
-    paper, fixed = (final_loss(recipe, "elements 1e8") for recipe in (PAPER, PRESETS["fixed"]))
+    paper, fixed = (final_loss(PRESETS[name], "elements 1e8") for name in ("paper", "fixed"))
     assert paper > 1e3
-    assert fixed > 100 * adam
+    assert 1 < fixed < 100
 
 
 def test_without_error_feedback_compression_is_worse():
