@@ -174,7 +174,9 @@ class Engine:
         text = f"NaN or Inf in the gradients of worker {where or 'unknown'}"
         if self.recipe.on_nonfinite == "raise":
             raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
-        logger.log(logging.WARNING if self.collectives.rank == 0 else logging.DEBUG, "%s: step skipped", text)
+        # A run that diverges skips every step: speak the 1st, 2nd, 4th, 8th ... time only.
+        speak = self.collectives.rank == 0 and self.skipped & (self.skipped - 1) == 0
+        logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
         return False
 
     def _apply(self, item: _Sent, messages: wire.Gathered) -> None:

@@ -243,7 +243,7 @@ SPREADS = ("flat", "layers 1e8", "elements 1e4", "elements 1e8", "cold 5 %")
 def magnitudes(spread):
     rng = np.random.default_rng(5)
     if spread == "layers 1e8":
-        return np.repeat(10.0 ** np.linspace(-8, 0, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
+        return np.repeat(10.0 ** np.linspace(-4, 4, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
     if spread.startswith("elements"):
         decades = 8 if spread.endswith("8") else 4
         return 10.0 ** rng.uniform(-decades, 0, (LAYERS, WIDTH))
