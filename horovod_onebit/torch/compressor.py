@@ -214,7 +214,9 @@ class Compressor:
             return False
         for binding in bindings:
             binding.push()
-        torch._foreach_add_([b.state["step"] for b in bindings if "step" in b.state] or [torch.zeros(())], 1)
+        counters = [binding.state["step"] for binding in bindings if "step" in binding.state]
+        if counters:
+            torch._foreach_add_(counters, 1)
         self._exact_step_alone(exact_step, bindings)
         self._count(exact)
         return True

@@ -104,18 +104,21 @@ class _DistributedOptimizer:
                 stacklevel=2,
             )
         synchronize = self._should_synchronize and (not self._arrived or self._synchronizer.pending())
-        scale, self.grad_scale = getattr(self, "grad_scale", None), None
-        found_inf, self.found_inf = getattr(self, "found_inf", None), None
+        # GradScaler leaves these for the time of the call; the wrapped optimizer must not act on them a second time.
+        scaling: dict[str, Any] = {
+            key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__
+        }
+        scale = scaling.get("grad_scale")
         try:
             with torch.no_grad():
                 self._compressor.step(
                     self._exact_step,
                     synchronize=synchronize,
                     loss_scale=None if scale is None else float(scale),
-                    check_finite=found_inf is not None,
+                    check_finite="found_inf" in scaling,
                 )
         finally:
-            self.grad_scale, self.found_inf = scale, found_inf
+            self.__dict__.update(scaling)
             self._synchronized = self._arrived = False
         return loss
 
