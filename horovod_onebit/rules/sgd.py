@@ -8,7 +8,7 @@ On worker i:
     w     <- w - lr * m,  or with Nesterov  w - lr * (g + momentum * m),  g = m - momentum * m_before
 
 There is no preconditioner, so the recipe's space, clip and epsilon do not matter here; scales per block do, since
-the magnitudes of gradients differ between layers. Weight decay is L2, into g_i.
+the magnitudes of gradients differ between layers. Weight decay is L2, into g_i, or decoupled, straight to w.
 """
 
 from __future__ import annotations
@@ -24,13 +24,17 @@ from horovod_onebit.rules import Context, Rule, Tensor
 
 @dataclass(frozen=True)
 class SGD(Rule):
-    """Hyperparameters of one step; names and meanings are those of ``torch.optim.SGD``."""
+    """Hyperparameters of one step; names and meanings are those of ``torch.optim.SGD``.
+
+    ``decoupled`` takes weight decay out of the gradient, as Keras has it: ``w <- (1 - lr * weight_decay) * w - ...``.
+    """
 
     lr: float
     momentum: float = 0.0
     dampening: float = 0.0
     weight_decay: float = 0.0
     nesterov: bool = False
+    decoupled: bool = False
     grad_scale: float = 1.0
     name: str = "sgd"
 
@@ -41,7 +45,7 @@ class SGD(Rule):
             raise ConfigurationError("nesterov=True needs momentum > 0 and dampening = 0, as in torch.optim.SGD")
 
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        l2 = self.weight_decay / self.grad_scale
+        l2 = 0.0 if self.decoupled else self.weight_decay / self.grad_scale
         spec = Spec(
             momentum_factor=self.momentum,
             grad_factor=(1 - self.dampening) * self.grad_scale,
@@ -68,7 +72,7 @@ class SGD(Rule):
             update_space=False,
             step_size=self.lr * (1 + ahead),
             look_back=self.lr * ahead,
-            decay=1.0,
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
         )
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
@@ -76,7 +80,9 @@ class SGD(Rule):
         f32 = np.float32
         tensor.step += 1
         g = f32(self.grad_scale) * grad
-        if self.weight_decay:
+        if self.decoupled:
+            tensor.weight *= f32(1 - self.lr * self.weight_decay)
+        elif self.weight_decay:
             g = g + f32(self.weight_decay) * tensor.weight
         if self.momentum == 0:
             tensor.weight -= f32(self.lr) * g

@@ -1,0 +1,15 @@
+"""The Keras face: ``DistributedOptimizer`` in place of Horovod's, working under Keras 3.
+
+import horovod.tensorflow as hvd
+import horovod_onebit.tf as onebit
+
+optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3), warmup_steps=500)
+model.compile(optimizer=optimizer, loss=...)
+model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
+"""
+
+from horovod_onebit.tf import callbacks
+from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.optimizer import DistributedOptimizer
+
+__all__ = ["DistributedOptimizer", "broadcast_variables", "callbacks"]

@@ -1,0 +1,152 @@
+"""Horovod's Keras callbacks, working under Keras 3; names and arguments are Horovod's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.functions import broadcast_variables
+
+
+class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
+    """Before the first batch, give every worker the variables of ``root_rank``: the model's and the optimizer's."""
+
+    def __init__(self, root_rank: int, device: str = "") -> None:
+        super().__init__()
+        self.root_rank = root_rank
+        self.device = device
+        self.done = False
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.done:
+            return
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        with tf.device(self.device):
+            broadcast_variables([*self.model.variables, *optimizer.variables], self.root_rank)
+        self.done = True
+
+
+class MetricAverageCallback(keras.callbacks.Callback):
+    """At the end of an epoch, replace each metric by its mean over the workers. Put it before those that read them."""
+
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        super().__init__()
+        self.process_set = process_set
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if not logs or not self.process_set.included():
+            return
+        names = sorted(logs)
+        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        means = hvd.allreduce(values, name="onebit.metrics", op=hvd.Average, process_set=self.process_set)
+        logs.update(zip(names, np.asarray(means).tolist(), strict=True))
+
+
+class LearningRateScheduleCallback(keras.callbacks.Callback):
+    """Multiply ``initial_lr`` by ``multiplier(epoch)`` (a function, or a number) from ``start_epoch`` on.
+
+    ``staircase`` False changes it every batch, with fractional epochs; ``steps_per_epoch`` is found out if it can be.
+    The learning rate must be a number, not a schedule.
+    """
+
+    def __init__(
+        self,
+        initial_lr: float,
+        multiplier: float | Callable[[float], float],
+        start_epoch: int = 0,
+        end_epoch: int | None = None,
+        staircase: bool = True,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+    ) -> None:
+        super().__init__()
+        if not initial_lr > 0:
+            raise ConfigurationError(f"initial_lr={initial_lr!r}: expected a positive number")
+        self.initial_lr = initial_lr
+        self.start_epoch, self.end_epoch = start_epoch, end_epoch
+        self.staircase = staircase
+        self.steps_per_epoch = steps_per_epoch
+        self.multiplier = multiplier if callable(multiplier) else (lambda epoch, factor=multiplier: factor)
+        self.epoch = 0
+
+    def _adjust(self, epoch: float) -> None:
+        if epoch >= self.start_epoch and (self.end_epoch is None or epoch < self.end_epoch):
+            self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.epoch = epoch
+        self._adjust(epoch)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        if self.staircase:
+            return
+        steps = self.steps_per_epoch or self.params.get("steps")
+        if not steps:
+            raise ConfigurationError("the length of an epoch is unknown: pass steps_per_epoch")
+        self._adjust(self.epoch + batch / steps)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if logs is not None:
+            logs["lr"] = float(self.model.optimizer.learning_rate)
+
+
+class LearningRateWarmupCallback(LearningRateScheduleCallback):
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs`` (Goyal et al. 2017)."""
+
+    def __init__(
+        self,
+        initial_lr: float,
+        warmup_epochs: int = 5,
+        momentum_correction: bool = True,
+        steps_per_epoch: int | None = None,
+        verbose: int = 0,
+    ) -> None:
+        def multiplier(epoch: float) -> float:
+            epoch += 1.0 / (self.steps_per_epoch or self.params.get("steps") or 1)
+            return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
+
+        super().__init__(
+            initial_lr, multiplier, end_epoch=warmup_epochs, staircase=False, steps_per_epoch=steps_per_epoch
+        )
+
+
+class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
+    """``ModelCheckpoint`` of the best model so far, on worker 0 alone."""
+
+    def __init__(self, filepath: str, monitor: str = "val_loss", **arguments: Any) -> None:
+        super().__init__(filepath, monitor=monitor, save_best_only=True, **arguments)
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if hvd.rank() == 0:
+            super().on_epoch_end(epoch, logs)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if hvd.rank() == 0:
+            super().on_train_batch_end(batch, logs)
+
+
+class StatsCallback(keras.callbacks.Callback):
+    """Write ``optimizer.stats()`` to TensorBoard at the end of every epoch, on worker 0."""
+
+    def __init__(self, log_dir: str) -> None:
+        super().__init__()
+        self.log_dir = log_dir
+        self.writer: Any = None
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        if hvd.rank() != 0:
+            return
+        self.writer = self.writer or tf.summary.create_file_writer(self.log_dir)
+        with self.writer.as_default(step=epoch):
+            for name, value in self.model.optimizer.stats().as_dict().items():
+                if not isinstance(value, str):
+                    tf.summary.scalar(f"horovod_onebit/{name}", value)
+        self.writer.flush()

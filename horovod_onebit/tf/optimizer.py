@@ -1,0 +1,359 @@
+"""``DistributedOptimizer`` for Keras 3: exact during warm-up, one bit per parameter afterwards."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.stats import Stats
+from horovod_onebit.tf.collectives import view
+from horovod_onebit.tf.compressor import Compressor, average
+from horovod_onebit.tf.rules import adapter_for
+from horovod_onebit.warmup import FixedWarmup, Phase
+
+PACKAGE = "horovod_onebit"
+CONFIG_KEY = "horovod_onebit"
+
+
+@dataclasses.dataclass(frozen=True)
+class _Wrapping:
+    """What ``DistributedOptimizer`` was called with."""
+
+    warmup: FixedWarmup
+    recipe: Recipe
+    compression: Any
+    sparse_as_dense: bool
+    op: Any
+    gradient_predivide_factor: float
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+    process_set: Any
+
+
+class _DistributedOptimizer:
+    """Mixed into the wrapped Keras optimizer's class."""
+
+    _wrapping: _Wrapping
+    _compressor: Compressor
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        _refuse_jit()
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
+        if not self.built:  # type: ignore[attr-defined]
+            with keras.src.backend.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
+                self.build(variables)  # type: ignore[attr-defined]
+        self._check_variables_are_known(variables)  # type: ignore[attr-defined]
+        pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        if not pairs:
+            raise ConfigurationError("no variable has a gradient: is the loss connected to the model's weights?")
+        if not self._wrapping.process_set.included():
+            super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
+            return
+        passes = self._wrapping.backward_passes_per_step
+        if passes > 1:
+            self._accumulate(pairs, passes)
+        else:
+            self._step(pairs)
+
+    def _dense(self, grad: Any, variable: Any) -> Any:
+        if not isinstance(grad, tf.IndexedSlices):
+            return grad
+        if not self._wrapping.sparse_as_dense:
+            raise UnsupportedError(
+                f"variable {variable.name!r} has a sparse gradient (tf.IndexedSlices): pass sparse_as_dense=True to "
+                "DistributedOptimizer"
+            )
+        return tf.convert_to_tensor(grad)
+
+    def _accumulate(self, pairs: list[tuple[Any, Any]], passes: int) -> None:
+        """Add gradients up; take a step at every ``passes``-th call."""
+        sums = [self._accumulated[self._get_variable_index(v)] for _, v in pairs]  # type: ignore[attr-defined]
+        for (grad, _), total in zip(pairs, sums, strict=True):
+            total.assign_add(tf.cast(grad, total.dtype))
+        self._passes.assign_add(1)  # type: ignore[attr-defined]
+
+        def step() -> None:
+            scale = passes if self._wrapping.average_aggregated_gradients else 1
+            self._step([(total.value / scale, v) for total, (_, v) in zip(sums, pairs, strict=True)])
+            for total in sums:
+                total.assign(tf.zeros_like(total.value))
+
+        _cond(self._passes.value % passes == 0, step, lambda: None)  # type: ignore[attr-defined]
+
+    def _step(self, pairs: list[tuple[Any, Any]]) -> None:
+        exact_steps = self._exact_steps.value  # type: ignore[attr-defined]
+        warm = exact_steps < self._wrapping.warmup.steps
+        _cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
+
+    def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
+        w = self._wrapping
+        means = average(
+            [g for g, _ in pairs],
+            prefix=self._compressor.engine.name,
+            op=w.op,
+            compression=w.compression,
+            predivide=w.gradient_predivide_factor,
+            process_set=w.process_set,
+        )
+        super().apply(means, [v for _, v in pairs])  # type: ignore[misc]
+        self._exact_steps.assign_add(1)  # type: ignore[attr-defined]
+        sizes = [int(np.prod(v.shape)) for _, v in pairs]
+        bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
+        _host(lambda: self._compressor.count_warmup(sizes, bytes_each))
+
+    def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
+        compressor = self._compressor
+        large = [(g, v) for g, v in pairs if compressor.is_compressed(v)]
+        small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
+        indices = tuple(self._get_variable_index(v) for _, v in large)  # type: ignore[attr-defined]
+        count = len(large)
+
+        def host(*grads: Any) -> list[Any]:
+            arrays = [view(g) for g in grads]
+            taken, means = compressor.step(indices, arrays[count:], [a.reshape(-1) for a in arrays[:count]])
+            return [np.bool_(taken), *means]
+
+        inputs = [g for g, _ in large] + [g for g, _ in small]
+        result = tf.py_function(host, inputs, [tf.bool] + [g.dtype for g, _ in small])
+        taken, means = result[0], result[1:]
+        taken.set_shape([])
+        for mean, (_, v) in zip(means, small, strict=True):
+            mean.set_shape(v.shape)
+        _cond(taken, lambda: self._finish(means, [v for _, v in small]), lambda: None)
+
+    def _finish(self, means: list[Any], variables: list[Any]) -> None:
+        """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
+        self._compressed_steps.assign_add(1)  # type: ignore[attr-defined]
+        # Gradients are clipped and unscaled already.
+        names = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
+        saved = {name: getattr(self, name) for name in names}
+        try:
+            for name in names:
+                setattr(self, name, None)
+            if variables:
+                super().apply(means, variables)  # type: ignore[misc]
+            else:
+                self._iterations.assign_add(1)  # type: ignore[attr-defined]
+                if self.use_ema:  # type: ignore[attr-defined]
+                    self._update_model_variables_moving_average(self._trainable_variables)  # type: ignore[attr-defined]
+        finally:
+            for name, value in saved.items():
+                setattr(self, name, value)
+        compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))  # type: ignore[attr-defined]
+        for v in compressed:
+            if v.constraint is not None:
+                v.assign(v.constraint(v))
+
+    def build(self, variables: list[Any]) -> None:
+        """Create the wrapped optimizer's variables, and what sums gradients up over passes."""
+        if self.built:  # type: ignore[has-type]
+            return
+        super().build(variables)  # type: ignore[misc]
+        self._add_accumulators()
+
+    def _add_accumulators(self) -> None:
+        if self._wrapping.backward_passes_per_step > 1:
+            reference = self._trainable_variables  # type: ignore[attr-defined]
+            self._accumulated = self.add_optimizer_variables(reference, "onebit_accumulated")  # type: ignore[attr-defined]
+
+    # -- this project's interface ---------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self._wrapping.warmup.phase(int(self._exact_steps.value.numpy()))  # type: ignore[attr-defined]
+
+    @property
+    def recipe(self) -> Recipe:
+        """How gradients become bits."""
+        return self._wrapping.recipe
+
+    def stats(self, *, norms: bool = True) -> Stats:
+        """What the run has cost so far; ``norms`` False leaves out those that need a pass over memory. Local."""
+        return self._compressor.stats(norms)
+
+    def feedback_state_dict(self) -> dict[str, np.ndarray]:
+        """This worker's error feedback by variable (flat float32). Save one for each worker."""
+        return self._compressor.engine.feedback.state_dict()
+
+    def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
+        """Take over what ``feedback_state_dict`` of the same worker gave."""
+        self._compressor.load_feedback(state)
+
+    def get_config(self) -> dict[str, Any]:
+        """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
+        w = self._wrapping
+        own = {
+            "warmup_steps": w.warmup.steps,
+            "recipe": dataclasses.asdict(w.recipe),
+            "fp16": w.compression is hvd.Compression.fp16,
+            "sparse_as_dense": w.sparse_as_dense,
+            "sum": w.op == hvd.Sum,
+            "gradient_predivide_factor": w.gradient_predivide_factor,
+            "backward_passes_per_step": w.backward_passes_per_step,
+            "average_aggregated_gradients": w.average_aggregated_gradients,
+        }
+        return super().get_config() | {CONFIG_KEY: own}  # type: ignore[misc]
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
+        config = dict(config)
+        own = dict(config.pop(CONFIG_KEY))
+        plain = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
+        own["recipe"] = Recipe(**own["recipe"])
+        own["compression"] = hvd.Compression.fp16 if own.pop("fp16") else hvd.Compression.none
+        own["op"] = hvd.Sum if own.pop("sum") else hvd.Average
+        return DistributedOptimizer(plain.from_config(config), **own)  # type: ignore[attr-defined]
+
+
+def DistributedOptimizer(
+    optimizer: Any,
+    name: str | None = None,
+    device_dense: str = "",
+    device_sparse: str = "",
+    compression: Any = hvd.Compression.none,
+    sparse_as_dense: bool = False,
+    gradient_predivide_factor: float = 1.0,
+    op: Any = hvd.Average,
+    backward_passes_per_step: int = 1,
+    average_aggregated_gradients: bool = False,
+    num_groups: int = 0,
+    groups: Any = None,
+    process_set: Any = hvd.global_process_set,
+    scale_local_gradients: bool = True,
+    *,
+    warmup_steps: int,
+    recipe: str | Recipe = "robust",
+) -> Any:
+    """A Keras optimizer whose gradients travel as one bit per parameter once warm-up is over.
+
+    The arguments of ``horovod.tensorflow.keras.DistributedOptimizer`` keep their names and meanings;
+    ``device_dense``, ``device_sparse``, ``num_groups``, ``groups`` and ``scale_local_gradients`` tune operations that
+    this one does not have, and are refused unless they are the defaults.
+
+    Args:
+        optimizer: ``keras.optimizers.Adam``, ``AdamW`` or ``SGD``. The result is an instance of its class.
+        warmup_steps: exact steps before compression starts.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+
+    ``clipnorm`` and ``global_clipnorm`` act on the averaged gradient in warm-up; afterwards on the root mean square,
+    over the workers, of the norms of their own gradients, so that the factor is the same on all of them.
+
+    Raises:
+        UnsupportedError: an optimizer or an option that has no 1-bit form.
+        ConfigurationError: an invalid argument.
+    """
+    if not hvd.is_initialized():
+        raise ConfigurationError("call hvd.init() before DistributedOptimizer")
+    if keras.backend.backend() != "tensorflow":
+        raise UnsupportedError(f"Keras runs on {keras.backend.backend()!r}: set KERAS_BACKEND=tensorflow")
+    kind = type(optimizer)
+    if issubclass(kind, _DistributedOptimizer):
+        raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
+    adapter = adapter_for(kind)
+    adapter.check(optimizer)
+    if optimizer.gradient_accumulation_steps:
+        raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
+    if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
+        raise UnsupportedError(
+            "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
+        )
+    if op not in (hvd.Average, hvd.Sum):
+        raise UnsupportedError(f"op={op!r}: expected hvd.Average or hvd.Sum")
+    passes = backward_passes_per_step
+    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+        raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
+    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != hvd.Average):
+        raise ConfigurationError("gradient_predivide_factor: expected a positive number, with op=hvd.Average")
+    wrapping = _Wrapping(
+        FixedWarmup(warmup_steps), resolve(recipe), compression, bool(sparse_as_dense), op,
+        float(gradient_predivide_factor), passes, bool(average_aggregated_gradients), process_set,
+    )  # fmt: skip
+    wrapped = object.__new__(_class_of(kind))
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped._wrapping = wrapping
+    label = name or f"onebit.{kind.__name__}.{_next_number()}"
+    wrapped._compressor = Compressor(
+        wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=label
+    )
+    counters = {"_exact_steps": "onebit_exact_steps", "_compressed_steps": "onebit_compressed_steps"}
+    if passes > 1:
+        counters["_passes"] = "onebit_passes"
+    for attribute, label in counters.items():
+        setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
+    if wrapped.built:
+        wrapped._add_accumulators()
+    return wrapped
+
+
+_classes: dict[type, type] = {}
+_created = 0
+
+
+def _next_number() -> int:
+    """How many were made before in this process: the same on all workers, so that names of collectives agree."""
+    global _created
+    _created += 1
+    return _created - 1
+
+
+def _class_of(kind: type) -> type:
+    """The distributed subclass of an optimizer class, registered so that saved models can name it."""
+    if kind not in _classes:
+        cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+        _classes[kind] = keras.saving.register_keras_serializable(PACKAGE)(cls)
+    return _classes[kind]
+
+
+for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
+    _class_of(_kind)
+
+
+def _cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs."""
+    if tf.executing_eagerly():
+        (then if condition else otherwise)()
+        return
+
+    def branch(work: Callable[[], None]) -> Callable[[], Any]:
+        def run() -> Any:
+            work()
+            return tf.constant(0)
+
+        return run
+
+    tf.cond(condition, branch(then), branch(otherwise))
+
+
+def _host(work: Callable[[], None]) -> None:
+    """Run ``work`` whenever the step runs, and not only when it is traced."""
+    if tf.executing_eagerly():
+        work()
+    else:
+        tf.py_function(lambda: work() or 0, [], tf.int32)
+
+
+def _refuse_jit() -> None:
+    """Refuse to be compiled by XLA, while the step is traced: it can neither call the host nor gather."""
+    if tf.executing_eagerly():
+        return
+    frame = sys._getframe(1)
+    while frame is not None:
+        model = frame.f_locals.get("self")
+        if isinstance(model, keras.Model) and getattr(model, "jit_compile", False) is True:
+            raise UnsupportedError(
+                "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
+                "model.compile(..., jit_compile=False)"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
