@@ -42,17 +42,34 @@ class _Wrapping:
 class _DistributedOptimizer:
     """Mixed into the wrapped Keras optimizer's class."""
 
+    # What the wrapped optimizer's class gives.
+    name: str
+    built: bool
+    use_ema: bool
+    _trainable_variables: list[Any]
+    _iterations: Any
+    _get_variable_index: Callable[[Any], int]
+    _check_variables_are_known: Callable[[list[Any]], None]
+    _update_model_variables_moving_average: Callable[[list[Any]], None]
+    add_optimizer_variables: Callable[[list[Any], str], list[Any]]
+    # What this class adds: Keras variables, so that they are saved.
+    _exact_steps: Any
+    _compressed_steps: Any
+    _passes: Any
     _wrapping: _Wrapping
+    _checked: bool  # whether the callers of an eager step were
     _compressor: Compressor
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
-        _refuse_jit()
-        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)  # type: ignore[attr-defined]
-        if not self.built:  # type: ignore[attr-defined]
-            with keras.src.backend.name_scope(self.name, caller=self):  # type: ignore[attr-defined]
-                self.build(variables)  # type: ignore[attr-defined]
-        self._check_variables_are_known(variables)  # type: ignore[attr-defined]
+        if not tf.executing_eagerly() or not self._checked:
+            _check_callers()
+            self._checked = True
+        variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        if not self.built:
+            with keras.src.backend.name_scope(self.name, caller=self):
+                self.build(variables)
+        self._check_variables_are_known(variables)
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
         if not pairs:
             raise ConfigurationError("no variable has a gradient: is the loss connected to the model's weights?")
@@ -77,10 +94,10 @@ class _DistributedOptimizer:
 
     def _accumulate(self, pairs: list[tuple[Any, Any]], passes: int) -> None:
         """Add gradients up; take a step at every ``passes``-th call."""
-        sums = [self._accumulated[self._get_variable_index(v)] for _, v in pairs]  # type: ignore[attr-defined]
+        sums = [self._accumulated[self._get_variable_index(v)] for _, v in pairs]
         for (grad, _), total in zip(pairs, sums, strict=True):
             total.assign_add(tf.cast(grad, total.dtype))
-        self._passes.assign_add(1)  # type: ignore[attr-defined]
+        self._passes.assign_add(1)
 
         def step() -> None:
             scale = passes if self._wrapping.average_aggregated_gradients else 1
@@ -88,10 +105,10 @@ class _DistributedOptimizer:
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
 
-        _cond(self._passes.value % passes == 0, step, lambda: None)  # type: ignore[attr-defined]
+        _cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
-        exact_steps = self._exact_steps.value  # type: ignore[attr-defined]
+        exact_steps = self._exact_steps.value
         warm = exact_steps < self._wrapping.warmup.steps
         _cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
@@ -106,7 +123,7 @@ class _DistributedOptimizer:
             process_set=w.process_set,
         )
         super().apply(means, [v for _, v in pairs])  # type: ignore[misc]
-        self._exact_steps.assign_add(1)  # type: ignore[attr-defined]
+        self._exact_steps.assign_add(1)
         sizes = [int(np.prod(v.shape)) for _, v in pairs]
         bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
         _host(lambda: self._compressor.count_warmup(sizes, bytes_each))
@@ -115,7 +132,7 @@ class _DistributedOptimizer:
         compressor = self._compressor
         large = [(g, v) for g, v in pairs if compressor.is_compressed(v)]
         small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
-        indices = tuple(self._get_variable_index(v) for _, v in large)  # type: ignore[attr-defined]
+        indices = tuple(self._get_variable_index(v) for _, v in large)
         count = len(large)
 
         def host(*grads: Any) -> list[Any]:
@@ -133,7 +150,7 @@ class _DistributedOptimizer:
 
     def _finish(self, means: list[Any], variables: list[Any]) -> None:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
-        self._compressed_steps.assign_add(1)  # type: ignore[attr-defined]
+        self._compressed_steps.assign_add(1)
         # Gradients are clipped and unscaled already.
         names = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
         saved = {name: getattr(self, name) for name in names}
@@ -143,35 +160,35 @@ class _DistributedOptimizer:
             if variables:
                 super().apply(means, variables)  # type: ignore[misc]
             else:
-                self._iterations.assign_add(1)  # type: ignore[attr-defined]
-                if self.use_ema:  # type: ignore[attr-defined]
-                    self._update_model_variables_moving_average(self._trainable_variables)  # type: ignore[attr-defined]
+                self._iterations.assign_add(1)
+                if self.use_ema:
+                    self._update_model_variables_moving_average(self._trainable_variables)
         finally:
             for name, value in saved.items():
                 setattr(self, name, value)
-        compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))  # type: ignore[attr-defined]
+        compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
         for v in compressed:
             if v.constraint is not None:
                 v.assign(v.constraint(v))
 
     def build(self, variables: list[Any]) -> None:
         """Create the wrapped optimizer's variables, and what sums gradients up over passes."""
-        if self.built:  # type: ignore[has-type]
+        if self.built:
             return
         super().build(variables)  # type: ignore[misc]
         self._add_accumulators()
 
     def _add_accumulators(self) -> None:
         if self._wrapping.backward_passes_per_step > 1:
-            reference = self._trainable_variables  # type: ignore[attr-defined]
-            self._accumulated = self.add_optimizer_variables(reference, "onebit_accumulated")  # type: ignore[attr-defined]
+            reference = self._trainable_variables
+            self._accumulated = self.add_optimizer_variables(reference, "onebit_accumulated")
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
-        return self._wrapping.warmup.phase(int(self._exact_steps.value.numpy()))  # type: ignore[attr-defined]
+        return self._wrapping.warmup.phase(int(self._exact_steps.value.numpy()))
 
     @property
     def recipe(self) -> Recipe:
@@ -210,11 +227,11 @@ class _DistributedOptimizer:
         """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
         config = dict(config)
         own = dict(config.pop(CONFIG_KEY))
-        plain = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
+        plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
         own["recipe"] = Recipe(**own["recipe"])
         own["compression"] = hvd.Compression.fp16 if own.pop("fp16") else hvd.Compression.none
         own["op"] = hvd.Sum if own.pop("sum") else hvd.Average
-        return DistributedOptimizer(plain.from_config(config), **own)  # type: ignore[attr-defined]
+        return DistributedOptimizer(plain.from_config(config), **own)
 
 
 def DistributedOptimizer(
@@ -280,9 +297,10 @@ def DistributedOptimizer(
         FixedWarmup(warmup_steps), resolve(recipe), compression, bool(sparse_as_dense), op,
         float(gradient_predivide_factor), passes, bool(average_aggregated_gradients), process_set,
     )  # fmt: skip
-    wrapped = object.__new__(_class_of(kind))
+    wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
+    wrapped._checked = False
     label = name or f"onebit.{kind.__name__}.{_next_number()}"
     wrapped._compressor = Compressor(
         wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=label
@@ -341,19 +359,23 @@ def _host(work: Callable[[], None]) -> None:
     if tf.executing_eagerly():
         work()
     else:
-        tf.py_function(lambda: work() or 0, [], tf.int32)
+        tf.py_function(work, [], [])
 
 
-def _refuse_jit() -> None:
-    """Refuse to be compiled by XLA, while the step is traced: it can neither call the host nor gather."""
-    if tf.executing_eagerly():
-        return
+def _check_callers() -> None:
+    """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
     frame = sys._getframe(1)
     while frame is not None:
-        model = frame.f_locals.get("self")
-        if isinstance(model, keras.Model) and getattr(model, "jit_compile", False) is True:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.Model) and getattr(caller, "jit_compile", False) is True:
             raise UnsupportedError(
                 "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
                 "model.compile(..., jit_compile=False)"
+            )
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            raise UnsupportedError(
+                "LossScaleOptimizer lets each worker decide alone whether it takes a step, and the others would wait "
+                "for ever: use the optimizer's loss_scale_factor, and model.compile(..., auto_scale_loss=False), or "
+                "the mixed_bfloat16 policy"
             )
         frame = frame.f_back  # type: ignore[assignment]

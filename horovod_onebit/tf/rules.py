@@ -16,7 +16,7 @@ from horovod_onebit.rules.sgd import SGD
 class Adapter:
     """How one family of Keras optimizers keeps its state, and which rule takes its steps."""
 
-    kind: type
+    kind: Any
 
     def check(self, optimizer: Any) -> None:
         """Refuse what the rule cannot do."""
@@ -92,7 +92,7 @@ class SGDAdapter(Adapter):
 ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter)
 
 
-def adapter_for(kind: type) -> Adapter:
+def adapter_for(kind: Any) -> Adapter:
     """The adapter of an optimizer class, or ``UnsupportedError`` that lists those that have one."""
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("tf_keras") or "keras.optimizers.legacy" in name:
