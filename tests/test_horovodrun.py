@@ -41,32 +41,34 @@ def horovodrun(processes, backend, *command, timeout=400, **variables):
     return output
 
 
+TORCH = ["tests/ranks/test_torch.py", "tests/ranks/test_process_sets.py"]
+KERAS = ["tests/ranks/test_keras.py"]
+OF_FOUR = "(stay_equal and arguments1) or every_recipe or nan or told or sets or alone or one_rank_only"
 JOBS = [
-    (2, "gloo", ""),
-    (2, "mpi", ""),
-    (4, "gloo", "(stay_equal and arguments1) or every_recipe or nan or told or sets or alone or one_rank_only"),
+    (2, "gloo", TORCH, ""),
+    (2, "mpi", TORCH, ""),
+    (4, "gloo", TORCH, OF_FOUR),
+    (2, "gloo", KERAS, ""),
+    (2, "mpi", KERAS, "fit or nan or (300 and adamw)"),
 ]
 
 
-@pytest.mark.parametrize(("processes", "backend", "only"), JOBS)
-def test_on_every_rank(processes, backend, only):
+@pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
+def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
-    output = horovodrun(
-        processes, backend, "-m", "pytest", "tests/ranks/test_torch.py", "tests/ranks/test_process_sets.py",
-        "-q", "-x", "-p", "no:cacheprovider", *selected,
-    )  # fmt: skip
+    output = horovodrun(processes, backend, "-m", "pytest", *files, "-q", "-x", "-p", "no:cacheprovider", *selected)
     assert output.count(" passed") == processes, output[-3000:]
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_the_job_reaches_the_same_accuracy_with_one_bit(backend, tmp_path):
+@pytest.mark.parametrize(("framework", "backend"), [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")])
+def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, tmp_path):
     """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""
     finals = {}
     for compression in ("none", "onebit"):
         metrics = tmp_path / f"{compression}.jsonl"
         saved = str(tmp_path / f"{compression}-{{rank}}.npz")
         horovodrun(
-            2, backend, "torch/train.py", "--task", "digits", "--compression", compression, "--steps", 320,
+            2, backend, f"{framework}/train.py", "--task", "digits", "--compression", compression, "--steps", 320,
             "--warmup-steps", 20, "--metrics", metrics, "--save-weights", saved,
         )  # fmt: skip
         finals[compression] = json.loads(metrics.read_text().splitlines()[-1])

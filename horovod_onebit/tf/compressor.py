@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,36 +20,22 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.stats import Stats, allreduce_bytes
-from horovod_onebit.tf.collectives import HorovodCollectives, view
+from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.warmup import Phase
 
 
-class _Slot:
-    """One Keras variable and the array that the core works on in its place.
+@dataclass(frozen=True)
+class Values:
+    """What a compressed step reads, in the order of the variables: flat float32 arrays, or None where there is none.
 
-    TensorFlow's tensors are values that may be shared, so they are never written to: the core works on a copy, which
-    becomes the variable's new tensor. A variable that nobody else assigned is not read again.
+    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to.
     """
 
-    def __init__(self, variable: Any) -> None:
-        self.variable = variable
-        self.array = np.empty(0, np.float32)
-        self.address = 0
-
-    def read(self) -> Array:
-        """The variable's value in an array of our own, flat float32, that may be written to."""
-        current = view(self.variable.value.read_value()).reshape(-1)
-        self.array = current.copy()
-        return self.array
-
-    def look(self) -> Array:
-        """The variable's value, shared; not to be written to."""
-        return view(self.variable.value.read_value()).reshape(-1)
-
-    def write(self) -> None:
-        """Make the array the variable's value."""
-        self.variable.value.assign(self.array.reshape(self.variable.shape))
+    grads: Sequence[Array]
+    weights: Sequence[Array]
+    momenta: Sequence[Array | None]
+    variances: Sequence[Array | None]
 
 
 class Compressor:
@@ -63,7 +50,6 @@ class Compressor:
         self.sum_gradients = sum_gradients
         self.engine = Engine(recipe, HorovodCollectives(process_set), name=name)
         self.tensors: list[Tensor] = []
-        self.slots: list[tuple[_Slot, _Slot | None, _Slot | None]] = []
         self.indices: tuple[int, ...] = ()
 
     def is_compressed(self, variable: Any) -> bool:
@@ -79,70 +65,57 @@ class Compressor:
         self.engine.end_step()
 
     def _bind(self, indices: tuple[int, ...]) -> None:
-        """Make the arrays of the variables that are compressed; again only when the set of them changes."""
+        """Name the variables that are compressed; again only when the set of them changes."""
         if indices == self.indices:
             return
-        optimizer, self.indices = self.optimizer, indices
-        self.tensors, self.slots = [], []
+        self.indices, self.tensors = indices, []
         empty = np.empty(0, np.float32)
         for i in indices:
-            variable = optimizer._trainable_variables[i]
-            momentum = self.adapter.momentum(optimizer, i)
-            variance = self.adapter.variance(optimizer, i)
+            variable = self.optimizer._trainable_variables[i]
             name = f"{i}.{getattr(variable, 'path', variable.name)}"
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
             self.tensors.append(Tensor(name, empty, empty, None, residual))
-            slots = (_Slot(variable), *(None if v is None else _Slot(v) for v in (momentum, variance)))
-            self.slots.append(slots)  # type: ignore[arg-type]
 
-    def _pull(self, learning_rate: float, exact_steps: int, step: int) -> None:
-        """Take the variables' values; at the first compressed step, the exact steps' momentum becomes the rule's."""
+    def _load(self, values: Values, learning_rate: float, exact_steps: int, step: int) -> None:
+        """Copy what the step will change; at the first compressed one, the exact steps' momentum becomes the rule's."""
         first = int(self.optimizer._compressed_steps.value.numpy()) == 0
-        for tensor, (weight, momentum, variance) in zip(self.tensors, self.slots, strict=True):
-            tensor.weight = weight.read()
-            if momentum is None:
-                if tensor.momentum.size != tensor.weight.size:
-                    tensor.momentum = np.zeros_like(tensor.weight)
-            else:
-                tensor.momentum = momentum.read()
+        for i, tensor in enumerate(self.tensors):
+            tensor.weight = _aligned_copy(values.weights[i])
+            momentum, tensor.variance = values.momenta[i], values.variances[i]
+            if momentum is not None:
+                tensor.momentum = _aligned_copy(momentum)
                 if first:
                     tensor.momentum[:] = self.adapter.first_momentum(tensor.momentum, learning_rate)
-            tensor.variance = None if variance is None else variance.look()
+            elif tensor.momentum.size != tensor.weight.size:
+                tensor.momentum = np.zeros_like(tensor.weight)
             tensor.step, tensor.variance_steps = step, exact_steps
 
-    def _push(self) -> None:
-        for weight, momentum, _ in self.slots:
-            weight.write()
-            if momentum is not None:
-                momentum.write()
+    def step(self, indices: tuple[int, ...], values: Values, exact: Sequence[Array]) -> tuple[bool, list[Array]]:
+        """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
 
-    def step(
-        self, indices: tuple[int, ...], exact: Sequence[Array], grads: Sequence[Array]
-    ) -> tuple[bool, list[Array]]:
-        """Update the compressed variables; whether the step was taken, and the means of the exact gradients."""
-        optimizer = self.optimizer
+        The new weights and momenta are in ``tensors`` afterwards, in arrays that nobody will write to again.
+        """
+        optimizer, grads = self.optimizer, values.grads
         learning_rate = float(optimizer.learning_rate)
         exact_steps = int(optimizer._exact_steps.value.numpy())
-        iterations = int(optimizer.iterations)
         self._bind(indices)
         factors = self._clip_factors([*grads, *exact])
         if optimizer.clipvalue is not None:
-            grads = [np.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in grads]
-            exact = [np.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in exact]
+            grads, exact = (
+                [np.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in gs] for gs in (grads, exact)
+            )
         rules = [
-            self._rule(tensor_slots[0].variable, learning_rate, exact_steps, factor)
-            for tensor_slots, factor in zip(self.slots, factors, strict=False)
+            self._rule(optimizer._trainable_variables[i], learning_rate, exact_steps, factor)
+            for i, factor in zip(indices, factors, strict=False)
         ]
-        self._pull(learning_rate, exact_steps, iterations)
-        self.engine.prepare(self.tensors, rules, [str(slots[0].variable.shape) for slots in self.slots])
+        self._load(values, learning_rate, exact_steps, int(optimizer.iterations))
+        self.engine.prepare(self.tensors, rules)
         assert self.engine.layout is not None
         by_number = dict(enumerate(grads))
         for bucket in self.engine.layout.buckets:
             self.engine.send(bucket.index, by_number, rules)
         means = self._average(exact, factors[len(grads) :])
         taken = self.engine.receive(finite=all(np.isfinite(mean).all() for mean in means))
-        if taken:
-            self._push()
         self.engine.end_step()
         return taken, means
 
@@ -207,6 +180,15 @@ class Compressor:
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
         self.engine.feedback.load_state_dict(state)
+
+
+def _aligned_copy(array: Array) -> Array:
+    """A copy whose memory TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    copy = memory[start : start + array.nbytes].view(np.float32)
+    copy[:] = array
+    return copy
 
 
 def average(

@@ -16,7 +16,7 @@ from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, average
+from horovod_onebit.tf.compressor import Compressor, Values, average
 from horovod_onebit.tf.rules import adapter_for
 from horovod_onebit.warmup import FixedWarmup, Phase
 
@@ -129,24 +129,43 @@ class _DistributedOptimizer:
         _host(lambda: self._compressor.count_warmup(sizes, bytes_each))
 
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        compressor = self._compressor
+        """One host call: everything it reads goes in as tensors, everything that it changes comes out."""
+        compressor, adapter = self._compressor, self._compressor.adapter
         large = [(g, v) for g, v in pairs if compressor.is_compressed(v)]
         small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
         indices = tuple(self._get_variable_index(v) for _, v in large)
-        count = len(large)
+        momenta = [adapter.momentum(self, i) for i in indices]
+        variances = [adapter.variance(self, i) for i in indices]
+        changed = [v for _, v in large] + [m for m in momenta if m is not None]
 
-        def host(*grads: Any) -> list[Any]:
-            arrays = [view(g) for g in grads]
-            taken, means = compressor.step(indices, arrays[count:], [a.reshape(-1) for a in arrays[:count]])
-            return [np.bool_(taken), *means]
+        def host(*tensors: Any) -> list[Any]:
+            flat = iter([view(t).reshape(-1) for t in tensors[: -len(small) or None]])
+            values = Values(
+                [next(flat) for _ in large],
+                [next(flat) for _ in large],
+                [None if m is None else next(flat) for m in momenta],
+                [None if v is None else next(flat) for v in variances],
+            )
+            taken, means = compressor.step(indices, values, [view(t) for t in tensors[len(tensors) - len(small) :]])
+            new = [t.weight for t in compressor.tensors]
+            new += [t.momentum for t, m in zip(compressor.tensors, momenta, strict=True) if m is not None]
+            return [np.bool_(taken), *means, *map(_tensor, new)]
 
-        inputs = [g for g, _ in large] + [g for g, _ in small]
-        result = tf.py_function(host, inputs, [tf.bool] + [g.dtype for g, _ in small])
-        taken, means = result[0], result[1:]
+        state = [v.value for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
+        inputs = [*(g for g, _ in large), *state, *(g for g, _ in small)]
+        outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
+        taken, *results = tf.py_function(host, inputs, outputs)
         taken.set_shape([])
+        means, new = results[: len(small)], results[len(small) :]
         for mean, (_, v) in zip(means, small, strict=True):
             mean.set_shape(v.shape)
-        _cond(taken, lambda: self._finish(means, [v for _, v in small]), lambda: None)
+
+        def finish() -> None:
+            for variable, value in zip(changed, new, strict=True):
+                variable.assign(tf.reshape(value, variable.shape))
+            self._finish(means, [v for _, v in small])
+
+        _cond(taken, finish, lambda: None)
 
     def _finish(self, means: list[Any], variables: list[Any]) -> None:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
@@ -352,6 +371,11 @@ def _cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None
         return run
 
     tf.cond(condition, branch(then), branch(otherwise))
+
+
+def _tensor(array: np.ndarray) -> Any:
+    """A tensor that shares the memory of ``array``, which must not be written to any more."""
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
 
 
 def _host(work: Callable[[], None]) -> None:
