@@ -76,9 +76,9 @@ class Compressor:
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
             self.tensors.append(Tensor(name, empty, empty, None, residual))
 
-    def _load(self, values: Values, learning_rate: float, exact_steps: int, step: int) -> None:
+    def _load(self, values: Values, learning_rate: float, step: int, exact_steps: int) -> None:
         """Copy what the step will change; at the first compressed one, the exact steps' momentum becomes the rule's."""
-        first = int(self.optimizer._compressed_steps.value.numpy()) == 0
+        first = step == exact_steps
         for i, tensor in enumerate(self.tensors):
             tensor.weight = _aligned_copy(values.weights[i])
             momentum, tensor.variance = values.momenta[i], values.variances[i]
@@ -97,7 +97,8 @@ class Compressor:
         """
         optimizer, grads = self.optimizer, values.grads
         learning_rate = float(optimizer.learning_rate)
-        exact_steps = int(optimizer._exact_steps.value.numpy())
+        taken_before = int(optimizer.iterations)
+        exact_steps = taken_before - int(optimizer._compressed_steps.value.numpy())
         self._bind(indices)
         factors = self._clip_factors([*grads, *exact])
         if optimizer.clipvalue is not None:
@@ -108,7 +109,7 @@ class Compressor:
             self._rule(optimizer._trainable_variables[i], learning_rate, exact_steps, factor)
             for i, factor in zip(indices, factors, strict=False)
         ]
-        self._load(values, learning_rate, exact_steps, int(optimizer.iterations))
+        self._load(values, learning_rate, taken_before, exact_steps)
         self.engine.prepare(self.tensors, rules)
         assert self.engine.layout is not None
         by_number = dict(enumerate(grads))

@@ -131,7 +131,7 @@ class _DistributedOptimizer:
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
         """One host call: everything it reads goes in as tensors, everything that it changes comes out."""
         compressor, adapter = self._compressor, self._compressor.adapter
-        large = [(g, v) for g, v in pairs if compressor.is_compressed(v)]
+        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if compressor.is_compressed(v)]
         small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
         indices = tuple(self._get_variable_index(v) for _, v in large)
         momenta = [adapter.momentum(self, i) for i in indices]
@@ -151,7 +151,7 @@ class _DistributedOptimizer:
             new += [t.momentum for t, m in zip(compressor.tensors, momenta, strict=True) if m is not None]
             return [np.bool_(taken), *means, *map(_tensor, new)]
 
-        state = [v.value for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
+        state = [tf.convert_to_tensor(v) for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
         inputs = [*(g for g, _ in large), *state, *(g for g, _ in small)]
         outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
         taken, *results = tf.py_function(host, inputs, outputs)
