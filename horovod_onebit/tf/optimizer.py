@@ -305,6 +305,8 @@ def DistributedOptimizer(
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
+    if compression not in (hvd.Compression.none, hvd.Compression.fp16):
+        raise UnsupportedError(f"compression={compression!r}: expected hvd.Compression.none or fp16, for the warm-up")
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedError(f"op={op!r}: expected hvd.Average or hvd.Sum")
     passes = backward_passes_per_step
