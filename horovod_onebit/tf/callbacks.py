@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from typing import Any
 
@@ -10,8 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
+
+logger = logging.getLogger("horovod_onebit")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -64,10 +67,15 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         start_epoch: int = 0,
         end_epoch: int | None = None,
         staircase: bool = True,
-        momentum_correction: bool = True,
+        momentum_correction: bool = False,
         steps_per_epoch: int | None = None,
     ) -> None:
         super().__init__()
+        if momentum_correction:
+            raise UnsupportedError(
+                "momentum_correction=True: Keras 3 compiles SGD's momentum into the step, so that it cannot follow the "
+                "learning rate; leave it out"
+            )
         if not initial_lr > 0:
             raise ConfigurationError(f"initial_lr={initial_lr!r}: expected a positive number")
         self.initial_lr = initial_lr
@@ -105,7 +113,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self,
         initial_lr: float,
         warmup_epochs: int = 5,
-        momentum_correction: bool = True,
+        momentum_correction: bool = False,
         steps_per_epoch: int | None = None,
         verbose: int = 0,
     ) -> None:
@@ -114,8 +122,20 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
 
         super().__init__(
-            initial_lr, multiplier, end_epoch=warmup_epochs, staircase=False, steps_per_epoch=steps_per_epoch
+            initial_lr,
+            multiplier,
+            end_epoch=warmup_epochs,
+            staircase=False,
+            momentum_correction=momentum_correction,
+            steps_per_epoch=steps_per_epoch,
         )
+        self.verbose = verbose
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        super().on_epoch_end(epoch, logs)
+        if self.verbose and epoch + 1 == self.end_epoch and hvd.rank() == 0:
+            rate = float(self.model.optimizer.learning_rate)
+            logger.info("epoch %d: the learning rate's warm-up is over, it is %g", epoch + 1, rate)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

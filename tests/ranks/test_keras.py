@@ -341,6 +341,8 @@ def test_what_cannot_work_is_refused():
     model.compile(optimizer=scaled, loss=LOSS)
     with pytest.raises(UnsupportedError, match="LossScaleOptimizer"):
         model.fit(*batch(0), verbose=0)
+    with pytest.raises(UnsupportedError, match="momentum_correction"):
+        onebit.callbacks.LearningRateWarmupCallback(0.1, momentum_correction=True)
     with pytest.raises(ConfigurationError, match="has a gradient"):
         wrap(keras.optimizers.Adam()).apply([None] * 6, build().trainable_variables)
 
