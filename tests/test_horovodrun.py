@@ -13,13 +13,15 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
+MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more processes than cores
+
 pytestmark = pytest.mark.horovodrun
 
 
 def horovodrun(processes, backend, *command, timeout=400, **variables):
     """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
     path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path} | variables
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **MPI} | variables
     arguments = [str(HOROVODRUN), "-np", str(processes), f"--{backend}", sys.executable, *map(str, command)]
     job = subprocess.Popen(
         arguments,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -17,6 +16,7 @@ from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Values, average
+from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call
 from horovod_onebit.tf.rules import adapter_for
 from horovod_onebit.warmup import FixedWarmup, Phase
 
@@ -63,7 +63,7 @@ class _DistributedOptimizer:
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         if not tf.executing_eagerly() or not self._checked:
-            _check_callers()
+            check_callers()
             self._checked = True
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
@@ -105,12 +105,12 @@ class _DistributedOptimizer:
             for total in sums:
                 total.assign(tf.zeros_like(total.value))
 
-        _cond(self._passes.value % passes == 0, step, lambda: None)
+        cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
         exact_steps = self._exact_steps.value
         warm = exact_steps < self._wrapping.warmup.steps
-        _cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
+        cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
     def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
         w = self._wrapping
@@ -126,7 +126,7 @@ class _DistributedOptimizer:
         self._exact_steps.assign_add(1)
         sizes = [int(np.prod(v.shape)) for _, v in pairs]
         bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
-        _host(lambda: self._compressor.count_warmup(sizes, bytes_each))
+        host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
 
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
         """One host call: everything it reads goes in as tensors, everything that it changes comes out."""
@@ -149,7 +149,7 @@ class _DistributedOptimizer:
             taken, means = compressor.step(indices, values, [view(t) for t in tensors[len(tensors) - len(small) :]])
             new = [t.weight for t in compressor.tensors]
             new += [t.momentum for t, m in zip(compressor.tensors, momenta, strict=True) if m is not None]
-            return [np.bool_(taken), *means, *map(_tensor, new)]
+            return [np.bool_(taken), *means, *map(adopt, new)]
 
         state = [tf.convert_to_tensor(v) for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
         inputs = [*(g for g, _ in large), *state, *(g for g, _ in small)]
@@ -165,7 +165,7 @@ class _DistributedOptimizer:
                 variable.assign(tf.reshape(value, variable.shape))
             self._finish(means, [v for _, v in small])
 
-        _cond(taken, finish, lambda: None)
+        cond(taken, finish, lambda: None)
 
     def _finish(self, means: list[Any], variables: list[Any]) -> None:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
@@ -357,51 +357,3 @@ def _class_of(kind: type) -> type:
 
 for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
     _class_of(_kind)
-
-
-def _cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs."""
-    if tf.executing_eagerly():
-        (then if condition else otherwise)()
-        return
-
-    def branch(work: Callable[[], None]) -> Callable[[], Any]:
-        def run() -> Any:
-            work()
-            return tf.constant(0)
-
-        return run
-
-    tf.cond(condition, branch(then), branch(otherwise))
-
-
-def _tensor(array: np.ndarray) -> Any:
-    """A tensor that shares the memory of ``array``, which must not be written to any more."""
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
-
-
-def _host(work: Callable[[], None]) -> None:
-    """Run ``work`` whenever the step runs, and not only when it is traced."""
-    if tf.executing_eagerly():
-        work()
-    else:
-        tf.py_function(work, [], [])
-
-
-def _check_callers() -> None:
-    """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
-    frame = sys._getframe(1)
-    while frame is not None:
-        caller = frame.f_locals.get("self")
-        if isinstance(caller, keras.Model) and getattr(caller, "jit_compile", False) is True:
-            raise UnsupportedError(
-                "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
-                "model.compile(..., jit_compile=False)"
-            )
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
-            raise UnsupportedError(
-                "LossScaleOptimizer lets each worker decide alone whether it takes a step, and the others would wait "
-                "for ever: use the optimizer's loss_scale_factor, and model.compile(..., auto_scale_loss=False), or "
-                "the mixed_bfloat16 policy"
-            )
-        frame = frame.f_back  # type: ignore[assignment]

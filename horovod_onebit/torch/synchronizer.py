@@ -89,6 +89,10 @@ class Synchronizer:
 
         _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
 
+    def forget(self, parameters: set[torch.Tensor]) -> None:
+        """Stop watching ``parameters``, which were taken out of the optimizer."""
+        self.parameters = [p for p in self.parameters if p not in parameters]
+
     def check_owned(self) -> None:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
         if self.lost is not None:
@@ -142,7 +146,7 @@ class Synchronizer:
             self.handles[p] = self._start(p)
             return
         self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == len(group):
+        if self._ready_in_group[group] == sum(q.requires_grad for q in group):
             self._start_group(group)
 
     def _densify(self, p: torch.Tensor) -> None:
@@ -178,7 +182,8 @@ class Synchronizer:
         )
         return handle, context
 
-    def _start_group(self, group: Group) -> None:
+    def _start_group(self, whole: Group) -> None:
+        group = tuple(p for p in whole if p.requires_grad)
         tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
         for p, tensor in zip(group, tensors, strict=True):
             self._count(tensor, p)
@@ -191,7 +196,7 @@ class Synchronizer:
             postscale_factor=self.postscale,
             process_set=self.process_set,
         )
-        self.handles[group] = (handle, contexts)
+        self.handles[whole] = (handle, contexts)
 
     def _count(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
         workers = self.process_set.size()
@@ -205,7 +210,7 @@ class Synchronizer:
     def wait(self) -> None:
         """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum)."""
         for group in self._ready_in_group:
-            if group not in self.handles:
+            if group not in self.handles and any(p.requires_grad for p in group):
                 self._start_group(group)
         for p in self.parameters:
             alone = p not in self._group_of and p.requires_grad
@@ -216,7 +221,8 @@ class Synchronizer:
                 continue
             output = hvd.synchronize(handle)
             if isinstance(key, tuple):
-                for p, tensor, one in zip(key, output, context, strict=True):
+                members = [p for p in key if p.requires_grad]
+                for p, tensor, one in zip(members, output, context, strict=True):
                     self._store(p, tensor, one)
             else:
                 self._store(key, output, context)

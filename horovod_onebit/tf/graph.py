@@ -1,0 +1,61 @@
+"""What the step needs to run alike in a TensorFlow graph and eagerly."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from horovod_onebit.errors import UnsupportedError
+
+
+def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
+    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs."""
+    if tf.executing_eagerly():
+        (then if condition else otherwise)()
+        return
+
+    def branch(work: Callable[[], None]) -> Callable[[], Any]:
+        def run() -> Any:
+            work()
+            return tf.constant(0)
+
+        return run
+
+    tf.cond(condition, branch(then), branch(otherwise))
+
+
+def adopt(array: np.ndarray) -> Any:
+    """A tensor that shares the memory of ``array``, which must not be written to any more."""
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
+
+
+def host_call(work: Callable[[], None]) -> None:
+    """Run ``work`` whenever the step runs, and not only when it is traced."""
+    if tf.executing_eagerly():
+        work()
+    else:
+        tf.py_function(work, [], [])
+
+
+def check_callers() -> None:
+    """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        caller = frame.f_locals.get("self")
+        if isinstance(caller, keras.Model) and getattr(caller, "jit_compile", False) is True:
+            raise UnsupportedError(
+                "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
+                "model.compile(..., jit_compile=False)"
+            )
+        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
+            raise UnsupportedError(
+                "LossScaleOptimizer lets each worker decide alone whether it takes a step, and the others would wait "
+                "for ever: use the optimizer's loss_scale_factor, and model.compile(..., auto_scale_loss=False), or "
+                "the mixed_bfloat16 policy"
+            )
+        frame = frame.f_back  # type: ignore[assignment]
