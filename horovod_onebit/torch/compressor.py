@@ -21,9 +21,9 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
-from horovod_onebit.torch.synchronizer import Synchronizer
+from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import FixedWarmup, Phase
 
 logger = logging.getLogger("horovod_onebit")
@@ -53,7 +53,7 @@ class Compressor:
         self.warmup = warmup
         collectives = HorovodCollectives(process_set)
         self.process_set = process_set
-        self.engine = Engine(recipe, collectives, name=_next_name(process_set))
+        self.engine = Engine(recipe, collectives, name=next_name(process_set))
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}
@@ -233,8 +233,8 @@ class Compressor:
             self.synchronizer.wait()
         exact = self._exact()
         if loss_scale is not None:
-            _unscale(exact, loss_scale)
-        if check_finite and not _all_finite(exact):
+            unscale(exact, loss_scale)
+        if check_finite and not all_finite(exact):
             self.engine.skipped += 1
             return False
         exact_step()
@@ -251,7 +251,7 @@ class Compressor:
         assert self.engine.layout is not None
         exact = self._exact()
         if loss_scale is not None:
-            _unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
+            unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
         finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
         for binding in bindings:
             binding.pull()
@@ -380,23 +380,3 @@ class Compressor:
         if unknown:
             raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
         self.engine.feedback.load_state_dict(state)
-
-
-_created: dict[int, int] = {}
-
-
-def _next_name(process_set: Any) -> str:
-    """Begins the names of this optimizer's collectives: the same on all workers of the set."""
-    number = _created.get(process_set.process_set_id, 0)
-    _created[process_set.process_set_id] = number + 1
-    return f"onebit.{process_set.process_set_id}.{number}"
-
-
-def _all_finite(parameters: list[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
-
-
-def _unscale(parameters: list[torch.Tensor], loss_scale: float) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(1.0 / loss_scale)

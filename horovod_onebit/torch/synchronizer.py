@@ -270,3 +270,15 @@ class Synchronizer:
             process_set=self.process_set,
         )
         return group, handle, context
+
+
+def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients of ``parameters`` are finite."""
+    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+
+
+def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
+    """Divide the gradients of ``parameters`` by ``loss_scale``."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(1.0 / loss_scale)
