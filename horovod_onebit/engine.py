@@ -15,12 +15,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_onebit import wire
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import DesyncError, NonFiniteError
-from horovod_onebit.exchange import Collectives, Handle, Pending
+from horovod_onebit.exchange import Collectives, Pending
 from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
@@ -33,20 +32,6 @@ from horovod_onebit.stats import Times, Traffic, allreduce_bytes
 logger = logging.getLogger("horovod_onebit")
 
 HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
-HANDSHAKE_MEANING = {
-    "version": "the version of horovod_onebit",
-    "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
-    "rules": "the optimizer's algorithm",
-    "step": "the number of compressed steps taken",
-}
-AGREEMENT = np.dtype([("version", "<u8"), ("setup", "<u8"), ("options", "<u8"), ("step", "<u8")])
-AGREEMENT_MEANING = {
-    "version": "the version of horovod_onebit",
-    "setup": "the recipe, the warm-up, or what is trained (names, shapes, dtypes, memory order, frozen parameters, how "
-    "far the warm-up is)",
-    "options": "the learning rate or another hyperparameter",
-    "step": "the number of compressed steps taken",
-}
 
 
 @dataclass
@@ -114,21 +99,22 @@ class Engine:
         names = ",".join(rule.name for rule in rules)
         record[0] = (_hash(__version__), layout.digest, _hash(names), self.exchanges)
         gathered = self.collectives.allgather(record.view(np.uint8), f"{self.name}.handshake").wait()
-        _compare(gathered, HANDSHAKE, self.collectives.size, HANDSHAKE_MEANING)
-
-    def start_agreement(self, *, setup: str, options: str) -> Handle:
-        """Start telling all workers what this one is about to do; hand the result to ``finish_agreement``.
-
-        ``setup`` is what is trained and how, ``options`` the hyperparameters of this step. One small allgather, which
-        every worker starts in every step whatever it believes, so that workers that disagree are told and not stuck.
-        """
-        record = np.zeros(1, AGREEMENT)
-        record[0] = (_hash(__version__), _hash(f"{self.recipe} {setup}"), _hash(options), self.exchanges)
-        return self.collectives.allgather(record.view(np.uint8), f"{self.name}.agreement")
-
-    def finish_agreement(self, handle: Handle) -> None:
-        """Raise ``DesyncError``, on every worker alike, if they do not agree."""
-        _compare(handle.wait(), AGREEMENT, self.collectives.size, AGREEMENT_MEANING)
+        if gathered.size != self.collectives.size * HANDSHAKE.itemsize:
+            raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
+        records = np.ascontiguousarray(gathered).view(HANDSHAKE)
+        meaning = {
+            "version": "the version of horovod_onebit",
+            "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
+            "rules": "the optimizer's algorithm",
+            "step": "the number of compressed steps taken",
+        }
+        for field, text in meaning.items():
+            differ = np.flatnonzero(records[field] != records[field][0])
+            if differ.size:
+                raise DesyncError(
+                    f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build "
+                    "the same model, optimizer and recipe"
+                )
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -218,21 +204,6 @@ class Engine:
             momentum += float(np.dot(m, m))
             error += float(np.dot(tensor.residual, tensor.residual))
         return float(np.sqrt(error)), float(np.sqrt(momentum))
-
-
-def _compare(gathered: NDArray[np.uint8], dtype: np.dtype, workers: int, meaning: Mapping[str, str]) -> None:
-    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
-    if gathered.size != workers * dtype.itemsize:
-        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
-    records = np.ascontiguousarray(gathered).view(dtype)
-    for field, text in meaning.items():
-        differ = np.flatnonzero(records[field] != records[field][0])
-        if differ.size:
-            raise DesyncError(
-                f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
-                "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
-                "broadcast_optimizer_state)"
-            )
 
 
 def _hash(text: str) -> int:

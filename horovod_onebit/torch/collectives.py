@@ -47,13 +47,3 @@ class HorovodCollectives:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
         return _Handle(handle, array)
-
-
-_created: dict[int, int] = {}
-
-
-def next_name(process_set: Any) -> str:
-    """Begins the names of this optimizer's collectives: the same on all workers of the set."""
-    number = _created.get(process_set.process_set_id, 0)
-    _created[process_set.process_set_id] = number + 1
-    return f"onebit.{process_set.process_set_id}.{number}"

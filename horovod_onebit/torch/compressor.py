@@ -21,9 +21,9 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.collectives import HorovodCollectives, next_name
+from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
-from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
+from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import FixedWarmup, Phase
 
 logger = logging.getLogger("horovod_onebit")
@@ -53,16 +53,13 @@ class Compressor:
         self.warmup = warmup
         collectives = HorovodCollectives(process_set)
         self.process_set = process_set
-        self.engine = Engine(recipe, collectives, name=next_name(process_set))
+        self.engine = Engine(recipe, collectives, name=f"onebit.{_next_number()}")
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}
         self.variance_steps: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
         self._prepared = False
-        self._agreed = False
-        self._bound = 0  # how often the set of bindings has changed
-        self._described: tuple[Any, str] = (None, "")
         if collectives.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
@@ -79,25 +76,15 @@ class Compressor:
             for position, p in enumerate(group["params"]):
                 if not p.requires_grad or p in self.exact_steps:
                     continue
-                name = self.names.get(p) or self._new_name(group, index, position)
-                self.adapter.check(group)
-                check_parameter(name, p)
-                self.names[p] = name
+                if p not in self.names:
+                    self.adapter.check(group)
+                    self.names[p] = self._new_name(group, index, position)
+                    check_parameter(self.names[p], p)
                 self.adapter.init_state(group, p, self.optimizer.state[p])
                 self.exact_steps[p] = 0
                 fresh.append(p)
-        if fresh and self.optimizer._participates:
+        if self.optimizer._participates:
             self.synchronizer.add(fresh)
-        if len(self.exact_steps) > len(present := set(self._ordered())):
-            self._forget(set(self.exact_steps) - present)
-
-    def _forget(self, gone: set[torch.Tensor]) -> None:
-        """Parameters were taken out of the groups."""
-        self.synchronizer.forget(gone)
-        for p in gone:
-            self.bindings.pop(p, None)
-            del self.exact_steps[p]
-        self._prepared = False
 
     def _new_name(self, group: Mapping[str, Any], index: int, position: int) -> str:
         names = group.get("param_names")
@@ -123,27 +110,14 @@ class Compressor:
         binding.tensor.variance_steps = self.variance_steps[p]
         binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
         self.bindings[p] = binding
-        # In the order of the groups, however they came: the layout must not depend on history.
-        self.bindings = {q: self.bindings[q] for q in self._ordered() if q in self.bindings}
         self._prepared = False
-        self._bound += 1
-
-    def _unbind(self, p: torch.Tensor, binding: Binding) -> None:
-        """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
-        binding.release()
-        if "step" in binding.state:
-            binding.state["step"].fill_(self.variance_steps[p])  # so that the bias correction is that of the variance
-        p.grad = None
-        del self.bindings[p], self.variance_steps[p]
-        self.exact_steps[p] = 0
-        self._prepared = False
-        self._bound += 1
 
     def _refresh_bindings(self) -> None:
         """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
         for p, binding in list(self.bindings.items()):
             if not p.requires_grad:
-                self._unbind(p, binding)
+                del self.bindings[p]
+                self._prepared = False
             elif binding.state is not self.optimizer.state.get(p) or not binding.is_current():
                 self._bind(p)
 
@@ -151,8 +125,6 @@ class Compressor:
 
     def synchronize(self) -> None:
         """Average all gradients in warm-up; afterwards they stay local until ``step``."""
-        self.check_groups()
-        self._agree()
         if self.phase is Phase.WARMUP:
             self.synchronizer.wait()
         else:
@@ -160,13 +132,15 @@ class Compressor:
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients alike on all workers; see ``DistributedOptimizer.clip_grad_norm_``."""
+        self.check_groups()
+        self.synchronize()
         grads = [p.grad for p in self.exact_steps if p.grad is not None]
         squares = float(sum(g.detach().double().square().sum() for g in grads))
         if self.phase is Phase.COMPRESSED:
             total = torch.tensor([squares], dtype=torch.float64)
             name = f"{self.engine.name}.norm"
             mean = hvd.allreduce(total, name=name, op=hvd.Average, process_set=self.process_set)
-            squares = float(mean) * (self.engine.collectives.size**2 if self.sum_gradients else 1)
+            squares = float(mean)
         norm = math.sqrt(squares)
         if not norm <= max_norm:
             for g in grads:
@@ -191,40 +165,15 @@ class Compressor:
         """
         self.check_groups()
         self.synchronizer.check_owned()
-        try:
-            self._agree()
-            if self.phase is Phase.WARMUP:
-                taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
-            else:
-                taken = self._compressed_step(exact_step, loss_scale)
-            if taken:
-                self.steps += 1
-                self._mature()
-            return taken
-        finally:
-            self._agreed = False
-            self.engine.end_step()
-
-    def _agree(self) -> None:
-        """Once a step, before anything else is waited for: do all workers mean the same?"""
-        if self._agreed:
-            return
-        self._refresh_bindings()
-        options = repr([self.adapter.rule(group, 1.0) for group in self.optimizer.param_groups])
-        handle = self.engine.start_agreement(setup=self._setup(), options=options)
-        self.engine.finish_agreement(handle)
-        self._agreed = True
-
-    def _setup(self) -> str:
-        """What is trained and how far it is, in one text that is the same on all workers."""
-        key = (self._bound, *(p.requires_grad for p in self.names))
-        if key != self._described[0]:
-            rows = [
-                (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in self.bindings)
-                for p, name in self.names.items()
-            ]
-            self._described = key, f"{self.phase} {self.warmup} {self.sum_gradients} {rows}"
-        return f"{self._described[1]} {sum(self.exact_steps.values())}"
+        if self.phase is Phase.WARMUP:
+            taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
+        else:
+            taken = self._compressed_step(exact_step, loss_scale)
+        if taken:
+            self.steps += 1
+            self._mature()
+        self.engine.end_step()
+        return taken
 
     def _warmup_step(
         self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
@@ -233,8 +182,8 @@ class Compressor:
             self.synchronizer.wait()
         exact = self._exact()
         if loss_scale is not None:
-            unscale(exact, loss_scale)
-        if check_finite and not all_finite(exact):
+            _unscale(exact, loss_scale)
+        if check_finite and not _all_finite(exact):
             self.engine.skipped += 1
             return False
         exact_step()
@@ -242,6 +191,7 @@ class Compressor:
         return True
 
     def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
+        self._refresh_bindings()
         bindings = list(self.bindings.values())
         rules = self._rules(loss_scale or 1.0)
         if not self._prepared:
@@ -251,7 +201,7 @@ class Compressor:
         assert self.engine.layout is not None
         exact = self._exact()
         if loss_scale is not None:
-            unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
+            _unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
         finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
         for binding in bindings:
             binding.pull()
@@ -286,7 +236,7 @@ class Compressor:
         """The rule of each compressed parameter, with its group's hyperparameters of now."""
         workers = self.engine.collectives.size
         grad_scale = (workers if self.sum_gradients else 1.0) / loss_scale
-        of: dict[torch.Tensor, Rule] = {}
+        of = {}
         for group in self.optimizer.param_groups:
             rule = self.adapter.rule(group, grad_scale)
             of.update(dict.fromkeys(group["params"], rule))
@@ -334,7 +284,7 @@ class Compressor:
             "variance_steps": [self.variance_steps.get(p, 0) for p in self._ordered()],
         }
 
-    def load_state_dict(self, own: Mapping[str, Any] | None, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
+    def load_state_dict(self, own: Mapping[str, Any] | None, whole: Mapping[str, Any]) -> None:
         """Take over ``own``, a ``state_dict()``; None means a state of a plain optimizer, which warms up."""
         if own is not None and own.get("version") != STATE_VERSION:
             raise ConfigurationError(
@@ -342,10 +292,8 @@ class Compressor:
             )
         self.synchronizer.reset()
         self.bindings.clear()
-        self._bound += 1
         self.variance_steps.clear()
-        if not keep_feedback:
-            self.engine.feedback.reset()
+        self.engine.feedback.reset()
         params = self._ordered()
         counts = list(own["exact_steps"]) if own else [0] * len(params)
         seen = list(own["variance_steps"]) if own else [0] * len(params)
@@ -361,15 +309,13 @@ class Compressor:
                 self.exact_steps[p] = counts[position]
             if seen[position]:
                 self.variance_steps[p] = seen[position]
-        self._keep_float32(whole, params)
+        self._keep_float32(whole)
         self._mature()
 
-    def _keep_float32(self, whole: Mapping[str, Any], params: list[torch.Tensor]) -> None:
+    def _keep_float32(self, whole: Mapping[str, Any]) -> None:
         """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
         ids = [i for group in whole["param_groups"] for i in group["params"]]
-        for position, p in zip(ids, params, strict=True):
-            if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.WARMUP:
-                continue
+        for position, p in zip(ids, self._ordered(), strict=True):
             for key in (self.adapter.momentum_key, self.adapter.variance_key):
                 value = whole["state"].get(position, {}).get(key)
                 if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
@@ -380,3 +326,23 @@ class Compressor:
         if unknown:
             raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
         self.engine.feedback.load_state_dict(state)
+
+
+_created = 0
+
+
+def _next_number() -> int:
+    """How many were made before in this process: the same on all workers, so that names of collectives agree."""
+    global _created
+    _created += 1
+    return _created - 1
+
+
+def _all_finite(parameters: list[torch.Tensor]) -> bool:
+    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+
+
+def _unscale(parameters: list[torch.Tensor], loss_scale: float) -> None:
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(1.0 / loss_scale)

@@ -12,7 +12,6 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
 
 class _Slot:
@@ -35,8 +34,6 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     if not 0 <= root_rank < hvd.size():
         raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
-    if process_set.ranks is not None and root_rank not in process_set.ranks:
-        raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
     structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
@@ -55,10 +52,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         if not is_root:
             tensor.copy_(received.view(tensor.dtype).reshape(tensor.shape))
     if not is_root:
-        if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._load(structure, keep_feedback=True)
-        else:
-            optimizer.load_state_dict(structure)
+        optimizer.load_state_dict(structure)
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -28,7 +28,6 @@ class _DistributedOptimizer:
     """Mixed into the wrapped optimizer's class; the methods that users call."""
 
     param_groups: list[dict[str, Any]]
-    state: Any
     _synchronizer: Synchronizer
     _compressor: Compressor
     _participates: bool
@@ -53,7 +52,7 @@ class _DistributedOptimizer:
         Afterwards averaged gradients never exist: what is averaged is the update. The gradients stay this worker's own
         until ``step()``, so what is done to them in between is done to them alone; to clip, ``clip_grad_norm_``.
         """
-        if self._participates and (self._synchronizer.pending() or not self._arrived):
+        if self._participates:
             self._compressor.synchronize()
         self._synchronized = self._arrived = True
 
@@ -77,8 +76,6 @@ class _DistributedOptimizer:
             raise ConfigurationError(f"max_norm={max_norm!r}: expected a positive number")
         if not self._participates:
             return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
-        if self._synchronizer.pending() or not self._arrived:
-            self._compressor.synchronize()
         self._arrived = True
         return self._compressor.clip_grad_norm_(max_norm)
 
@@ -89,7 +86,6 @@ class _DistributedOptimizer:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        self._synchronized = self._arrived = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -137,11 +133,8 @@ class _DistributedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        try:
+        if hasattr(self, "_compressor"):
             self._compressor.check_groups()
-        except (ConfigurationError, UnsupportedError):
-            self.param_groups.pop()
-            raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -150,7 +143,7 @@ class _DistributedOptimizer:
         if self._participates and self._should_synchronize and self._synchronizer.pending():
             self._compressor.synchronize()
             self._arrived = True
-        return self._participates
+        return True
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -195,23 +188,10 @@ class _DistributedOptimizer:
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
-        self._load(state_dict, keep_feedback=False)
-
-    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
-        for group in state_dict["param_groups"]:
-            self._compressor.adapter.check(group)
-        groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        # In place: schedulers that were made before wrapping hold the old objects.
-        for old, new in zip(groups, self.param_groups, strict=True):
-            old.clear()
-            old.update(new)
-        state.clear()
-        state.update(self.state)
-        self.param_groups, self.state = groups, state
         self._synchronized = self._arrived = False
         self._should_synchronize = True
-        self._compressor.load_state_dict(state_dict.get(STATE_KEY), state_dict, keep_feedback=keep_feedback)
+        self._compressor.load_state_dict(state_dict.get(STATE_KEY), state_dict)
 
 
 def DistributedOptimizer(
@@ -261,8 +241,7 @@ def DistributedOptimizer(
     for group in optimizer.param_groups:
         adapter.check(group)
     for p, name in names.items():
-        if p.requires_grad:
-            check_parameter(name, p)
+        check_parameter(name, p)
 
     wrapped = _instance(optimizer)
     compressor = Compressor(

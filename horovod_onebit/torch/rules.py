@@ -175,8 +175,6 @@ class Binding:
             shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32)
             value = shared.copy_(value)
         self.state[key] = value
-        # An overflow of the second moment in warm-up makes an element stand still; infinity would spread here.
-        value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
         self.shared[key] = value
         return flat(value, self.strides).numpy()
 
@@ -184,11 +182,6 @@ class Binding:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""
         same_state = all(self.state.get(key) is value for key, value in self.shared.items())
         return same_state and self.data_ptr == self.p.data_ptr()
-
-    def release(self) -> None:
-        """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
-        for key, value in self.shared.items():
-            self.state[key] = value.to(self.p.device, self.p.dtype)
 
     def grad(self) -> np.ndarray:
         """The gradient as flat float32; shares memory where it can. Valid until the next backward pass."""

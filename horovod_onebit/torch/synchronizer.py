@@ -89,10 +89,6 @@ class Synchronizer:
 
         _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
 
-    def forget(self, parameters: set[torch.Tensor]) -> None:
-        """Stop watching ``parameters``, which were taken out of the optimizer."""
-        self.parameters = [p for p in self.parameters if p not in parameters]
-
     def check_owned(self) -> None:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
         if self.lost is not None:
@@ -146,7 +142,7 @@ class Synchronizer:
             self.handles[p] = self._start(p)
             return
         self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == sum(q.requires_grad for q in group):
+        if self._ready_in_group[group] == len(group):
             self._start_group(group)
 
     def _densify(self, p: torch.Tensor) -> None:
@@ -182,8 +178,7 @@ class Synchronizer:
         )
         return handle, context
 
-    def _start_group(self, whole: Group) -> None:
-        group = tuple(p for p in whole if p.requires_grad)
+    def _start_group(self, group: Group) -> None:
         tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
         for p, tensor in zip(group, tensors, strict=True):
             self._count(tensor, p)
@@ -196,7 +191,7 @@ class Synchronizer:
             postscale_factor=self.postscale,
             process_set=self.process_set,
         )
-        self.handles[whole] = (handle, contexts)
+        self.handles[group] = (handle, contexts)
 
     def _count(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
         workers = self.process_set.size()
@@ -210,7 +205,7 @@ class Synchronizer:
     def wait(self) -> None:
         """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum)."""
         for group in self._ready_in_group:
-            if group not in self.handles and any(p.requires_grad for p in group):
+            if group not in self.handles:
                 self._start_group(group)
         for p in self.parameters:
             alone = p not in self._group_of and p.requires_grad
@@ -221,8 +216,7 @@ class Synchronizer:
                 continue
             output = hvd.synchronize(handle)
             if isinstance(key, tuple):
-                members = [p for p in key if p.requires_grad]
-                for p, tensor, one in zip(members, output, context, strict=True):
+                for p, tensor, one in zip(key, output, context, strict=True):
                     self._store(p, tensor, one)
             else:
                 self._store(key, output, context)
@@ -270,15 +264,3 @@ class Synchronizer:
             process_set=self.process_set,
         )
         return group, handle, context
-
-
-def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
-    """Whether all gradients of ``parameters`` are finite."""
-    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
-
-
-def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
-    """Divide the gradients of ``parameters`` by ``loss_scale``."""
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(1.0 / loss_scale)

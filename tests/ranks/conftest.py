@@ -28,7 +28,7 @@ def pytest_runtest_makereport(item, call):
 
 @pytest.fixture(autouse=True)
 def nothing_hangs():
-    """A rank that waits for two minutes says where, and ends the job."""
-    faulthandler.dump_traceback_later(120, exit=True)
+    """A rank that waits for minutes says where, and ends the job."""
+    faulthandler.dump_traceback_later(400, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
