@@ -11,15 +11,17 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit import wire
 from horovod_onebit._version import __version__
-from horovod_onebit.errors import DesyncError, NonFiniteError
-from horovod_onebit.exchange import Collectives, Pending
+from horovod_onebit.errors import JOINED, DesyncError, NonFiniteError
+from horovod_onebit.exchange import Collectives, Handle, Pending
 from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
@@ -27,11 +29,26 @@ from horovod_onebit.kernels.reference import Array, denominator
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
-from horovod_onebit.stats import Times, Traffic, allreduce_bytes
+from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
+from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
 
 HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
+HANDSHAKE_MEANING = {
+    "version": "the version of horovod_onebit",
+    "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
+    "rules": "the optimizer's algorithm",
+    "step": "the number of compressed steps taken",
+}
+AGREEMENT = np.dtype([("version", "<u8"), ("setup", "<u8"), ("options", "<u8"), ("step", "<u8"), ("finite", "<u8")])
+AGREEMENT_MEANING = {
+    "version": "the version of horovod_onebit",
+    "setup": "the recipe, the warm-up, or what is trained (names, shapes, dtypes, memory order, frozen parameters, how "
+    "far the warm-up is)",
+    "options": "the learning rate or another hyperparameter",
+    "step": "the number of compressed steps taken",
+}
 
 
 @dataclass
@@ -99,22 +116,27 @@ class Engine:
         names = ",".join(rule.name for rule in rules)
         record[0] = (_hash(__version__), layout.digest, _hash(names), self.exchanges)
         gathered = self.collectives.allgather(record.view(np.uint8), f"{self.name}.handshake").wait()
-        if gathered.size != self.collectives.size * HANDSHAKE.itemsize:
-            raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
-        records = np.ascontiguousarray(gathered).view(HANDSHAKE)
-        meaning = {
-            "version": "the version of horovod_onebit",
-            "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
-            "rules": "the optimizer's algorithm",
-            "step": "the number of compressed steps taken",
-        }
-        for field, text in meaning.items():
-            differ = np.flatnonzero(records[field] != records[field][0])
-            if differ.size:
-                raise DesyncError(
-                    f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build "
-                    "the same model, optimizer and recipe"
-                )
+        _compare(gathered, HANDSHAKE, self.collectives.size, HANDSHAKE_MEANING)
+
+    def start_agreement(self, *, setup: str, options: str, finite: bool = True) -> Handle:
+        """Start telling all workers what this one is about to do; hand the result to ``finish_agreement``.
+
+        ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``finite`` whether its
+        gradients are. One small collective, which every worker starts in every step whatever it believes, so that
+        workers that disagree are told and not stuck.
+        """
+        # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
+        records = np.zeros(self.collectives.size, AGREEMENT)
+        record = records[self.collectives.rank : self.collectives.rank + 1]
+        for field, text in (("version", __version__), ("setup", f"{self.recipe} {setup}"), ("options", options)):
+            record[field] = _hash(text)
+        record["step"], record["finite"] = self.exchanges, finite
+        return self.collectives.allreduce(records.view(np.int32), f"{self.name}.agreement")
+
+    def finish_agreement(self, handle: Handle) -> bool:
+        """Raise ``DesyncError``, on every worker alike, if they do not agree; whether all are finite."""
+        records = _compare(handle.wait(), AGREEMENT, self.collectives.size, AGREEMENT_MEANING)
+        return bool(records["finite"].all())
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -142,6 +164,12 @@ class Engine:
         self._sent.append(_Sent(message, pending, grads, rules))
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
+
+    def abandon(self) -> None:
+        """Take back what was encoded and sent, without waiting for it."""
+        sent, self._sent = self._sent, []
+        for item in sent:
+            self._restore(item)
 
     def receive(self, *, finite: bool = True) -> bool:
         """Wait for all buckets that were sent, and move the weights.
@@ -192,6 +220,28 @@ class Engine:
             scales, bits = item.message.scales[piece.blocks], item.message.bits[piece.bytes]
             item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
+    def stats(self, *, phase: Phase, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
+        """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
+        error, momentum = self.norms() if norms else (math.nan, math.nan)
+        traffic, times = self.traffic, self.times
+        return Stats(
+            phase=phase.value,
+            step=step,
+            skipped_steps=self.skipped,
+            parameters=parameters,
+            compressed_parameters=compressed,
+            bytes_sent=traffic.total,
+            bytes_received=traffic.total,
+            step_bytes_sent=traffic.step,
+            step_bytes_received=traffic.step,
+            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
+            encode_seconds=times.encode,
+            exchange_seconds=times.exchange,
+            decode_seconds=times.decode,
+            error_norm=error,
+            momentum_norm=momentum,
+        )
+
     def norms(self) -> tuple[float, float]:
         """Euclidean norms of this worker's error feedback and of the momentum, in the space that is compressed.
 
@@ -204,6 +254,25 @@ class Engine:
             momentum += float(np.dot(m, m))
             error += float(np.dot(tensor.residual, tensor.residual))
         return float(np.sqrt(error)), float(np.sqrt(momentum))
+
+
+def _compare(gathered: NDArray, dtype: np.dtype, workers: int, meaning: Mapping[str, str]) -> NDArray:
+    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
+    if gathered.nbytes != workers * dtype.itemsize:
+        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
+    records = np.ascontiguousarray(gathered).view(dtype)
+    joined = np.flatnonzero(records["version"] == 0)  # Horovod lets zeros stand for a worker that has left
+    if joined.size:
+        raise DesyncError(JOINED.format(joined.tolist()))
+    for field, text in meaning.items():
+        differ = np.flatnonzero(records[field] != records[field][0])
+        if differ.size:
+            raise DesyncError(
+                f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
+                "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
+                "broadcast_optimizer_state)"
+            )
+    return records
 
 
 def _hash(text: str) -> int:

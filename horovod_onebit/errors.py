@@ -26,3 +26,9 @@ class DesyncError(OnebitError, RuntimeError):
 
 class NonFiniteError(OnebitError, ArithmeticError):
     """A gradient held NaN or Inf on some worker and the recipe says to raise."""
+
+
+JOINED = (
+    "worker {} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
+    "batches (drop the rest, or sample some twice)"
+)

@@ -45,6 +45,10 @@ class ErrorFeedback:
             if name in self._residuals:
                 self._residuals[name][:] = 0
 
+    def discard(self, name: str) -> None:
+        """Forget the tensor ``name`` itself."""
+        self._residuals.pop(name, None)
+
     def state_dict(self) -> dict[str, Array]:
         """A copy of the residuals. Each worker has its own: save one file per worker."""
         return {name: residual.copy() for name, residual in self._residuals.items()}

@@ -61,6 +61,6 @@ class MPICollectives:
         result = np.empty_like(array)
         return _Handle(self.comm.Ialltoall(array, result), array, result)
 
-    def allreduce(self, array: NDArray[np.float32], name: str) -> _Sum:
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Sum:
         result = np.empty_like(array)
         return _Sum(self.comm, self.comm.Ireduce(array, result, op=MPI.SUM, root=0), array, result)

@@ -74,8 +74,10 @@ class NumpyOptimizer:
         Returns False if all workers skipped it because one had NaN or Inf.
         """
         flat = {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
-        taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
-        self.engine.end_step()
+        try:
+            taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
+        finally:
+            self.engine.end_step()
         self.step_count += taken
         return taken
 

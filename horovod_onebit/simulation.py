@@ -99,7 +99,7 @@ class SimulatedCollectives:
 
         return self._start(name, array, own_parts)
 
-    def allreduce(self, array: NDArray[np.float32], name: str) -> _Waiting:
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Waiting:
         def total(arrays: list[NDArray]) -> NDArray:
             result = arrays[0].copy()
             for other in arrays[1:]:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.errors import WireError
+from horovod_onebit.errors import JOINED, WireError
 from horovod_onebit.layout import Bucket
 
 MAGIC = 0x5449_4231  # "1BIT"
@@ -100,6 +100,9 @@ def read(
         )
     rows = np.ascontiguousarray(gathered).reshape(workers, size)
     headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
+    joined = np.flatnonzero(headers["magic"] == 0)  # Horovod lets zeros stand for a worker that has left
+    if joined.size:
+        raise WireError(JOINED.format(joined.tolist()))
     expected = {"magic": MAGIC, "version": VERSION, "step": step, "layout": stamp.layout}
     expected |= {"bucket": bucket.index, "blocks": bucket.blocks}
     for field, value in expected.items():

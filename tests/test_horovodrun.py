@@ -43,9 +43,9 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return output
 
 
-TORCH = ["tests/ranks/test_torch.py", "tests/ranks/test_process_sets.py"]
+TORCH = [f"tests/ranks/test_{name}.py" for name in ("torch", "torch_state", "torch_faults", "process_sets")]
 KERAS = ["tests/ranks/test_keras.py"]
-OF_FOUR = "(stay_equal and arguments1) or (every_recipe and paper) or nan or sets or alone"
+OF_FOUR = "(stay_equal and arguments1) or (every_recipe and paper) or nan or sets or alone or idiom"
 JOBS = [
     (2, "gloo", TORCH, ""),
     (2, "mpi", TORCH, ""),

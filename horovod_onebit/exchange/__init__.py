@@ -43,8 +43,8 @@ class Collectives(Protocol):
         """Start sending part j of (size * k,) uint8 to worker j; ``wait`` gives (size * k,), part i from worker i."""
         ...
 
-    def allreduce(self, array: NDArray[np.float32], name: str) -> Handle:
-        """Start summing (k,) float32 over the workers; ``wait`` gives the sum (k,), the same bits on each."""
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
+        """Start summing (k,) float32 or int32 over the workers; ``wait`` gives the sum (k,), the same bits on each."""
         ...
 
 

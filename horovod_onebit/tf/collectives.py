@@ -52,7 +52,7 @@ class HorovodCollectives:
             result, _ = hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)
             return _Done(view(result))
 
-    def allreduce(self, array: NDArray[np.float32], name: str) -> _Done:
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Done:
         with tf.device("/CPU:0"):
             tensor = tf.convert_to_tensor(array)
             return _Done(view(hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set)))

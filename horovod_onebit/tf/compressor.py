@@ -156,27 +156,15 @@ class Compressor:
         return [part.reshape(g.shape).astype(g.dtype) for part, g in zip(parts, grads, strict=True)]
 
     def stats(self, norms: bool) -> Stats:
-        engine, optimizer = self.engine, self.optimizer
-        error, momentum = engine.norms() if norms else (math.nan, math.nan)
-        traffic, times = engine.traffic, engine.times
+        optimizer = self.optimizer
         variables = optimizer._trainable_variables
         compressed = [v for v in variables if self.is_compressed(v)] if optimizer.phase is Phase.COMPRESSED else []
-        return Stats(
-            phase=optimizer.phase.value,
+        return self.engine.stats(
+            phase=optimizer.phase,
             step=int(optimizer.iterations),
-            skipped_steps=engine.skipped,
             parameters=sum(math.prod(v.shape) for v in variables),
-            compressed_parameters=sum(math.prod(v.shape) for v in compressed),
-            bytes_sent=traffic.total,
-            bytes_received=traffic.total,
-            step_bytes_sent=traffic.step,
-            step_bytes_received=traffic.step,
-            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
-            encode_seconds=times.encode,
-            exchange_seconds=times.exchange,
-            decode_seconds=times.decode,
-            error_norm=error,
-            momentum_norm=momentum,
+            compressed=sum(math.prod(v.shape) for v in compressed),
+            norms=norms,
         )
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import horovod.torch as hvd
@@ -43,7 +44,19 @@ class HorovodCollectives:
         tensor = torch.from_numpy(array)
         return _Handle(hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set), array)
 
-    def allreduce(self, array: NDArray[np.float32], name: str) -> _Handle:
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
         return _Handle(handle, array)
+
+
+_created: Counter[tuple[int, ...]] = Counter()
+
+
+def next_name(process_set: Any) -> str:
+    """Begins the names of this optimizer's collectives: the same on all workers of the set."""
+    # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members.
+    members = tuple(process_set.ranks or ())
+    number = _created[members]
+    _created[members] += 1
+    return f"onebit.{process_set.process_set_id}.{number}"

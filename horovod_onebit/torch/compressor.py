@@ -15,20 +15,23 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.agreement import Agreement
+from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
-from horovod_onebit.torch.synchronizer import Synchronizer
+from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import FixedWarmup, Phase
 
 logger = logging.getLogger("horovod_onebit")
 
 STATE_VERSION = 1
+STATE_KEY = "horovod_onebit"
+"""Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
 
 
 class Compressor:
@@ -53,13 +56,15 @@ class Compressor:
         self.warmup = warmup
         collectives = HorovodCollectives(process_set)
         self.process_set = process_set
-        self.engine = Engine(recipe, collectives, name=f"onebit.{_next_number()}")
+        self.engine = Engine(recipe, collectives, name=next_name(process_set))
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}
         self.variance_steps: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
         self._prepared = False
+        self.version = 0  # how often what is trained, or how, has changed
+        self.agreement = Agreement(self)
         if collectives.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
@@ -67,29 +72,53 @@ class Compressor:
 
     @property
     def phase(self) -> Phase:
+        self.adopt()
         return Phase.COMPRESSED if self.bindings else Phase.WARMUP
 
+    def adopt(self) -> None:
+        """Take over the progress that ``hvd.broadcast_optimizer_state`` has put into the first group, if it has."""
+        own = self.optimizer.param_groups[0].pop(STATE_KEY, None) if self.optimizer.param_groups else None
+        if own is not None:
+            self.load_state_dict(own, None, keep_feedback=True)
+
     def check_groups(self) -> None:
-        """Take notice of parameters that are new or newly trained: they warm up first."""
+        """Take notice of parameters that are new, newly trained, or gone; new ones warm up first."""
+        self.adopt()
         fresh = []
         for index, group in enumerate(self.optimizer.param_groups):
             for position, p in enumerate(group["params"]):
                 if not p.requires_grad or p in self.exact_steps:
                     continue
-                if p not in self.names:
-                    self.adapter.check(group)
-                    self.names[p] = self._new_name(group, index, position)
-                    check_parameter(self.names[p], p)
+                name = self.names.get(p) or self._new_name(group, index, position)
+                self.adapter.check(group)
+                check_parameter(name, p)
+                self.names[p] = name
                 self.adapter.init_state(group, p, self.optimizer.state[p])
                 self.exact_steps[p] = 0
                 fresh.append(p)
-        if self.optimizer._participates:
+        if fresh and self.optimizer._participates:
             self.synchronizer.add(fresh)
+        if gone := self.exact_steps.keys() - set(self.ordered()):
+            self._forget(gone)
+
+    def _forget(self, gone: set[torch.Tensor]) -> None:
+        """Parameters were taken out of the groups."""
+        self.synchronizer.forget(gone)
+        for p in gone:
+            self.bindings.pop(p, None)
+            self.variance_steps.pop(p, None)
+            del self.exact_steps[p]
+            self.engine.feedback.discard(self.names[p])
+        self._changed()
+
+    def _changed(self) -> None:
+        self._prepared = False
+        self.version += 1
 
     def _new_name(self, group: Mapping[str, Any], index: int, position: int) -> str:
         names = group.get("param_names")
         name = names[position] if names else f"allreduce.noname.{index}.{position}"
-        if name in self.names.values():
+        if name in {self.names[p] for p in self.exact_steps}:
             raise ConfigurationError(f"add_param_group: the name {name!r} is taken by another parameter")
         return name
 
@@ -110,14 +139,25 @@ class Compressor:
         binding.tensor.variance_steps = self.variance_steps[p]
         binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
         self.bindings[p] = binding
-        self._prepared = False
+        # In the order of the groups, however they came: the layout must not depend on history.
+        self.bindings = {q: self.bindings[q] for q in self.ordered() if q in self.bindings}
+        self._changed()
 
-    def _refresh_bindings(self) -> None:
+    def _unbind(self, p: torch.Tensor, binding: Binding) -> None:
+        """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
+        binding.release()
+        self.adapter.rewind(self._group_of(p), binding.state, self.variance_steps[p])
+        p.grad = None
+        self.engine.feedback.reset([self.names[p]])
+        del self.bindings[p], self.variance_steps[p]
+        self.exact_steps[p] = 0
+        self._changed()
+
+    def refresh_bindings(self) -> None:
         """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
         for p, binding in list(self.bindings.items()):
             if not p.requires_grad:
-                del self.bindings[p]
-                self._prepared = False
+                self._unbind(p, binding)
             elif binding.state is not self.optimizer.state.get(p) or not binding.is_current():
                 self._bind(p)
 
@@ -125,22 +165,34 @@ class Compressor:
 
     def synchronize(self) -> None:
         """Average all gradients in warm-up; afterwards they stay local until ``step``."""
-        if self.phase is Phase.WARMUP:
-            self.synchronizer.wait()
-        else:
+        self.check_groups()
+        compressed = self.phase is Phase.COMPRESSED
+        finite = not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(self.exact_steps))
+        self.refresh_bindings()
+        self.agreement.start(finite)
+        if not self.agreement.finish():
+            self._spoil()
+        if compressed:
             self.synchronizer.reset()
+        else:
+            self.synchronizer.wait()
+
+    def _spoil(self) -> None:
+        """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
+        p = next(iter(self.bindings))
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        p.grad.view(-1)[:1] = math.inf
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients alike on all workers; see ``DistributedOptimizer.clip_grad_norm_``."""
-        self.check_groups()
-        self.synchronize()
         grads = [p.grad for p in self.exact_steps if p.grad is not None]
         squares = float(sum(g.detach().double().square().sum() for g in grads))
         if self.phase is Phase.COMPRESSED:
             total = torch.tensor([squares], dtype=torch.float64)
             name = f"{self.engine.name}.norm"
             mean = hvd.allreduce(total, name=name, op=hvd.Average, process_set=self.process_set)
-            squares = float(mean)
+            squares = float(mean) * (self.engine.collectives.size**2 if self.sum_gradients else 1)
         norm = math.sqrt(squares)
         if not norm <= max_norm:
             for g in grads:
@@ -165,25 +217,31 @@ class Compressor:
         """
         self.check_groups()
         self.synchronizer.check_owned()
-        if self.phase is Phase.WARMUP:
-            taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
-        else:
-            taken = self._compressed_step(exact_step, loss_scale)
-        if taken:
-            self.steps += 1
-            self._mature()
-        self.engine.end_step()
-        return taken
+        try:
+            self.refresh_bindings()
+            self.agreement.start()
+            if self.phase is Phase.WARMUP:
+                taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
+            else:
+                taken = self._compressed_step(exact_step, loss_scale)
+            if taken:
+                self.steps += 1
+                self._mature()
+            return taken
+        finally:
+            self.agreement.reset()
+            self.engine.end_step()
 
     def _warmup_step(
         self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
     ) -> bool:
+        self.agreement.finish()
         if synchronize:
             self.synchronizer.wait()
         exact = self._exact()
         if loss_scale is not None:
-            _unscale(exact, loss_scale)
-        if check_finite and not _all_finite(exact):
+            unscale(exact, loss_scale)
+        if check_finite and not all_finite(exact):
             self.engine.skipped += 1
             return False
         exact_step()
@@ -191,23 +249,31 @@ class Compressor:
         return True
 
     def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
-        self._refresh_bindings()
         bindings = list(self.bindings.values())
         rules = self._rules(loss_scale or 1.0)
         if not self._prepared:
+            self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
             details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in bindings]
             self.engine.prepare([b.tensor for b in bindings], rules, details)
             self._prepared = True
         assert self.engine.layout is not None
         exact = self._exact()
+        for p in self.exact_steps:
+            if not p.requires_grad:  # frozen since its backward pass: that gradient is this worker's alone
+                p.grad = None
         if loss_scale is not None:
-            _unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
+            unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
         finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
         for binding in bindings:
             binding.pull()
         grads = {i: binding.grad() for i, binding in enumerate(bindings)}
         for bucket in self.engine.layout.buckets:
             self.engine.send(bucket.index, grads, rules)
+        try:
+            self.agreement.finish()
+        except DesyncError:
+            self.engine.abandon()
+            raise
         finite = finish()
         self.synchronizer.reset()
         if not self.engine.receive(finite=finite):
@@ -236,7 +302,7 @@ class Compressor:
         """The rule of each compressed parameter, with its group's hyperparameters of now."""
         workers = self.engine.collectives.size
         grad_scale = (workers if self.sum_gradients else 1.0) / loss_scale
-        of = {}
+        of: dict[torch.Tensor, Rule] = {}
         for group in self.optimizer.param_groups:
             rule = self.adapter.rule(group, grad_scale)
             of.update(dict.fromkeys(group["params"], rule))
@@ -249,28 +315,18 @@ class Compressor:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def stats(self, norms: bool) -> Stats:
-        engine = self.engine
-        error, momentum = engine.norms() if norms else (math.nan, math.nan)
-        traffic, times = engine.traffic, engine.times
-        return Stats(
-            phase=self.phase.value,
+        return self.engine.stats(
+            phase=self.phase,
             step=self.steps,
-            skipped_steps=engine.skipped,
             parameters=sum(p.numel() for p in self.exact_steps),
-            compressed_parameters=sum(p.numel() for p in self.bindings),
-            bytes_sent=traffic.total,
-            bytes_received=traffic.total,
-            step_bytes_sent=traffic.step,
-            step_bytes_received=traffic.step,
-            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
-            encode_seconds=times.encode,
-            exchange_seconds=times.exchange,
-            decode_seconds=times.decode,
-            error_norm=error,
-            momentum_norm=momentum,
+            compressed=sum(p.numel() for p in self.bindings),
+            norms=norms,
         )
 
-    def _ordered(self) -> list[torch.Tensor]:
+    def _group_of(self, p: torch.Tensor) -> dict[str, Any]:
+        return next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
+
+    def ordered(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def state_dict(self) -> dict[str, Any]:
@@ -280,21 +336,28 @@ class Compressor:
             "steps": self.steps,
             "skipped": self.engine.skipped,
             "exchanges": self.engine.exchanges,
-            "exact_steps": [self.exact_steps.get(p, 0) for p in self._ordered()],
-            "variance_steps": [self.variance_steps.get(p, 0) for p in self._ordered()],
+            "exact_steps": [self.exact_steps.get(p, 0) for p in self.ordered()],
+            "variance_steps": [self.variance_steps.get(p, 0) for p in self.ordered()],
         }
 
-    def load_state_dict(self, own: Mapping[str, Any] | None, whole: Mapping[str, Any]) -> None:
-        """Take over ``own``, a ``state_dict()``; None means a state of a plain optimizer, which warms up."""
+    def load_state_dict(
+        self, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
+    ) -> None:
+        """Take over ``own``, a ``state_dict()``; None means a state of a plain optimizer, which warms up.
+
+        ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
+        """
         if own is not None and own.get("version") != STATE_VERSION:
             raise ConfigurationError(
                 f"this optimizer state has format {own.get('version')!r}, expected {STATE_VERSION}"
             )
         self.synchronizer.reset()
         self.bindings.clear()
+        self._changed()
         self.variance_steps.clear()
-        self.engine.feedback.reset()
-        params = self._ordered()
+        if not keep_feedback:
+            self.engine.feedback.reset()
+        params = self.ordered()
         counts = list(own["exact_steps"]) if own else [0] * len(params)
         seen = list(own["variance_steps"]) if own else [0] * len(params)
         self.steps = own["steps"] if own else 0
@@ -307,15 +370,22 @@ class Compressor:
         for position, p in enumerate(params):
             if p in self.exact_steps:
                 self.exact_steps[p] = counts[position]
-            if seen[position]:
+            if not seen[position]:
+                continue
+            if self.warmup.phase(counts[position]) is Phase.COMPRESSED:
                 self.variance_steps[p] = seen[position]
-        self._keep_float32(whole)
+            else:
+                self.adapter.rewind(self._group_of(p), self.optimizer.state[p], seen[position])
+        if whole is not None:
+            self._keep_float32(whole, params)
         self._mature()
 
-    def _keep_float32(self, whole: Mapping[str, Any]) -> None:
+    def _keep_float32(self, whole: Mapping[str, Any], params: list[torch.Tensor]) -> None:
         """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
         ids = [i for group in whole["param_groups"] for i in group["params"]]
-        for position, p in zip(ids, self._ordered(), strict=True):
+        for position, p in zip(ids, params, strict=True):
+            if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.WARMUP:
+                continue
             for key in (self.adapter.momentum_key, self.adapter.variance_key):
                 value = whole["state"].get(position, {}).get(key)
                 if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
@@ -326,23 +396,3 @@ class Compressor:
         if unknown:
             raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
         self.engine.feedback.load_state_dict(state)
-
-
-_created = 0
-
-
-def _next_number() -> int:
-    """How many were made before in this process: the same on all workers, so that names of collectives agree."""
-    global _created
-    _created += 1
-    return _created - 1
-
-
-def _all_finite(parameters: list[torch.Tensor]) -> bool:
-    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
-
-
-def _unscale(parameters: list[torch.Tensor], loss_scale: float) -> None:
-    for p in parameters:
-        if p.grad is not None:
-            p.grad.mul_(1.0 / loss_scale)

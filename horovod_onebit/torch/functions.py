@@ -12,6 +12,7 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
 
 class _Slot:
@@ -34,10 +35,22 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         return
     if not 0 <= root_rank < hvd.size():
         raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
+    if process_set.ranks is not None and root_rank not in process_set.ranks:
+        raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
     structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
     structure = hvd.broadcast_object(structure, root_rank, name="onebit.state", process_set=process_set)
+    own = [len(group["params"]) for group in optimizer.param_groups]
+    sent = [len(group["params"]) for group in structure["param_groups"]]
+    same = torch.tensor([own == sent], dtype=torch.uint8)
+    alike = hvd.allgather(same, name="onebit.state.groups", process_set=process_set)
+    if not alike.all():
+        others = torch.nonzero(alike == 0).flatten().tolist()
+        raise ConfigurationError(
+            f"broadcast_optimizer_state: worker {others} has other parameter groups than the root, whose numbers of "
+            f"parameters are {sent} (here: {own}). Build the same optimizer, and add the same groups, on all workers"
+        )
     if not is_root:
         structure = _put_in(structure, tensors)
     handles = []
@@ -52,7 +65,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         if not is_root:
             tensor.copy_(received.view(tensor.dtype).reshape(tensor.shape))
     if not is_root:
-        optimizer.load_state_dict(structure)
+        if isinstance(optimizer, _DistributedOptimizer):
+            optimizer._load(structure, keep_feedback=True)
+        else:
+            optimizer.load_state_dict(structure)
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -14,20 +14,19 @@ import torch
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import FixedWarmup, Phase
 
 logger = logging.getLogger("horovod_onebit")
 
-STATE_KEY = "horovod_onebit"
-
 
 class _DistributedOptimizer:
     """Mixed into the wrapped optimizer's class; the methods that users call."""
 
     param_groups: list[dict[str, Any]]
+    state: Any
     _synchronizer: Synchronizer
     _compressor: Compressor
     _participates: bool
@@ -52,7 +51,7 @@ class _DistributedOptimizer:
         Afterwards averaged gradients never exist: what is averaged is the update. The gradients stay this worker's own
         until ``step()``, so what is done to them in between is done to them alone; to clip, ``clip_grad_norm_``.
         """
-        if self._participates:
+        if self._participates and (self._synchronizer.pending() or not self._arrived):
             self._compressor.synchronize()
         self._synchronized = self._arrived = True
 
@@ -76,6 +75,8 @@ class _DistributedOptimizer:
             raise ConfigurationError(f"max_norm={max_norm!r}: expected a positive number")
         if not self._participates:
             return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
+        if self._synchronizer.pending() or not self._arrived:
+            self._compressor.synchronize()
         self._arrived = True
         return self._compressor.clip_grad_norm_(max_norm)
 
@@ -86,6 +87,8 @@ class _DistributedOptimizer:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
+        self._synchronized = self._arrived = False
+        self._compressor.agreement.reset()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -133,8 +136,11 @@ class _DistributedOptimizer:
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
         super().add_param_group(param_group)  # type: ignore[misc]
-        if hasattr(self, "_compressor"):
+        try:
             self._compressor.check_groups()
+        except (ConfigurationError, UnsupportedError):
+            self.param_groups.pop()
+            raise
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
@@ -143,7 +149,7 @@ class _DistributedOptimizer:
         if self._participates and self._should_synchronize and self._synchronizer.pending():
             self._compressor.synchronize()
             self._arrived = True
-        return True
+        return self._participates
 
     @_step_supports_amp_scaling.setter
     def _step_supports_amp_scaling(self, value: bool) -> None:
@@ -180,18 +186,34 @@ class _DistributedOptimizer:
     # -- state ----------------------------------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and under ``"horovod_onebit"`` how far the warm-up is: the same on all
-        workers, so that saving worker 0's is enough. The error feedback is apart: ``feedback_state_dict``."""
+        """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group how far the warm-up is:
+        the same on all workers, so that saving worker 0's is enough. The error feedback is apart:
+        ``feedback_state_dict``."""
+        self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
-        state[STATE_KEY] = self._compressor.state_dict()
+        state["param_groups"][0][STATE_KEY] = self._compressor.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
+        self._load(state_dict, keep_feedback=False)
+
+    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
+        for group in state_dict["param_groups"]:
+            self._compressor.adapter.check(group)
+        groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        # In place: schedulers that were made before wrapping hold the old objects.
+        for old, new in zip(groups, self.param_groups, strict=True):
+            old.clear()
+            old.update(new)
+        state.clear()
+        state.update(self.state)
+        self.param_groups, self.state = groups, state
         self._synchronized = self._arrived = False
         self._should_synchronize = True
-        self._compressor.load_state_dict(state_dict.get(STATE_KEY), state_dict)
+        own = self.param_groups[0].pop(STATE_KEY, None)
+        self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback)
 
 
 def DistributedOptimizer(
@@ -241,7 +263,8 @@ def DistributedOptimizer(
     for group in optimizer.param_groups:
         adapter.check(group)
     for p, name in names.items():
-        check_parameter(name, p)
+        if p.requires_grad:
+            check_parameter(name, p)
 
     wrapped = _instance(optimizer)
     compressor = Compressor(

@@ -37,6 +37,9 @@ class Adapter:
         """Give ``p`` the state that its first step would make, so that all workers have the same keys."""
         raise NotImplementedError
 
+    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+        """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its variance has seen."""
+
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
         """The rule with the hyperparameters that ``group`` has now."""
         raise NotImplementedError
@@ -55,6 +58,14 @@ class AdamAdapter(Adapter):
         state["step"] = torch.zeros((), dtype=dtype, device=device)
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+        # Adam corrects both moments by one count; the momentum's is higher, so it would be corrected too much.
+        beta1 = float(group["betas"][0])
+        taken = float(state["step"])
+        if taken > steps > 0:
+            state["exp_avg"].mul_((1 - beta1**steps) / (1 - beta1**taken))
+            state["step"].fill_(steps)
 
     def rule(self, group: ParamGroup, grad_scale: float) -> Adam:
         beta1, beta2 = group["betas"]
@@ -175,6 +186,8 @@ class Binding:
             shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32)
             value = shared.copy_(value)
         self.state[key] = value
+        # An overflow of the second moment in warm-up makes an element stand still; infinity would spread here.
+        value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
         self.shared[key] = value
         return flat(value, self.strides).numpy()
 
@@ -182,6 +195,11 @@ class Binding:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""
         same_state = all(self.state.get(key) is value for key, value in self.shared.items())
         return same_state and self.data_ptr == self.p.data_ptr()
+
+    def release(self) -> None:
+        """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
+        for key, value in self.shared.items():
+            self.state[key] = value.to(self.p.device, self.p.dtype)
 
     def grad(self) -> np.ndarray:
         """The gradient as flat float32; shares memory where it can. Valid until the next backward pass."""

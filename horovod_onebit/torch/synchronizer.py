@@ -58,7 +58,7 @@ class Synchronizer:
         self.prescale = 1.0 / gradient_predivide_factor if average else 1.0
         self.postscale = gradient_predivide_factor if average else 1.0
         self.parameters: list[torch.Tensor] = []
-        self.lost: str | None = None  # a parameter that another DistributedOptimizer took over
+        self.lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self.passes_left: dict[torch.Tensor, int] = {}
         self.handles: dict[torch.Tensor | Group, tuple[Any, Any]] = {}
         self._groups_asked = groups
@@ -78,8 +78,8 @@ class Synchronizer:
         if p in _owners:
             handle, owner = _owners[p]
             handle.remove()
-            if owner() is not None:
-                owner().lost = self.names[p]
+            if owner() not in (None, self):
+                owner().lost.add(p)
         own = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -89,11 +89,28 @@ class Synchronizer:
 
         _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
 
+    def forget(self, parameters: set[torch.Tensor]) -> None:
+        """Stop watching ``parameters``, which were taken out of the optimizer."""
+        self.parameters = [p for p in self.parameters if p not in parameters]
+        self.lost -= parameters
+        for p in parameters:
+            self.passes_left.pop(p, None)
+            self.handles.pop(p, None)
+            if p in _owners and _owners[p][1]() is self:
+                _owners.pop(p)[0].remove()
+        for group in [g for g in self._ready_in_group if not parameters.isdisjoint(g)]:
+            del self._ready_in_group[group]
+            self.handles.pop(group, None)
+            self._add_group(tuple(p for p in group if p not in parameters))
+            for p in parameters.intersection(group):
+                del self._group_of[p]
+
     def check_owned(self) -> None:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
-        if self.lost is not None:
+        if self.lost:
+            names = ", ".join(sorted(self.names[p] for p in self.lost))
             raise ConfigurationError(
-                f"parameter {self.lost!r} belongs to a DistributedOptimizer that was built later: use that one, and "
+                f"parameter {names} belongs to a DistributedOptimizer that was built later: use that one, and "
                 "one optimizer for each parameter"
             )
 
@@ -107,10 +124,13 @@ class Synchronizer:
         else:
             known = set(parameters)
             groups = [tuple(p for p in group if p in known) for group in asked]
-        for group in filter(None, groups):
+        for group in groups:
+            self._add_group(group)
+
+    def _add_group(self, group: Group) -> None:
+        if group:
             self._ready_in_group[group] = 0
-            for p in group:
-                self._group_of[p] = group
+            self._group_of.update(dict.fromkeys(group, group))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         if not isinstance(passes, int) or passes < 1:
@@ -142,7 +162,7 @@ class Synchronizer:
             self.handles[p] = self._start(p)
             return
         self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == len(group):
+        if self._ready_in_group[group] == sum(q.requires_grad for q in group):
             self._start_group(group)
 
     def _densify(self, p: torch.Tensor) -> None:
@@ -178,7 +198,8 @@ class Synchronizer:
         )
         return handle, context
 
-    def _start_group(self, group: Group) -> None:
+    def _start_group(self, whole: Group) -> None:
+        group = tuple(p for p in whole if p.requires_grad)
         tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
         for p, tensor in zip(group, tensors, strict=True):
             self._count(tensor, p)
@@ -191,7 +212,7 @@ class Synchronizer:
             postscale_factor=self.postscale,
             process_set=self.process_set,
         )
-        self.handles[group] = (handle, contexts)
+        self.handles[whole] = (handle, contexts)
 
     def _count(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
         workers = self.process_set.size()
@@ -205,7 +226,7 @@ class Synchronizer:
     def wait(self) -> None:
         """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum)."""
         for group in self._ready_in_group:
-            if group not in self.handles:
+            if group not in self.handles and any(p.requires_grad for p in group):
                 self._start_group(group)
         for p in self.parameters:
             alone = p not in self._group_of and p.requires_grad
@@ -216,7 +237,8 @@ class Synchronizer:
                 continue
             output = hvd.synchronize(handle)
             if isinstance(key, tuple):
-                for p, tensor, one in zip(key, output, context, strict=True):
+                members = [p for p in key if p.requires_grad]
+                for p, tensor, one in zip(members, output, context, strict=True):
                     self._store(p, tensor, one)
             else:
                 self._store(key, output, context)
@@ -264,3 +286,15 @@ class Synchronizer:
             process_set=self.process_set,
         )
         return group, handle, context
+
+
+def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients of ``parameters`` are finite."""
+    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+
+
+def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
+    """Divide the gradients of ``parameters`` by ``loss_scale``."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(1.0 / loss_scale)

@@ -1,0 +1,214 @@
+"""The PyTorch face on real ranks: NaN, ranks that disagree, and what is refused."""
+
+import horovod.torch as hvd
+import numpy as np
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+
+# -- faults -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_nan_on_one_rank_is_skipped_by_all(exchange):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3, recipe=Recipe(exchange=exchange))
+    train(model, optimizer, 6)
+    before, owed = weights(model), optimizer.feedback_state_dict()
+    moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters() if p.requires_grad]
+    x, y = batch(6)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    if RANK == SIZE - 1:
+        model.second.weight.grad[3, 5] = float("nan")
+    optimizer.step()
+    assert torch.equal(before, weights(model))
+    after = [optimizer.state[p]["exp_avg"] for p in model.parameters() if p.requires_grad]
+    assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
+    for name, value in optimizer.feedback_state_dict().items():
+        torch.testing.assert_close(value, owed[name], atol=1e-5, rtol=0)
+    assert optimizer.stats().skipped_steps == 1
+    train(model, optimizer, 5, start=7)
+    assert_replicas_equal(model)
+
+
+def test_nan_raises_on_all_when_asked_to():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=Recipe(on_nonfinite="raise"))
+    train(model, optimizer, 4)
+    x, y = batch(6)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    if RANK == 0:
+        model.first.weight.grad[0, 0] = float("inf")
+    with pytest.raises(NonFiniteError, match=r"worker \[0\]"):
+        optimizer.step()
+
+
+DISAGREEMENTS = ["recipe", "names", "shape", "warmup", "lr", "betas", "frozen", "state"]
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_ranks_that_disagree_are_told_at_once(what):
+    odd = RANK == SIZE - 1
+    big = torch.nn.Parameter(torch.zeros(48 if what == "shape" and odd else 40, 60))
+    small = torch.nn.Parameter(torch.zeros(3))
+    recipe = Recipe(scale="rms" if what == "recipe" and odd else "guarded")
+    name = "other" if what == "names" and odd else "big"
+    optimizer = torch.optim.AdamW([big, small], betas=(0.8 if what == "betas" and odd else 0.9, 0.999))
+    named = [(name, big), ("small", small)]
+    warmup = 3 if what == "warmup" and odd else 4
+    optimizer = onebit.DistributedOptimizer(optimizer, named, warmup_steps=warmup, recipe=recipe)
+    if what == "state":
+        for _ in range(6):
+            optimizer.zero_grad()
+            (big.sum() + small.sum()).backward()
+            optimizer.step()
+        state = optimizer.state_dict()
+        optimizer = torch.optim.AdamW([big, small])
+        optimizer = onebit.DistributedOptimizer(optimizer, named, warmup_steps=4)
+        if not odd:
+            optimizer.load_state_dict(state)
+    if what == "lr" and odd:
+        optimizer.param_groups[0]["lr"] = 0.5
+    if what == "frozen" and odd:
+        big.requires_grad_(False)
+    for p in (big, small):
+        p.grad = torch.ones_like(p)
+    with pytest.raises(DesyncError, match="differs between workers"):
+        optimizer.step()
+
+
+def test_a_worker_that_has_joined():
+    """In warm-up; in the compressed stage Horovod itself aborts the worker that joined, after this message."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=4)
+    train(model, optimizer, 2)
+    if RANK == 0:
+        for p in model.parameters():
+            p.grad = torch.ones_like(p)
+        with pytest.raises(DesyncError, match=r"worker \[1.*\] called hvd.join"):
+            optimizer.step()
+    hvd.join()
+
+
+def test_the_scales_of_gradscalers_stay_together():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    for step in range(8):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        if step in (2, 5) and RANK == SIZE - 1:
+            model.first.weight.grad[0, 0] = float("inf")
+        if step > 3:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        assert len(set(hvd.allgather_object(scaler.get_scale()))) == 1
+    assert scaler.get_scale() == 64.0
+    assert optimizer.stats().skipped_steps == 2
+    assert_replicas_equal(model)
+
+
+# -- refusals, before any collective ----------------------------------------------------------------------------------
+
+
+def two_parameters(dtype=torch.float32):
+    return [torch.nn.Parameter(torch.zeros(10, dtype=dtype)) for _ in range(2)]
+
+
+class OwnStep(torch.optim.AdamW):
+    def step(self, closure=None):
+        return super().step(closure)
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        (lambda p: torch.optim.Adam(p, amsgrad=True), "without amsgrad"),
+        (lambda p: torch.optim.AdamW(p, capturable=True), "without capturable"),
+        (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "without differentiable"),
+        (lambda p: torch.optim.RMSprop(p), "torch.optim.Adam, AdamW, SGD"),
+        (lambda p: OwnStep(p), "must not override step"),
+    ],
+)
+def test_optimizers_that_have_no_one_bit_form(build, message):
+    with pytest.raises(UnsupportedError, match=message):
+        onebit.DistributedOptimizer(build(two_parameters()), warmup_steps=10)
+
+
+def test_other_refusals():
+    p = two_parameters()
+    named = [("a", p[0]), ("b", p[1])]
+
+    def attempt(optimizer=None, named_parameters=named, **arguments):
+        optimizer = torch.optim.AdamW(p) if optimizer is None else optimizer
+        return onebit.DistributedOptimizer(optimizer, named_parameters, **({"warmup_steps": 10} | arguments))
+
+    refused = [
+        (ConfigurationError, "unique. Found duplicates: a", {"named_parameters": [("a", p[0]), ("a", p[1])]}),
+        (ConfigurationError, "not named", {"named_parameters": named[:1]}),
+        (ConfigurationError, "tuples", {"named_parameters": p}),
+        (UnsupportedError, "hvd.Average or hvd.Sum", {"op": hvd.Adasum}),
+        (ConfigurationError, "backward_passes_per_step", {"backward_passes_per_step": 0}),
+        (ConfigurationError, "recipe=", {"recipe": "fast"}),
+        (ConfigurationError, "groups", {"groups": "all"}),
+        (ConfigurationError, "only appear once", {"groups": [[p[0]], [p[0]]]}),
+        (ConfigurationError, "needs op", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
+    ]
+    refused += [(ConfigurationError, "warmup_steps", {"warmup_steps": n}) for n in (0, -1, 1.5, True, "auto")]
+    for kind, message, arguments in refused:
+        with pytest.raises(kind, match=message):
+            attempt(**arguments)
+    with pytest.raises(ConfigurationError, match="already"):
+        attempt(attempt())
+    with pytest.raises(ConfigurationError, match="plain torch"):
+        attempt(hvd.DistributedOptimizer(torch.optim.AdamW(p), named_parameters=named))
+    c = two_parameters(torch.complex64)
+    with pytest.raises(UnsupportedError, match="complex64"):
+        attempt(torch.optim.SGD(c, lr=0.1), [("a", c[0]), ("b", c[1])])
+
+
+def test_sparse_gradients():
+    for dense in (False, True):
+        torch.manual_seed(0)
+        embedding = torch.nn.Embedding(100, 30, sparse=True)
+        optimizer = torch.optim.SGD(embedding.parameters(), lr=0.1)
+        named = list(embedding.named_parameters())
+        optimizer = onebit.DistributedOptimizer(optimizer, named, warmup_steps=2, sparse_as_dense=dense)
+        for _ in range(5):
+            optimizer.zero_grad()
+            loss = embedding(torch.tensor([1, 2, 3 + RANK])).square().sum()
+            if dense:
+                loss.backward()
+                optimizer.step()
+            else:
+                with pytest.raises(UnsupportedError, match="sparse_as_dense=True"):
+                    loss.backward()
+                break
+        if dense:
+            assert_replicas_equal(embedding)
+
+
+def test_the_collectives_are_what_they_say():
+    from horovod_onebit.torch.collectives import HorovodCollectives
+
+    world = HorovodCollectives()
+    own = np.full(3, RANK, np.uint8)
+    gathered = world.allgather(own, "check.gather").wait()
+    assert gathered.tolist() == [r for r in range(SIZE) for _ in range(3)]
+    parts = np.array([10 * RANK + j for j in range(SIZE)], np.uint8)
+    assert world.alltoall(parts, "check.alltoall").wait().tolist() == [10 * i + RANK for i in range(SIZE)]
+    total = world.allreduce(np.full(2, RANK + 1, np.float32), "check.sum").wait()
+    assert total.tolist() == [SIZE * (SIZE + 1) / 2] * 2

@@ -1,0 +1,316 @@
+"""The PyTorch face on real ranks: saving, loading, broadcasting, freezing, several optimizers."""
+
+import copy
+import warnings
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
+from horovod_onebit.warmup import Phase
+from tests.ranks.torch_common import (
+    OPTIMIZERS,
+    RANK,
+    Net,
+    assert_replicas_equal,
+    batch,
+    train,
+    two_ranks_only,
+    weights,
+    wrap,
+)
+
+# -- state ------------------------------------------------------------------------------------------------------------
+
+
+@two_ranks_only
+@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS[1:4])
+@pytest.mark.parametrize("at", [3, 10])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_a_resumed_run_continues_bit_for_bit(kind, arguments, at, exchange, tmp_path):
+    recipe = Recipe(exchange=exchange)
+    model = Net()
+    optimizer = wrap(model, kind, warmup_steps=5, recipe=recipe, **arguments)
+    train(model, optimizer, at)
+    file = tmp_path / f"{RANK}.pt"
+    saved = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "feedback": optimizer.feedback_state_dict(),
+    }
+    torch.save(saved, file)
+    train(model, optimizer, 8, start=at)
+
+    again = Net(seed=1)
+    resumed = wrap(again, kind, warmup_steps=5, recipe=recipe, **arguments)
+    loaded = torch.load(file, weights_only=True)
+    again.load_state_dict(loaded["model"])
+    resumed.load_state_dict(loaded["optimizer"])
+    resumed.load_feedback_state_dict(loaded["feedback"])
+    assert resumed.stats(norms=False).step == at
+    train(again, resumed, 8, start=at)
+    assert torch.equal(weights(model), weights(again))
+
+
+def test_a_plain_state_loads_and_warms_up():
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    plain.step()
+    model.zero_grad()
+    optimizer = wrap(model, warmup_steps=3)
+    optimizer.load_state_dict(plain.state_dict())
+    assert float(optimizer.state[model.first.weight]["step"]) == 1
+    assert optimizer.phase is Phase.WARMUP
+    train(model, optimizer, 5)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+def test_wrapping_keeps_state_and_defaults():
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3, betas=(0.8, 0.9), eps=1e-5)
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    plain.step()
+    moment = plain.state[model.first.weight]["exp_avg"].clone()
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=3)
+    assert torch.equal(optimizer.state[model.first.weight]["exp_avg"], moment)
+    assert optimizer.defaults["betas"] == (0.8, 0.9)
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [OPTIMIZERS[1], *OPTIMIZERS[3:]])
+@pytest.mark.parametrize("broadcast", [hvd.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
+def test_broadcasting_a_fresh_state_moves_nothing(kind, arguments, broadcast):
+    model = Net()
+    optimizer = wrap(model, kind, **arguments)
+    before = weights(model)
+    broadcast(optimizer, root_rank=0)
+    assert torch.equal(before, weights(model))
+    assert optimizer.stats().step == 0
+    train(model, optimizer, 8)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_a_state_that_only_rank_0_has_reaches_all(steps):
+    model = Net()
+    first = wrap(model, warmup_steps=5)
+    train(model, first, steps)
+    state = copy.deepcopy(first.state_dict())
+    optimizer = wrap(model, warmup_steps=5)
+    if RANK == 0:
+        optimizer.load_state_dict(state)
+        optimizer.param_groups[0]["lr"] = 0.125
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.param_groups[0]["lr"] == 0.125
+    assert optimizer.phase is first.phase
+    for p in model.parameters():
+        if p in first.state:
+            assert torch.equal(optimizer.state[p]["exp_avg"], first.state[p]["exp_avg"])
+    optimizer.param_groups[0]["lr"] = 1e-3
+    train(model, optimizer, 6, start=steps)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
+def test_the_resume_idiom_of_horovod_scripts(steps):
+    """Rank 0 alone loads the checkpoint; Horovod's own functions bring it to all."""
+    model = Net()
+    first = wrap(model, warmup_steps=5)
+    train(model, first, steps)
+    checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()})
+    again = Net(seed=RANK)
+    optimizer = wrap(again, warmup_steps=5)
+    if RANK == 0:
+        again.load_state_dict(checkpoint["model"])
+        optimizer.load_state_dict(checkpoint["optimizer"])
+    hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert optimizer.phase is first.phase
+    assert optimizer.stats().step == steps
+    assert "horovod_onebit" not in optimizer.param_groups[0]
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        if p.requires_grad:
+            assert torch.equal(first.state[p]["exp_avg"], optimizer.state[q]["exp_avg"])
+    train(again, optimizer, 6, start=steps)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(again)
+
+
+def test_a_broadcast_between_different_groups_is_refused_everywhere():
+    model = Net()
+    extra = torch.nn.Parameter(torch.zeros(5))
+    optimizer = wrap(model)
+    if RANK == 0:
+        optimizer.add_param_group({"params": [extra]})
+    with pytest.raises(ConfigurationError, match="other parameter groups"):
+        onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+def test_loading_into_a_longer_warm_up_makes_no_leap():
+    model = Net()
+    first = wrap(model, warmup_steps=3)
+    train(model, first, 100)
+    state = copy.deepcopy(first.state_dict())
+    optimizer = wrap(model, warmup_steps=200)
+    optimizer.load_state_dict(state)
+    assert optimizer.phase is Phase.WARMUP
+    before = model.first.weight.detach().clone()
+    train(model, optimizer, 1, start=100)
+    assert float((model.first.weight - before).abs().max()) < 4e-3
+    assert optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"] == [0] * 10
+
+
+# -- which parameters -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "compressed"])
+def test_a_group_that_leaves_and_comes_back(phase):
+    model = Net()
+    late = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = wrap(model, warmup_steps=2 if phase == "compressed" else 50)
+    optimizer.add_param_group({"params": [late]})
+
+    def some_steps(start, moves):
+        before = late.detach().clone()
+        for step in range(start, start + 4):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            (cross_entropy(model(x), y) + (late * x.mean()).sum()).backward()
+            optimizer.step()
+            late.grad = None
+        assert torch.equal(before, late) != moves
+
+    some_steps(0, moves=True)
+    group = optimizer.param_groups.pop()
+    some_steps(4, moves=False)
+    optimizer.add_param_group(group)
+    some_steps(8, moves=True)
+    optimizer.param_groups.pop()
+    other = onebit.DistributedOptimizer(torch.optim.SGD([late], lr=0.1), [("late", late)], warmup_steps=1)
+    train(model, optimizer, 4, start=12)
+    late.grad = torch.ones_like(late)
+    other.step()
+    assert_replicas_equal(model)
+    assert torch.equal(*hvd.allgather(late.detach()[None], name="late.again")[:2])
+
+
+def test_freezing_between_backward_and_step():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3)
+    train(model, optimizer, 6)
+    before = [p.detach().clone() for p in model.norm.parameters()], model.second.weight.detach().clone()
+    optimizer.zero_grad()
+    x, y = batch(6)
+    cross_entropy(model(x), y).backward()
+    for p in (*model.norm.parameters(), model.second.weight):
+        p.requires_grad_(False)
+    optimizer.step()
+    assert all(torch.equal(a, b) for a, b in zip(before[0], model.norm.parameters(), strict=True))
+    assert torch.equal(before[1], model.second.weight)
+    assert_replicas_equal(model)
+
+
+# -- worlds -----------------------------------------------------------------------------------------------------------
+
+
+def test_two_optimizers_in_one_process_do_not_mix_up():
+    models = [Net(seed=1), Net(seed=2)]
+    optimizers = [wrap(models[0]), wrap(models[1], torch.optim.SGD, lr=0.01)]
+    for step in range(10):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        x, y = batch(step)
+        sum(cross_entropy(model(x), y) for model in models).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+    for model in models:
+        assert_replicas_equal(model)
+
+
+def test_wrapping_again_takes_the_parameters_over():
+    model = Net()
+    old = wrap(model)
+    train(model, old, 2)
+    new = wrap(model)
+    train(model, new, 8)
+    assert_replicas_equal(model)
+    with pytest.raises(ConfigurationError, match="built later"):
+        old.step()
+
+
+def test_the_order_of_freezing_does_not_matter_to_anybody():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3)
+    train(model, optimizer, 6)
+    model.first.weight.requires_grad_(False)
+    train(model, optimizer, 2, start=6)
+    model.first.weight.requires_grad_(True)
+    train(model, optimizer, 8, start=8)
+    owed = optimizer.feedback_state_dict()
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    for key, value in optimizer.feedback_state_dict().items():
+        assert torch.equal(value, owed[key])
+    train(model, optimizer, 4, start=16)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["scaler", "synchronize", "groups"])
+def test_unfreezing_and_freezing_in_warm_up(how):
+    model = Net()
+    model.second.weight.requires_grad_(False)
+    optimizer = wrap(model, warmup_steps=30, wrapping={"groups": 2} if how == "groups" else {})
+    scaler = torch.amp.GradScaler("cpu", init_scale=16.0)
+    for step in range(8):
+        if step == 3:
+            model.second.weight.requires_grad_(True)
+        if step == 6:
+            model.second.weight.requires_grad_(False)
+            before = model.second.weight.detach().clone()
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = cross_entropy(model(x), y)
+        if how == "scaler":
+            scaler.scale(loss).backward()
+            scaler.step(optimizer)
+            scaler.update()
+        else:
+            loss.backward()
+            if how == "synchronize":
+                optimizer.synchronize()
+                with optimizer.skip_synchronize():
+                    optimizer.step()
+            else:
+                optimizer.step()
+    assert torch.equal(before, model.second.weight)
+    assert_replicas_equal(model)
+
+
+def test_a_scheduler_made_before_wrapping_survives_a_load():
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1.0)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=2)
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 0.5
+    assert plain.state is optimizer.state
+
+
+def test_what_a_load_may_not_bring_in():
+    model = Net()
+    other = torch.optim.AdamW(model.parameters(), amsgrad=True)
+    optimizer = wrap(model)
+    with pytest.raises(UnsupportedError, match="amsgrad"):
+        optimizer.load_state_dict(other.state_dict())
+    for _ in range(2):
+        with pytest.raises(UnsupportedError, match="complex64"):
+            optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
+    optimizer.param_groups.pop()
+    assert len(optimizer.param_groups) == 0

@@ -1,0 +1,81 @@
+"""A model, its batches and what every test of the PyTorch face needs; each rank imports it."""
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+
+hvd.init()
+torch.set_num_threads(1)
+RANK, SIZE = hvd.rank(), hvd.size()
+two_ranks_only = pytest.mark.skipif(SIZE != 2, reason="float32 sums of more than two depend on Horovod's fusion")
+
+OPTIMIZERS = [
+    (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
+    (torch.optim.AdamW, {"lr": 1e-3, "maximize": False, "foreach": True}),
+    (torch.optim.AdamW, {"lr": 1e-3, "fused": True}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
+    (torch.optim.SGD, {"lr": 0.1}),
+]
+
+
+class Net(torch.nn.Module):
+    """Compressed and small parameters, one that is never used, one that is frozen, two that are tied."""
+
+    def __init__(self, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(32, 128)
+        self.norm = torch.nn.LayerNorm(128)
+        self.second = torch.nn.Linear(128, 128)
+        self.tied = torch.nn.Linear(128, 128, bias=False)
+        self.tied.weight = self.second.weight
+        self.last = torch.nn.Linear(128, 10)
+        self.unused = torch.nn.Parameter(torch.ones(40, 40))
+        self.frozen = torch.nn.Parameter(torch.ones(40, 40), requires_grad=False)
+
+    def forward(self, x):
+        h = self.tied(torch.relu(self.norm(self.first(x)))) + 0.1 * self.frozen.mean()
+        return self.last(torch.relu(self.second(torch.tanh(h))))
+
+
+def batch(step, rank=None):
+    generator = torch.Generator().manual_seed(1000 * step + (RANK if rank is None else rank))
+    x = torch.randn(16, 32, generator=generator)
+    return x, x[:, :10].argmax(1)
+
+
+def train(model, optimizer, steps, start=0, passes=1, scheduler=None, set_to_none=True):
+    loss = None
+    for step in range(start, start + steps):
+        optimizer.zero_grad() if set_to_none is None else optimizer.zero_grad(set_to_none=set_to_none)
+        for k in range(passes):
+            x, y = batch(7919 * k + step)
+            loss = cross_entropy(model(x), y) / passes
+            loss.backward()
+        optimizer.step()
+        if scheduler:
+            scheduler.step()
+    return float(loss.detach()) * passes
+
+
+def weights(model):
+    return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
+
+def assert_replicas_equal(model):
+    w = weights(model)
+    gathered = hvd.allgather(w[None], name="weights")
+    assert torch.isfinite(w).all()
+    assert all(torch.equal(row, gathered[0]) for row in gathered)
+
+
+def wrap(model, kind=torch.optim.AdamW, warmup_steps=5, recipe="robust", wrapping=None, **arguments):
+    optimizer = kind(model.parameters(), **({"lr": 1e-3} | arguments))
+    named = list(model.named_parameters())
+    return onebit.DistributedOptimizer(
+        optimizer, named_parameters=named, warmup_steps=warmup_steps, recipe=recipe, **(wrapping or {})
+    )
