@@ -30,7 +30,6 @@ from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
-from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -220,12 +219,12 @@ class Engine:
             scales, bits = item.message.scales[piece.blocks], item.message.bits[piece.bytes]
             item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
-    def stats(self, *, phase: Phase, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
+    def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
         error, momentum = self.norms() if norms else (math.nan, math.nan)
         traffic, times = self.traffic, self.times
         return Stats(
-            phase=phase.value,
+            phase=phase,
             step=step,
             skipped_steps=self.skipped,
             parameters=parameters,

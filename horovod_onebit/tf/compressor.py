@@ -160,7 +160,7 @@ class Compressor:
         variables = optimizer._trainable_variables
         compressed = [v for v in variables if self.is_compressed(v)] if optimizer.phase is Phase.COMPRESSED else []
         return self.engine.stats(
-            phase=optimizer.phase,
+            phase=optimizer.phase.value,
             step=int(optimizer.iterations),
             parameters=sum(math.prod(v.shape) for v in variables),
             compressed=sum(math.prod(v.shape) for v in compressed),

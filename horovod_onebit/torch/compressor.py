@@ -316,7 +316,7 @@ class Compressor:
 
     def stats(self, norms: bool) -> Stats:
         return self.engine.stats(
-            phase=self.phase,
+            phase=self.phase.value,
             step=self.steps,
             parameters=sum(p.numel() for p in self.exact_steps),
             compressed=sum(p.numel() for p in self.bindings),
