@@ -58,6 +58,17 @@ class Compressor:
         plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
         return plain and size >= self.engine.recipe.min_compressed_size
 
+    def agree(self, trained: Sequence[int], steps: Any, exact_steps: Any, learning_rate: Any) -> bool:
+        """Raise ``DesyncError`` on every worker if they do not mean the same by the step that begins, else True."""
+        optimizer, wrapping = self.optimizer, self.optimizer._wrapping
+        variables = [optimizer._trainable_variables[i] for i in trained]
+        rows = [(i, v.name, tuple(v.shape), str(v.dtype)) for i, v in zip(trained, variables, strict=True)]
+        rule = self.adapter.rule(optimizer, float(learning_rate), optimizer.weight_decay or 0.0, int(exact_steps), 1.0)
+        clipping = (optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm, optimizer.loss_scale_factor)
+        counts = (int(steps), int(exact_steps), wrapping.warmup, wrapping.backward_passes_per_step)
+        setup = f"{counts} {self.sum_gradients} {rows}"
+        return self.engine.finish_agreement(self.engine.start_agreement(setup=setup, options=f"{rule} {clipping}"))
+
     def count_warmup(self, sizes: Sequence[int], bytes_each: int) -> None:
         """Account for one exact step over tensors of ``sizes`` elements."""
         workers, total = self.engine.collectives.size, sum(sizes)
@@ -72,7 +83,8 @@ class Compressor:
         empty = np.empty(0, np.float32)
         for i in indices:
             variable = self.optimizer._trainable_variables[i]
-            name = f"{i}.{getattr(variable, 'path', variable.name)}"
+            # Not its path: Keras numbers layers by how many there were before in this process.
+            name = f"{i}.{variable.name}"
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
             self.tensors.append(Tensor(name, empty, empty, None, residual))
 

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.tf.loss_scale import LossScaleOptimizer
 
 
 def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -42,6 +43,15 @@ def host_call(work: Callable[[], None]) -> None:
         tf.py_function(work, [], [])
 
 
+def host_value(work: Callable[..., Any], inputs: list[Any], dtype: Any) -> Any:
+    """The scalar that ``work`` returns for the values of ``inputs`` whenever the step runs."""
+    if tf.executing_eagerly():
+        return work(*inputs)
+    value = tf.py_function(work, inputs, dtype)
+    value.set_shape([])
+    return value
+
+
 def check_callers() -> None:
     """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
     frame = sys._getframe(1)
@@ -52,10 +62,11 @@ def check_callers() -> None:
                 "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
                 "model.compile(..., jit_compile=False)"
             )
-        if isinstance(caller, keras.optimizers.LossScaleOptimizer):
+        scaling = isinstance(caller, keras.optimizers.LossScaleOptimizer)
+        if scaling and not isinstance(caller, LossScaleOptimizer):
             raise UnsupportedError(
-                "LossScaleOptimizer lets each worker decide alone whether it takes a step, and the others would wait "
-                "for ever: use the optimizer's loss_scale_factor, and model.compile(..., auto_scale_loss=False), or "
-                "the mixed_bfloat16 policy"
+                "Keras's LossScaleOptimizer (which compile() adds under the mixed_float16 policy) lets each worker "
+                "decide alone whether it takes a step, and the others would wait for ever: wrap it, "
+                "onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
         frame = frame.f_back  # type: ignore[assignment]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -16,9 +17,12 @@ from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Values, average
-from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call
+from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call, host_value
+from horovod_onebit.tf.loss_scale import around
 from horovod_onebit.tf.rules import adapter_for
 from horovod_onebit.warmup import FixedWarmup, Phase
+
+logger = logging.getLogger("horovod_onebit")
 
 PACKAGE = "horovod_onebit"
 CONFIG_KEY = "horovod_onebit"
@@ -46,6 +50,7 @@ class _DistributedOptimizer:
     name: str
     built: bool
     use_ema: bool
+    learning_rate: Any
     _trainable_variables: list[Any]
     _iterations: Any
     _get_variable_index: Callable[[Any], int]
@@ -58,6 +63,7 @@ class _DistributedOptimizer:
     _passes: Any
     _wrapping: _Wrapping
     _checked: bool  # whether the callers of an eager step were
+    _warned: bool
     _compressor: Compressor
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -71,8 +77,7 @@ class _DistributedOptimizer:
                 self.build(variables)
         self._check_variables_are_known(variables)
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        if not pairs:
-            raise ConfigurationError("no variable has a gradient: is the loss connected to the model's weights?")
+        self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
         if not self._wrapping.process_set.included():
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
@@ -81,6 +86,15 @@ class _DistributedOptimizer:
             self._accumulate(pairs, passes)
         else:
             self._step(pairs)
+
+    def _check_gradients(self, without: list[Any], pairs: list[Any]) -> None:
+        if not pairs:
+            raise ConfigurationError("no variable has a gradient: is the loss connected to the model's weights?")
+        if without and not self._warned:
+            self._warned = True
+            names = ", ".join(getattr(v, "path", v.name) for v in without)
+            level = logging.WARNING if self._compressor.engine.collectives.rank <= 0 else logging.DEBUG
+            logger.log(level, "no gradient for %s: not trained. Are they connected to the loss?", names)
 
     def _dense(self, grad: Any, variable: Any) -> Any:
         if not isinstance(grad, tf.IndexedSlices):
@@ -108,8 +122,12 @@ class _DistributedOptimizer:
         cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
-        exact_steps = self._exact_steps.value
-        warm = exact_steps < self._wrapping.warmup.steps
+        trained = [self._get_variable_index(v) for _, v in pairs]
+        exact_steps = tf.convert_to_tensor(self._exact_steps.value)
+        now = [tf.convert_to_tensor(self._iterations.value), exact_steps, tf.convert_to_tensor(self.learning_rate)]
+        # What follows depends on the answer: nothing may be waited for before it.
+        agreed = host_value(lambda *values: self._compressor.agree(trained, *values), now, tf.bool)
+        warm = tf.logical_and(exact_steps < self._wrapping.warmup.steps, agreed)
         cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
     def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
@@ -279,7 +297,8 @@ def DistributedOptimizer(
     this one does not have, and are refused unless they are the defaults.
 
     Args:
-        optimizer: ``keras.optimizers.Adam``, ``AdamW`` or ``SGD``. The result is an instance of its class.
+        optimizer: ``keras.optimizers.Adam``, ``AdamW`` or ``SGD``, or a ``LossScaleOptimizer`` around one. The result
+            is an instance of its class.
         warmup_steps: exact steps before compression starts.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 
@@ -290,6 +309,7 @@ def DistributedOptimizer(
         UnsupportedError: an optimizer or an option that has no 1-bit form.
         ConfigurationError: an invalid argument.
     """
+    arguments = {key: value for key, value in locals().items() if key != "optimizer"}
     if not hvd.is_initialized():
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
     if keras.backend.backend() != "tensorflow":
@@ -297,6 +317,8 @@ def DistributedOptimizer(
     kind = type(optimizer)
     if issubclass(kind, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     adapter = adapter_for(kind)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
@@ -321,7 +343,7 @@ def DistributedOptimizer(
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
-    wrapped._checked = False
+    wrapped._checked = wrapped._warned = False
     label = name or f"onebit.{kind.__name__}.{_next_number()}"
     wrapped._compressor = Compressor(
         wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=label

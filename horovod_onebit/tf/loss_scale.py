@@ -1,0 +1,63 @@
+"""``LossScaleOptimizer`` whose workers decide together whether a step is taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import tensorflow as tf
+
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.stats import Stats
+from horovod_onebit.warmup import Phase
+
+
+@keras.saving.register_keras_serializable("horovod_onebit")
+class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
+    """What ``DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`` gives.
+
+    Keras's own looks at this worker's gradients alone: with Inf on one worker that one would halve its scale and skip,
+    and the others would wait for it. Here Inf on any worker is Inf on all.
+    """
+
+    def check_finite(self, grads: Any) -> Any:
+        """Whether the gradients of all workers are finite. Collective."""
+        finite = super().check_finite(grads)
+        inner = self.inner_optimizer
+        process_set = inner._wrapping.process_set
+        if not process_set.included():
+            return finite
+        name = f"{inner._compressor.engine.name}.finite"
+        total = hvd.allreduce(tf.cast(finite, tf.int32), op=hvd.Sum, name=name, process_set=process_set)
+        return tf.equal(total, process_set.size())
+
+    @property
+    def phase(self) -> Phase:
+        """The phase of the next step."""
+        return self.inner_optimizer.phase
+
+    @property
+    def recipe(self) -> Recipe:
+        """How gradients become bits."""
+        return self.inner_optimizer.recipe
+
+    def stats(self, *, norms: bool = True) -> Stats:
+        """As the inner optimizer's; steps that loss scaling skipped are not counted."""
+        return self.inner_optimizer.stats(norms=norms)
+
+    def feedback_state_dict(self) -> dict[str, Any]:
+        """As the inner optimizer's."""
+        return self.inner_optimizer.feedback_state_dict()
+
+    def load_feedback_state_dict(self, state: Any) -> None:
+        """As the inner optimizer's."""
+        self.inner_optimizer.load_feedback_state_dict(state)
+
+
+def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:
+    """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; its scale is kept."""
+    wrapped: Any = object.__new__(LossScaleOptimizer)
+    wrapped.__dict__.update(optimizer.__dict__)
+    wrapped.inner_optimizer = inner
+    return wrapped

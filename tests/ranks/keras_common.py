@@ -1,0 +1,76 @@
+"""A Keras model, its batches and what every test of the Keras face needs; each rank imports it."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import tensorflow as tf
+
+import horovod_onebit.tf as onebit
+
+hvd.init()
+RANK, SIZE = hvd.rank(), hvd.size()
+LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+
+
+def build(seed=0):
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    return keras.Sequential(
+        [
+            layers.Input((32,)),
+            layers.Dense(96, activation="relu"),
+            layers.Dense(48, activation="relu"),
+            layers.Dense(10),
+        ]
+    )
+
+
+def batch(step, rank=None):
+    x = np.random.default_rng([step, RANK if rank is None else rank]).standard_normal((16, 32)).astype(np.float32)
+    return x, x[:, :10].argmax(1)
+
+
+def wrap(optimizer, warmup_steps=5, **arguments):
+    return onebit.DistributedOptimizer(optimizer, warmup_steps=warmup_steps, **arguments)
+
+
+def gradients(model, x, y):
+    with tf.GradientTape() as tape:
+        loss = LOSS(y, model(x, training=True))
+    return tape.gradient(loss, model.trainable_variables), loss
+
+
+def train(model, optimizer, steps, start=0, graph=False):
+    def step(x, y):
+        grads, loss = gradients(model, x, y)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        return loss
+
+    if not optimizer.built:
+        optimizer.build(model.trainable_variables)
+    step = tf.function(step) if graph else step
+    for number in range(start, start + steps):
+        loss = step(*map(tf.convert_to_tensor, batch(number)))
+    return float(loss)
+
+
+def weights(model):
+    return np.concatenate([np.asarray(v).reshape(-1) for v in model.trainable_variables])
+
+
+def assert_replicas_equal(model):
+    rows = hvd.allgather(weights(model)[None], name="check.weights").numpy()
+    assert np.isfinite(rows).all()
+    assert (rows == rows[0]).all()
+
+
+OPTIMIZERS = {
+    "adam": lambda **k: keras.optimizers.Adam(1e-3, **k),
+    "adamw": lambda **k: keras.optimizers.AdamW(1e-3, **({"weight_decay": 0.01} | k)),
+    "sgd": lambda **k: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, **k),
+    "plain sgd": lambda **k: keras.optimizers.SGD(0.05, **k),
+}

@@ -1,0 +1,165 @@
+"""The Keras face on real ranks: NaN, ranks that disagree, what is refused."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from tests.ranks.keras_common import (
+    LOSS,
+    OPTIMIZERS,
+    RANK,
+    SIZE,
+    assert_replicas_equal,
+    batch,
+    build,
+    gradients,
+    train,
+    weights,
+    wrap,
+)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_nan_on_one_rank_is_skipped_by_all(graph):
+    model = build()
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=3)
+    train(model, optimizer, 6)
+    before = [np.array(v) for v in [*model.variables, *optimizer.variables]]
+    x, y = batch(6)
+    if RANK == SIZE - 1:
+        x[3, 3] = np.nan
+
+    def step(x, y):
+        grads, _ = gradients(model, x, y)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    (tf.function(step) if graph else step)(tf.constant(x), tf.constant(y))
+    for old, new in zip(before, [*model.variables, *optimizer.variables], strict=True):
+        np.testing.assert_array_equal(old, np.array(new))
+    assert optimizer.stats().skipped_steps == 1
+    train(model, optimizer, 4, start=7)
+    assert_replicas_equal(model)
+
+
+def test_a_variable_without_gradient_and_sparse_gradients():
+    keras.utils.set_random_seed(0)
+    inputs = keras.layers.Input((4,), dtype="int32")
+    embedding = keras.layers.Embedding(100, 32)
+    model = keras.Model(inputs, keras.layers.Dense(10)(keras.layers.Flatten()(embedding(inputs))))
+    unused = keras.Variable(np.ones((40, 40), np.float32), name="unused")
+    ids = tf.constant(np.random.default_rng(RANK).integers(0, 100, (16, 4)))
+    for dense in (False, True):
+        optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=2, sparse_as_dense=dense)
+        variables = [*model.trainable_variables, unused]
+        optimizer.build(variables)
+        for _ in range(5):
+            with tf.GradientTape() as tape:
+                loss = LOSS(tf.zeros(16, tf.int64), model(ids))
+            grads = tape.gradient(loss, variables)
+            assert isinstance(grads[0], tf.IndexedSlices)
+            if not dense:
+                with pytest.raises(UnsupportedError, match="sparse_as_dense=True"):
+                    optimizer.apply_gradients(zip(grads, variables, strict=True))
+                break
+            optimizer.apply_gradients(zip(grads, variables, strict=True))
+    assert_replicas_equal(model)
+    assert (np.asarray(unused) == 1).all()
+
+
+def test_what_cannot_work_is_refused():
+    class Own(keras.optimizers.Adam):
+        def update_step(self, gradient, variable, learning_rate):
+            super().update_step(gradient, variable, learning_rate)
+
+    refused = [
+        (UnsupportedError, "Adam, AdamW, SGD", keras.optimizers.RMSprop(), {}),
+        (UnsupportedError, "update_step", Own(), {}),
+        (UnsupportedError, "amsgrad", keras.optimizers.Adam(amsgrad=True), {}),
+        (UnsupportedError, "backward_passes", keras.optimizers.Adam(gradient_accumulation_steps=2), {}),
+        (UnsupportedError, "not offered", keras.optimizers.Adam(), {"groups": 2}),
+        (UnsupportedError, "fp16", keras.optimizers.Adam(), {"compression": "int8"}),
+        (UnsupportedError, "hvd.Average", keras.optimizers.Adam(), {"op": hvd.Adasum}),
+        (ConfigurationError, "already", wrap(keras.optimizers.Adam()), {}),
+        (ConfigurationError, "recipe", keras.optimizers.Adam(), {"recipe": "fast"}),
+        (ConfigurationError, "backward_passes", keras.optimizers.Adam(), {"backward_passes_per_step": 0}),
+        (ConfigurationError, "predivide", keras.optimizers.Adam(), {"gradient_predivide_factor": -1.0}),
+        (ConfigurationError, "warmup_steps", keras.optimizers.Adam(), {"warmup_steps": 0}),
+    ]
+    for kind, message, optimizer, arguments in refused:
+        with pytest.raises(kind, match=message):
+            wrap(optimizer, **arguments)
+    model = build()
+    model.compile(optimizer=wrap(keras.optimizers.Adam()), loss=LOSS, jit_compile=True)
+    with pytest.raises(UnsupportedError, match="jit_compile=False"):
+        model.fit(*batch(0), verbose=0)
+    model = build()
+    scaled = keras.optimizers.LossScaleOptimizer(wrap(keras.optimizers.Adam()))
+    model.compile(optimizer=scaled, loss=LOSS)
+    with pytest.raises(UnsupportedError, match=r"LossScaleOptimizer\(optimizer"):
+        model.fit(*batch(0), verbose=0)
+    with pytest.raises(UnsupportedError, match="momentum_correction"):
+        onebit.callbacks.LearningRateWarmupCallback(0.1, momentum_correction=True)
+    with pytest.raises(ConfigurationError, match="has a gradient"):
+        wrap(keras.optimizers.Adam()).apply([None] * 6, build().trainable_variables)
+
+
+def test_loss_scale_factor():
+    results = []
+    for scale in (None, 128.0):
+        model = build()
+        optimizer = wrap(keras.optimizers.Adam(1e-3, loss_scale_factor=scale), warmup_steps=3)
+        for step in range(10):
+            x, y = batch(step)
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(LOSS(y, model(x)))
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        results.append(weights(model))
+    np.testing.assert_allclose(*results, rtol=1e-3, atol=1e-4)
+
+
+def test_checkpoints_and_stats_are_written_by_worker_0(tmp_path):
+    model = build()
+    model.compile(optimizer=wrap(OPTIMIZERS["adam"]()), loss=LOSS)
+    path = tmp_path / "best.keras"
+    callbacks = [
+        onebit.callbacks.BestModelCheckpoint(str(path), monitor="loss"),
+        onebit.callbacks.StatsCallback(str(tmp_path / "logs")),
+        onebit.callbacks.LearningRateScheduleCallback(1e-3, lambda epoch: 0.1**epoch),
+    ]
+    model.fit(*batch(0), epochs=2, verbose=0, callbacks=callbacks)
+    assert path.exists() == (RANK == 0)
+    assert (tmp_path / "logs").exists() == (RANK == 0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(1e-4)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("what", ["warmup", "lr", "recipe", "shape", "steps"])
+def test_ranks_that_disagree_are_told_at_once(what, graph):
+    odd = RANK == SIZE - 1
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(48 if what == "shape" and odd else 40)])
+    recipe = Recipe(scale="rms") if what == "recipe" and odd else "robust"
+    warmup = 3 if what == "warmup" and odd else 4
+    optimizer = wrap(keras.optimizers.Adam(0.1 if what == "lr" and odd else 0.01), warmup_steps=warmup, recipe=recipe)
+    optimizer.build(model.trainable_variables)
+    if what == "steps" and not odd:
+        optimizer.iterations.assign(3)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(tf.ones((4, 32)))))
+        grads = tape.gradient(loss, model.trainable_variables)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    kind = tf.errors.OpError if graph else DesyncError
+    with pytest.raises(kind, match="differs between workers"):
+        (tf.function(step) if graph else step)()

@@ -1,0 +1,122 @@
+"""The Keras face on real ranks: saved runs, loss scaling."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from horovod_onebit.warmup import Phase
+from tests.ranks.keras_common import (
+    LOSS,
+    OPTIMIZERS,
+    RANK,
+    SIZE,
+    assert_replicas_equal,
+    batch,
+    build,
+    train,
+    weights,
+    wrap,
+)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize("at", [3, 12])
+def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
+    model = build()
+    optimizer = wrap(OPTIMIZERS[kind](), warmup_steps=5)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    train(model, optimizer, at)
+    path = tmp_path / f"model-{RANK}.keras"
+    model.save(path)
+    feedback = optimizer.feedback_state_dict()
+    train(model, optimizer, 6, start=at)
+
+    again = keras.models.load_model(path)
+    assert isinstance(again.optimizer, keras.optimizers.AdamW if kind == "adamw" else keras.optimizers.SGD)
+    assert again.optimizer.recipe == optimizer.recipe
+    again.optimizer.load_feedback_state_dict(feedback)
+    train(again, again.optimizer, 6, start=at)
+    np.testing.assert_array_equal(weights(model), weights(again))
+
+
+def test_backup_and_restore_resumes_a_run_that_was_interrupted(tmp_path):
+    x, y = batch(0)
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 4:
+                raise InterruptedError
+
+    def fit(epochs, *callbacks):
+        model = build()
+        model.compile(optimizer=wrap(OPTIMIZERS["adam"](), warmup_steps=6), loss=LOSS)
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path / str(RANK)), delete_checkpoint=False)
+        with contextlib.suppress(InterruptedError):
+            model.fit(data, epochs=epochs, verbose=0, callbacks=[backup, *callbacks])
+        return model
+
+    first = fit(6, Interrupt())
+    assert first.optimizer.phase is Phase.COMPRESSED
+    again = fit(4)  # restores after epoch 4, so that there is nothing left to do
+    np.testing.assert_array_equal(weights(first), weights(again))
+    assert int(again.optimizer.iterations) == 16
+    assert again.optimizer.phase is Phase.COMPRESSED
+    more = fit(6)
+    assert int(more.optimizer.iterations) == 24
+    assert_replicas_equal(more)
+
+
+@pytest.mark.parametrize("how", ["fit", "loop"])
+def test_a_loss_scale_optimizer_skips_alike_on_all_workers(how, tmp_path):
+    def scaled():
+        inner = keras.optimizers.Adam(1e-3)
+        return wrap(keras.optimizers.LossScaleOptimizer(inner, initial_scale=256.0), warmup_steps=4)
+
+    model, optimizer = build(), scaled()
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    if how == "fit":
+        model.compile(optimizer=optimizer, loss=LOSS)
+    for step in range(10):
+        x, y = batch(step)
+        if step in (1, 7) and RANK == SIZE - 1:
+            x[0, 0] = np.inf
+        before = weights(model)
+        if how == "fit":
+            model.fit(x, y, verbose=0)
+        else:
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(LOSS(y, model(x)))
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        assert np.array_equal(before, weights(model)) == (step in (1, 7))
+    assert_replicas_equal(model)
+    assert float(optimizer.dynamic_scale) == 64.0
+    assert optimizer.stats().step == 8
+    assert optimizer.phase is Phase.COMPRESSED
+    if how == "fit":
+        model.save(tmp_path / "model.keras")
+        again = keras.models.load_model(tmp_path / "model.keras")
+        assert again.optimizer.phase is Phase.COMPRESSED
+        assert float(again.optimizer.dynamic_scale) == 64.0
+
+
+def test_mixed_precision():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model = build()
+        optimizer = wrap(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3)), warmup_steps=4)
+        model.compile(optimizer=optimizer, loss=LOSS)
+        model.fit(*batch(0), epochs=10, verbose=0)
+        assert optimizer.phase is Phase.COMPRESSED
+        assert_replicas_equal(model)
+    finally:
+        keras.config.set_dtype_policy(policy)
