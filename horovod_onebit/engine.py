@@ -191,7 +191,8 @@ class Engine:
             if taken:
                 for item, messages in zip(sent, opened, strict=True):
                     self._apply(item, messages)
-                for tensor in self.tensors:
+                for index, tensor in enumerate(self.tensors):
+                    sent[0].rules[index].finish(tensor, self.context)
                     tensor.step += 1
                 return True
             for item in sent:

@@ -61,7 +61,9 @@ class NumpyOptimizer:
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
-        return Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
+        tensor = Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
+        self.rule.init(tensor)
+        return tensor
 
     @property
     def phase(self) -> Phase:
@@ -103,6 +105,9 @@ class NumpyOptimizer:
             return False
         for tensor in self._tensors:
             self.rule.exact_step(tensor, means[tensor.name])
+        if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
+            for tensor in self._large:
+                self.rule.begin(tensor)
         return True
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:

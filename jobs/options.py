@@ -24,6 +24,11 @@ TASKS = {
 }
 
 
+OPTIMIZERS = ("adamw", "adam", "sgd", "lamb")
+LR_FACTORS = {"sgd": 50, "lamb": 10}
+"""The tasks' own learning rates are Adam's; others' are so many times that."""
+
+
 @dataclass(frozen=True)
 class Options:
     """One run. ``batch_size`` is for each worker; ``width`` is channels (digits, vgg) or features (charlm)."""
@@ -48,7 +53,7 @@ class Options:
     save_weights: str | None
 
 
-def parse(argv: Sequence[str] | None = None, *, optimizers: Sequence[str] = ("adamw", "adam", "sgd")) -> Options:
+def parse(argv: Sequence[str] | None = None) -> Options:
     """Options from the command line. Exits with status 2 and a message where they make no sense.
 
     Every worker parses the same line, so that all of them stop before the first collective.
@@ -56,14 +61,14 @@ def parse(argv: Sequence[str] | None = None, *, optimizers: Sequence[str] = ("ad
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     add = parser.add_argument
     add("--task", choices=TASKS, default="digits")
-    add("--optimizer", choices=optimizers, default=optimizers[0])
+    add("--optimizer", choices=OPTIMIZERS, default=OPTIMIZERS[0])
     add("--compression", choices=("none", "fp16", "onebit"), default="onebit")
     add("--fp16-allreduce", action="store_true", help="Horovod's name for --compression fp16")
     add("--recipe", default="robust", help="for onebit: robust, paper or fixed")
     add("--warmup-steps", type=int, default=100, help="for onebit: exact steps before compression starts")
     add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=0, help="for each worker; 0 is the task's own")
-    add("--lr", type=float, default=0.0, help="0 is the task's own")
+    add("--lr", type=float, default=0.0, help="0 is the task's and optimizer's own")
     add("--momentum", type=float, default=0.9, help="for sgd")
     add("--weight-decay", type=float, default=0.01)
     add("--lr-schedule", choices=("constant", "cosine"), default="cosine")
@@ -78,7 +83,8 @@ def parse(argv: Sequence[str] | None = None, *, optimizers: Sequence[str] = ("ad
     if args.pop("fp16_allreduce"):
         args["compression"] = "fp16"
     task = TASKS[args["task"]]
-    for name in ("batch_size", "lr", "width"):
+    args["lr"] = args["lr"] or task.lr * LR_FACTORS.get(args["optimizer"], 1)
+    for name in ("batch_size", "width"):
         args[name] = args[name] or getattr(task, name)
     for name in ("steps", "warmup_steps", "batch_size", "log_interval", "eval_interval", "width", "lr"):
         if not args[name] > 0:

@@ -33,11 +33,12 @@ from jobs.report import dense_bytes
 
 def distributed_optimizer(options: Options) -> Any:
     arguments: dict[str, Any] = {"learning_rate": options.lr, "weight_decay": options.weight_decay}
-    kinds = {"sgd": keras.optimizers.SGD, "adam": keras.optimizers.Adam, "adamw": keras.optimizers.AdamW}
+    names = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}
+    kind = getattr(keras.optimizers, names[options.optimizer])
     if options.optimizer == "sgd":
         arguments["momentum"] = options.momentum
     return onebit.DistributedOptimizer(
-        kinds[options.optimizer](**arguments),
+        kind(**arguments),
         compression=hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
         warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
         recipe=options.recipe,

@@ -30,8 +30,8 @@ def plain_optimizer(options: Options, model: torch.nn.Module) -> torch.optim.Opt
     if options.optimizer == "sgd":
         arguments = {"momentum": options.momentum, "weight_decay": options.weight_decay}
         return torch.optim.SGD(model.parameters(), lr=options.lr, **arguments)
-    kind = torch.optim.AdamW if options.optimizer == "adamw" else torch.optim.Adam
-    return kind(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "lamb": onebit.LAMB}
+    return kinds[options.optimizer](model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
 
 
 def distributed_optimizer(options: Options, model: torch.nn.Module) -> Any:

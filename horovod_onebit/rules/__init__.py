@@ -1,7 +1,8 @@
 """One optimizer algorithm per file. A rule is a frozen value: the hyperparameters of one step.
 
-A rule sees one tensor at a time. It says what to send (``encode``), what to do with the workers' mean (``apply``),
-how to take ``encode`` back (``restore``), and what the exact, uncompressed step is (``exact_step``).
+A rule sees one tensor at a time. It says what to send (``encode``), what to do with the workers' mean (``apply``, for
+each part that a message holds, then ``finish``), how to take ``encode`` back (``restore``), and what the exact,
+uncompressed step is (``exact_step``).
 """
 
 from __future__ import annotations
@@ -23,6 +24,8 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
+        fresh: a second moment that goes on, for rules that compare (LAMB); else None.
+        layer: a few numbers that a rule keeps for the whole parameter; else None.
     """
 
     name: str
@@ -32,6 +35,8 @@ class Tensor:
     residual: Array
     step: int = 0
     variance_steps: int = 0
+    fresh: Array | None = None
+    layer: Array | None = None
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
@@ -46,6 +51,8 @@ class Tensor:
             self.residual[piece],
             self.step,
             self.variance_steps,
+            None if self.fresh is None else self.fresh[piece],
+            self.layer,
         )
 
 
@@ -70,6 +77,15 @@ class Rule:
     def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
         """Take step number ``tensor.step + 1`` with the mean of all messages: (n, blocks), (n, bytes)."""
         raise NotImplementedError
+
+    def init(self, tensor: Tensor) -> None:
+        """Give a new ``tensor`` what this rule keeps besides momentum and second moment."""
+
+    def begin(self, tensor: Tensor) -> None:
+        """The last exact step of ``tensor`` was taken; what follows is compressed."""
+
+    def finish(self, tensor: Tensor, context: Context) -> None:
+        """All parts of ``tensor`` were applied: do what needs the whole of it."""
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
         """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""

@@ -86,7 +86,9 @@ class Compressor:
             # Not its path: Keras numbers layers by how many there were before in this process.
             name = f"{i}.{variable.name}"
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
-            self.tensors.append(Tensor(name, empty, empty, None, residual))
+            tensor = Tensor(name, empty, empty, None, residual)
+            self.adapter.init(tensor)
+            self.tensors.append(tensor)
 
     def _load(self, values: Values, learning_rate: float, step: int, exact_steps: int) -> None:
         """Copy what the step will change; at the first compressed one, the exact steps' momentum becomes the rule's."""

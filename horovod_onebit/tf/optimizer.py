@@ -297,8 +297,8 @@ def DistributedOptimizer(
     this one does not have, and are refused unless they are the defaults.
 
     Args:
-        optimizer: ``keras.optimizers.Adam``, ``AdamW`` or ``SGD``, or a ``LossScaleOptimizer`` around one. The result
-            is an instance of its class.
+        optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one.
+            The result is an instance of its class.
         warmup_steps: exact steps before compression starts.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 
@@ -320,7 +320,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     adapter = adapter_for(kind)
-    adapter.check(optimizer)
+    adapter.check(optimizer, resolve(recipe))
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
@@ -377,5 +377,5 @@ def _class_of(kind: type) -> type:
     return _classes[kind]
 
 
-for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD):
+for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD, keras.optimizers.Lamb):
     _class_of(_kind)

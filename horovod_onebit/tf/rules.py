@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import keras
 import numpy as np
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.rules import Rule
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB, trust_for
 from horovod_onebit.rules.sgd import SGD
 
 
@@ -18,8 +21,11 @@ class Adapter:
 
     kind: Any
 
-    def check(self, optimizer: Any) -> None:
+    def check(self, optimizer: Any, recipe: Recipe) -> None:
         """Refuse what the rule cannot do."""
+
+    def init(self, tensor: Tensor) -> None:
+        """Give ``tensor`` what the rule keeps besides the moments."""
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         """The Keras variable that holds the momentum of variable number ``index``, or None."""
@@ -41,9 +47,9 @@ class Adapter:
 class AdamAdapter(Adapter):
     """Adam and AdamW. Keras adds epsilon to the root of the *uncorrected* second moment: it is scaled to match."""
 
-    kind = keras.optimizers.Adam
+    kind: Any = keras.optimizers.Adam
 
-    def check(self, optimizer: Any) -> None:
+    def check(self, optimizer: Any, recipe: Recipe) -> None:
         if optimizer.amsgrad:
             raise UnsupportedError(f"{type(optimizer).__name__}(amsgrad=True) has no 1-bit form: leave amsgrad out")
 
@@ -89,7 +95,36 @@ class SGDAdapter(Adapter):
         )
 
 
-ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter)
+class LambAdapter(AdamAdapter):
+    """Lamb. Keras bounds the coefficients by nothing, and leaves weight decay out of them."""
+
+    kind: Any = keras.optimizers.Lamb
+
+    def check(self, optimizer: Any, recipe: Recipe) -> None:
+        if trust_for(recipe) == "frozen":
+            raise UnsupportedError(
+                "Keras's Lamb keeps no mean of its coefficients, which 1-bit LAMB in momentum space goes on with: use "
+                "a recipe with space='update', such as 'robust'"
+            )
+
+    def init(self, tensor: Tensor) -> None:
+        LAMB(lr=0.0).init(tensor)
+
+    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> LAMB:
+        return LAMB(
+            lr=learning_rate,
+            beta1=optimizer.beta_1,
+            beta2=optimizer.beta_2,
+            eps=optimizer.epsilon,
+            weight_decay=weight_decay,
+            decoupled=True,
+            grad_scale=scale,
+            min_coeff=0.0,
+            max_coeff=math.inf,
+        )
+
+
+ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)
 
 
 def adapter_for(kind: Any) -> Adapter:
@@ -101,6 +136,6 @@ def adapter_for(kind: Any) -> Adapter:
         if issubclass(kind, adapter.kind) and kind.update_step is adapter.kind.update_step:
             return adapter()
     raise UnsupportedError(
-        f"{name} has no 1-bit form. Optimizers that have one: keras.optimizers.Adam, AdamW, SGD (a subclass must not "
-        "override update_step)"
+        f"{name} has no 1-bit form. Optimizers that have one: keras.optimizers.Adam, AdamW, SGD, Lamb (a subclass "
+        "must not override update_step)"
     )

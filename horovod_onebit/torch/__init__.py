@@ -7,6 +7,7 @@ optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_
 """
 
 from horovod_onebit.torch.functions import broadcast_optimizer_state
+from horovod_onebit.torch.lamb import LAMB
 from horovod_onebit.torch.optimizer import DistributedOptimizer
 
-__all__ = ["DistributedOptimizer", "broadcast_optimizer_state"]
+__all__ = ["LAMB", "DistributedOptimizer", "broadcast_optimizer_state"]

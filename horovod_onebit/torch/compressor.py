@@ -130,8 +130,11 @@ class Compressor:
                 continue
             if self.warmup.phase(count) is Phase.COMPRESSED:
                 seen = self.optimizer.state[p].get("step", count)
+                fresh = p not in self.variance_steps
                 self.variance_steps.setdefault(p, int(seen))
                 self._bind(p)
+                if fresh:
+                    self.adapter.rule(self._group_of(p), 1.0).begin(self.bindings[p].tensor)
 
     def _bind(self, p: torch.Tensor) -> None:
         residual = self.engine.feedback.residual(self.names[p], p.numel())
@@ -384,12 +387,9 @@ class Compressor:
         """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
         ids = [i for group in whole["param_groups"] for i in group["params"]]
         for position, p in zip(ids, params, strict=True):
-            if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.WARMUP:
-                continue
-            for key in (self.adapter.momentum_key, self.adapter.variance_key):
-                value = whole["state"].get(position, {}).get(key)
-                if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
-                    self.optimizer.state[p][key] = value.detach().clone()
+            compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
+            if loaded := whole["state"].get(position):
+                self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
         unknown = sorted(n for n in set(state) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))

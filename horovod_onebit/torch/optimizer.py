@@ -238,8 +238,8 @@ def DistributedOptimizer(
     than ``recipe.min_compressed_size`` elements.
 
     Args:
-        optimizer: ``torch.optim.Adam``, ``AdamW`` or ``SGD``; its state and hyperparameters are kept. The result
-            is an instance of its class, and shares ``state`` and ``param_groups`` with it.
+        optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``; its state and hyperparameters
+            are kept. The result is an instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
         compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
@@ -258,7 +258,7 @@ def DistributedOptimizer(
         warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
     warmup, chosen = FixedWarmup(warmup_steps), resolve(recipe)
-    adapter = adapter_for(optimizer)
+    adapter = adapter_for(optimizer, chosen)
     names = _names(optimizer, named_parameters)
     for group in optimizer.param_groups:
         adapter.check(group)

@@ -10,9 +10,13 @@ import numpy as np
 import torch
 
 from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB as LAMBRule
+from horovod_onebit.rules.lamb import trust_for
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.torch.lamb import LAMB, init_state
 
 ParamGroup = dict[str, Any]
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -21,9 +25,22 @@ DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 class Adapter:
     """How one family of PyTorch optimizers keeps its state, and which rule takes its steps."""
 
-    kind: type[torch.optim.Optimizer]
+    kind: Any
     momentum_key: str
     variance_key: str | None = None
+    fresh_key: str | None = None
+    layer_key: str | None = None
+
+    def __init__(self, recipe: Recipe) -> None:
+        self.recipe = recipe
+
+    def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
+        """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""
+        keys = (self.momentum_key, self.variance_key, self.fresh_key) if compressed else ()
+        for key in (*keys, self.layer_key):
+            value = loaded.get(key) if key else None
+            if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
+                state[key] = value.detach().clone()
 
     def check(self, group: ParamGroup) -> None:
         """Refuse what the rule cannot do."""
@@ -46,7 +63,7 @@ class Adapter:
 
 
 class AdamAdapter(Adapter):
-    kind = torch.optim.Adam
+    kind: Any = torch.optim.Adam
     momentum_key = "exp_avg"
     variance_key = "exp_avg_sq"
 
@@ -102,23 +119,60 @@ class SGDAdapter(Adapter):
         )
 
 
-ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter)
+LAMB_OPTIONS = [
+    "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "coeff_beta",
+    "factor_min", "factor_max", "factor_threshold",
+]  # fmt: skip
+
+
+class LAMBAdapter(AdamAdapter):
+    kind = LAMB
+    layer_key = "layer"
+
+    def __init__(self, recipe: Recipe) -> None:
+        super().__init__(recipe)
+        self.trust = trust_for(recipe)
+        if self.trust == "frozen":
+            self.fresh_key = "exp_avg_sq_fresh"
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        init_state(p, state)
+        if self.fresh_key and self.fresh_key not in state:
+            state[self.fresh_key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+        if group["bias_correction"]:
+            super().rewind(group, state, steps)
+
+    def rule(self, group: ParamGroup, grad_scale: float) -> LAMBRule:
+        beta1, beta2 = group["betas"]
+        return LAMBRule(
+            lr=float(group["lr"]),
+            beta1=float(beta1),
+            beta2=float(beta2),
+            grad_scale=-grad_scale if group["maximize"] else grad_scale,
+            trust=self.trust,
+            **{name: group[name] for name in LAMB_OPTIONS},
+        )
+
+
+ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LAMBAdapter)
 
 
 def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return inspect.unwrap(kind.step)
 
 
-def adapter_for(optimizer: torch.optim.Optimizer) -> Adapter:
+def adapter_for(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Adapter:
     """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
     for adapter in ADAPTERS:
         same_step = _unwrapped_step(type(optimizer)) is _unwrapped_step(adapter.kind)
         if isinstance(optimizer, adapter.kind) and same_step:
-            return adapter()
+            return adapter(recipe)
     raise UnsupportedError(
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no 1-bit form. Optimizers that have one: "
-        "torch.optim.Adam, AdamW, SGD (a subclass must not override step()). Use horovod.torch.DistributedOptimizer "
-        "for others"
+        "torch.optim.Adam, AdamW, SGD, horovod_onebit.torch.LAMB (a subclass must not override step()). Use "
+        "horovod.torch.DistributedOptimizer for others"
     )
 
 
@@ -170,6 +224,12 @@ class Binding:
         momentum = self._state_array(adapter.momentum_key)
         variance = self._state_array(adapter.variance_key) if adapter.variance_key else None
         self.tensor = Tensor(name, self._weight(), momentum, variance, residual)
+        if adapter.fresh_key:
+            self.tensor.fresh = self._state_array(adapter.fresh_key)
+        self.layer_key = adapter.layer_key
+        if self.layer_key:
+            layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)
+            self.tensor.layer = layer.numpy()
         self.data_ptr = p.data_ptr()
 
     def _weight(self) -> np.ndarray:
@@ -200,6 +260,8 @@ class Binding:
         """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
         for key, value in self.shared.items():
             self.state[key] = value.to(self.p.device, self.p.dtype)
+        if self.layer_key:
+            self.state[self.layer_key] = self.state[self.layer_key].to(self.p.device)
 
     def grad(self) -> np.ndarray:
         """The gradient as flat float32; shares memory where it can. Valid until the next backward pass."""

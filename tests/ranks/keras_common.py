@@ -72,5 +72,6 @@ OPTIMIZERS = {
     "adam": lambda **k: keras.optimizers.Adam(1e-3, **k),
     "adamw": lambda **k: keras.optimizers.AdamW(1e-3, **({"weight_decay": 0.01} | k)),
     "sgd": lambda **k: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, **k),
+    "lamb": lambda **k: keras.optimizers.Lamb(1e-2, **k),
     "plain sgd": lambda **k: keras.optimizers.SGD(0.05, **k),
 }

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
+from horovod_onebit import ConfigurationError, UnsupportedError
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import (
     OPTIMIZERS,
@@ -27,11 +27,10 @@ from tests.ranks.torch_common import (
 
 
 @two_ranks_only
-@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS[1:4])
+@pytest.mark.parametrize(("kind", "arguments"), [*OPTIMIZERS[1:4], OPTIMIZERS[6]])
 @pytest.mark.parametrize("at", [3, 10])
-@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-def test_a_resumed_run_continues_bit_for_bit(kind, arguments, at, exchange, tmp_path):
-    recipe = Recipe(exchange=exchange)
+@pytest.mark.parametrize("recipe", ["robust", "paper"])
+def test_a_resumed_run_continues_bit_for_bit(kind, arguments, at, recipe, tmp_path):
     model = Net()
     optimizer = wrap(model, kind, warmup_steps=5, recipe=recipe, **arguments)
     train(model, optimizer, at)

@@ -19,6 +19,7 @@ OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
     (torch.optim.SGD, {"lr": 0.1}),
+    (onebit.LAMB, {"lr": 1e-2, "weight_decay": 0.01}),
 ]
 
 

@@ -8,7 +8,9 @@ import torch
 
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.torch.lamb import LAMB as TorchLAMB
 
 f32 = np.float32
 CASES = [
@@ -17,6 +19,11 @@ CASES = [
     (
         Adam(lr=0.01, beta1=0.8, beta2=0.9, eps=1e-3, grad_scale=-1.0),
         lambda p: torch.optim.Adam(p, lr=0.01, betas=(0.8, 0.9), eps=1e-3, maximize=True),
+    ),
+    (LAMB(lr=0.01, weight_decay=0.1), lambda p: TorchLAMB(p, lr=0.01, weight_decay=0.1)),
+    (
+        LAMB(lr=0.1, bias_correction=False, max_coeff=0.1),
+        lambda p: TorchLAMB(p, lr=0.1, bias_correction=False, max_coeff=0.1),
     ),
     (SGD(lr=0.1), lambda p: torch.optim.SGD(p, lr=0.1)),
     (
@@ -37,6 +44,7 @@ def test_exact_steps(rule, build):
     p = torch.nn.Parameter(torch.from_numpy(start.copy()))
     optimizer = build([p])
     tensor = Tensor("w", start.copy(), np.zeros(50, f32), np.zeros(50, f32), np.zeros(50, f32))
+    rule.init(tensor)
     for _ in range(30):
         g = rng.standard_normal(50).astype(f32)
         p.grad = torch.from_numpy(g.copy())

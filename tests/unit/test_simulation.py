@@ -10,6 +10,7 @@ from horovod_onebit import PRESETS, ConfigurationError, DesyncError, NonFiniteEr
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
 
 f32 = np.float32
@@ -51,12 +52,14 @@ def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
     assert np.abs(fast[0][1] - 1).mean() < 0.75
 
 
-@pytest.mark.parametrize("rule", [Adam(lr=0.01), SGD(lr=0.1), SGD(lr=0.05, momentum=0.9, nesterov=True)])
+@pytest.mark.parametrize("rule", [Adam(lr=0.01), LAMB(lr=0.1), SGD(lr=0.1), SGD(lr=0.05, momentum=0.9, nesterov=True)])
 def test_never_leaving_warm_up_is_the_exact_rule(rule):
     _, weights = simulation.run(functools.partial(train, recipe=EVERYTHING, rule=rule, warmup=10**6), 2)[0]
     plain = {name: np.zeros(size, f32) for name, size in SIZES.items()}
     rngs = [np.random.default_rng(rank) for rank in range(2)]
     tensors = {n: Tensor(n, w, np.zeros_like(w), np.zeros_like(w), np.zeros_like(w)) for n, w in plain.items()}
+    for tensor in tensors.values():
+        rule.init(tensor)
     for _ in range(40):
         both = [gradients(plain, rng) for rng in rngs]
         for name, tensor in tensors.items():
@@ -237,6 +240,7 @@ def test_arguments_are_checked():
 # -- convergence: MATH sections 4, 9 and 10 ---------------------------------------------------------------------------
 
 LAYERS, WIDTH, STEPS, FREEZE = 8, 512, 700, 150
+ADAM = Adam(lr=0.02)
 SPREADS = ("flat", "layers 1e8", "elements 1e4", "elements 1e8", "cold 5 %")
 
 
@@ -251,7 +255,7 @@ def magnitudes(spread):
 
 
 @functools.cache
-def final_loss(recipe, spread, compressed=True, feedback=True):
+def final_loss(recipe, spread, compressed=True, feedback=True, rule=ADAM):
     """Mean squared distance to the optimum of quadratics, 4 workers, cosine schedule."""
     rng = np.random.default_rng(6)
     target = rng.standard_normal((LAYERS, WIDTH)).astype(f32)
@@ -262,10 +266,9 @@ def final_loss(recipe, spread, compressed=True, feedback=True):
         noise = np.random.default_rng(100 + collectives.rank)
         weights = {"w": np.zeros((LAYERS, WIDTH), f32)}
         warmup = FREEZE if compressed else STEPS
-        rule = Adam(lr=0.02)
         optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe)
         for step in range(STEPS):
-            optimizer.rule = dataclasses.replace(rule, lr=0.02 * 0.5 * (1 + np.cos(np.pi * step / STEPS)))
+            optimizer.rule = dataclasses.replace(rule, lr=rule.lr * 0.5 * (1 + np.cos(np.pi * step / STEPS)))
             distance = weights["w"] - target + f32(0.5) * noise.standard_normal(target.shape, dtype=f32)
             alive = ~cold | (step >= FREEZE + 50)
             optimizer.step({"w": magnitude * distance * alive})
@@ -284,6 +287,17 @@ BLOCKS = Recipe(block_size=128)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_robust_stays_close_to_adam(spread):
     assert final_loss(BLOCKS, spread) < 1.5 * final_loss(BLOCKS, spread, compressed=False)
+
+
+@pytest.mark.parametrize("spread", SPREADS)
+def test_robust_lamb_stays_close_to_lamb(spread):
+    rule = LAMB(lr=0.02)
+    assert final_loss(BLOCKS, spread, rule=rule) < 1.5 * final_loss(BLOCKS, spread, compressed=False, rule=rule)
+
+
+def test_published_lamb_diverges_on_spread_elements():
+    rule = LAMB(lr=0.02, trust="frozen")
+    assert final_loss(PRESETS["paper"], "elements 1e8", rule=rule) > 1e2
 
 
 def test_the_papers_recipe_diverges_on_spread_elements_and_the_fix_ends_far_off():

@@ -1,0 +1,164 @@
+"""1-bit LAMB (You et al. 2020; Li et al. 2021; Algorithm 2 of Tarasov and Ershov 2022).
+
+LAMB is Adam whose update is scaled, layer by layer, to the length of the layer's weights:
+
+    u = m / D + decay * w         c = clip(|w| / |u|, min_coeff, max_coeff),  1 if either is 0       w <- w - lr c u
+
+and in warm-up the mean of the coefficients is kept: c_avg <- coeff_beta c_avg + (1 - coeff_beta) c (Algorithm 2,
+line 6; its bias towards the initial 0 is corrected here).
+Afterwards, with the momentum m_t that all workers have in common once it is exchanged as in 1-bit Adam, c is
+
+    "live"     computed as in warm-up, from w and m_t, which are the same on all workers;
+    "frozen"   Algorithm 2, lines 17 to 21: c = r c_avg, where r follows the second moment that would have been
+
+        g'      = (m_t - beta1 m_{t-1}) / (1 - beta1)
+        v_fresh <- beta2 v_fresh + (1 - beta2) g'^2
+        r       = max over the layer of D(v) / D(v_fresh)       denominators, as DeepSpeed has it; printed: of v itself
+        r       <- clip(r, (1 -+ factor_threshold) r_before);  clip(r, factor_min, factor_max)
+        r       <- k r + 1 - k,  k = min(1, |m / D| / |m / D + decay w|)
+
+"live" is for update space, where every element of u has a sensible size, and needs no second second-moment; "frozen" is
+what momentum space needs, where compression distorts |u|.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import numpy as np
+
+from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Context, Tensor
+from horovod_onebit.rules.adam import Adam
+
+Trust = Literal["live", "frozen"]
+
+COEFFICIENT, FACTOR, RATIO = range(3)
+"""What ``Tensor.layer`` holds: c_avg; r of the last step; the largest ratio so far in this one."""
+
+
+def trust_for(recipe: Recipe) -> Trust:
+    """How a compressed step finds a layer's coefficient."""
+    return "live" if recipe.space == "update" else "frozen"
+
+
+@dataclass(frozen=True)
+class LAMB(Adam):
+    """Hyperparameters of one step. Those beyond Adam's have DeepSpeed's names.
+
+    ``bias_correction`` False leaves both moments uncorrected, as DeepSpeed does. ``decoupled`` takes the decay out of
+    the update, as Keras has it: ``w <- (1 - lr weight_decay) w - lr c m / D``.
+    """
+
+    eps: float = 1e-6
+    decoupled: bool = False
+    bias_correction: bool = True
+    min_coeff: float = 0.01
+    max_coeff: float = 10.0
+    coeff_beta: float = 0.9
+    factor_min: float = 0.5
+    factor_max: float = 4.0
+    factor_threshold: float = 0.1
+    trust: Trust = "live"
+    name: str = "lamb"
+
+    def init(self, tensor: Tensor) -> None:
+        tensor.layer = np.array([0, 1, 0], np.float32)
+        tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
+
+    def begin(self, tensor: Tensor) -> None:
+        if tensor.fresh is not None:
+            assert tensor.variance is not None
+            tensor.fresh[:] = tensor.variance
+
+    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
+        variance, _, spec = super().coding(tensor, block_size, context)
+        spec = spec._replace(l2=0.0)  # the decay is in the update, if it is not outside
+        return variance, None, spec if self.bias_correction else spec._replace(variance_correction=1.0)
+
+    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
+        """Take over the momentum; the weights wait for ``finish``, which needs the whole layer."""
+        _, _, spec = self.coding(tensor, block_size, context)
+        before = tensor.momentum.copy() if self.trust == "frozen" else None
+        moments, space = (tensor.momentum, tensor.variance), context.recipe.space == "update"
+        context.kernels.apply(scales, bits, *moments, tensor.weight, spec, update_space=space, step_size=0.0)
+        if before is not None:
+            self._refresh(tensor, before, spec)
+
+    def _refresh(self, tensor: Tensor, before: Array, spec: Spec) -> None:
+        assert tensor.fresh is not None
+        assert tensor.layer is not None
+        assert tensor.variance is not None
+        f32 = np.float32
+        g = (tensor.momentum - f32(self.beta1) * before) / f32(1 - self.beta1)
+        tensor.fresh *= f32(self.beta2)
+        tensor.fresh += f32(1 - self.beta2) * g * g
+        correction = 1 / (1 - self.beta2 ** (tensor.step + 1)) if self.bias_correction else 1.0
+        fresh = denominator(tensor.fresh, spec._replace(variance_correction=correction))
+        ratio = (denominator(tensor.variance, spec) / fresh).max()
+        tensor.layer[RATIO] = max(tensor.layer[RATIO], ratio)
+
+    def finish(self, tensor: Tensor, context: Context) -> None:
+        """Move the weights of the whole layer."""
+        assert tensor.layer is not None
+        assert tensor.variance is not None
+        _, _, spec = self.coding(tensor, 8, context)
+        adam = tensor.momentum / denominator(tensor.variance, spec)
+        if self.bias_correction:
+            adam *= np.float32(1 / (1 - self.beta1 ** (tensor.step + 1)))
+        inside = 0.0 if self.decoupled else self.weight_decay
+        update = adam + np.float32(inside) * tensor.weight if inside else adam
+        if self.trust == "live":
+            coefficient = self.coefficient(tensor.weight, update)
+        else:
+            average = float(tensor.layer[COEFFICIENT]) / (1 - self.coeff_beta ** max(tensor.variance_steps, 1))
+            coefficient = self._factor(tensor.layer, _norm(adam), _norm(update)) * average
+        if self.decoupled:
+            tensor.weight *= np.float32(1 - self.lr * self.weight_decay)
+        tensor.weight -= np.float32(self.lr * coefficient) * update
+
+    def coefficient(self, weight: Array, update: Array) -> float:
+        """LAMB's trust ratio of one layer."""
+        w, u = _norm(weight), _norm(update)
+        return min(max(w / u, self.min_coeff), self.max_coeff) if w > 0 and u > 0 else 1.0
+
+    def _factor(self, layer: Array, adam: float, update: float) -> float:
+        """Algorithm 2, line 20: how much the frozen coefficient is stretched in this step."""
+        last, r = float(layer[FACTOR]), float(layer[RATIO])
+        r = min(max(r, (1 - self.factor_threshold) * last), (1 + self.factor_threshold) * last)
+        r = min(max(r, self.factor_min), self.factor_max)
+        layer[FACTOR], layer[RATIO] = r, 0
+        k = min(1.0, adam / update) if update > 0 else 1.0
+        return k * r + 1 - k
+
+    def exact_step(self, tensor: Tensor, grad: Array) -> None:
+        """LAMB (You et al. 2020, Algorithm 2)."""
+        assert tensor.variance is not None
+        assert tensor.layer is not None
+        f32 = np.float32
+        tensor.step += 1
+        tensor.variance_steps += 1
+        g = f32(self.grad_scale) * grad
+        m, v = tensor.momentum, tensor.variance
+        m += f32(1 - self.beta1) * (g - m)
+        v *= f32(self.beta2)
+        v += f32(1 - self.beta2) * g * g
+        first = 1 - self.beta1**tensor.step if self.bias_correction else 1.0
+        second = 1 - self.beta2**tensor.step if self.bias_correction else 1.0
+        update = (m / f32(first)) / (np.sqrt(v) / f32(np.sqrt(second)) + f32(self.eps))
+        if self.decoupled:
+            tensor.weight *= f32(1 - self.lr * self.weight_decay)
+        else:
+            update += f32(self.weight_decay) * tensor.weight
+        coefficient = self.coefficient(tensor.weight, update)
+        average = float(tensor.layer[COEFFICIENT])
+        tensor.layer[COEFFICIENT] = self.coeff_beta * average + (1 - self.coeff_beta) * coefficient
+        tensor.weight -= f32(self.lr * coefficient) * update
+
+
+def _norm(x: Array) -> float:
+    """The Euclidean norm, to 20 bits: machines whose sums round differently must still agree."""
+    mantissa, exponent = np.frexp(np.sqrt(np.square(x, dtype=np.float64).sum()))
+    return float(np.ldexp(np.round(mantissa * 2**20), exponent - 20))

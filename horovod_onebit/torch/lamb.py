@@ -1,0 +1,113 @@
+"""LAMB for PyTorch, which has none: uncompressed, on its own or inside ``DistributedOptimizer``."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+
+from horovod_onebit.errors import ConfigurationError
+
+
+class LAMB(torch.optim.Optimizer):
+    """Adam whose update is scaled, tensor by tensor, to the length of the weights (You et al. 2020, Algorithm 2).
+
+    Args:
+        params: as for any ``torch.optim`` optimizer.
+        lr, betas, eps: as in ``torch.optim.Adam``.
+        weight_decay: part of the update, so that it counts in its length.
+        bias_correction: False leaves both moments uncorrected, as DeepSpeed does.
+        min_coeff, max_coeff: bounds on the scaling coefficient ``|w| / |update|``.
+        coeff_beta: decay of the mean of the coefficients that 1-bit LAMB in momentum space goes on with.
+        factor_min, factor_max, factor_threshold: bounds on how far 1-bit LAMB in momentum space stretches it.
+        maximize: climb instead of descending.
+
+    The names are DeepSpeed's. State by parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as Adam's, and ``layer``, three
+    float32 numbers of which the first is the mean of the coefficients.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float = 1e-3,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-6,
+        weight_decay: float = 0.0,
+        *,
+        bias_correction: bool = True,
+        min_coeff: float = 0.01,
+        max_coeff: float = 10.0,
+        coeff_beta: float = 0.9,
+        factor_min: float = 0.5,
+        factor_max: float = 4.0,
+        factor_threshold: float = 0.1,
+        maximize: bool = False,
+    ) -> None:
+        if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in (*betas, coeff_beta))):
+            raise ConfigurationError(
+                f"LAMB(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, coeff_beta={coeff_beta}): "
+                "expected lr, eps, weight_decay >= 0 and betas, coeff_beta in [0, 1)"
+            )
+        if not (0 < min_coeff <= max_coeff and 0 < factor_min <= factor_max and 0 < factor_threshold < 1):
+            raise ConfigurationError(
+                "LAMB: expected 0 < min_coeff <= max_coeff, 0 < factor_min <= factor_max, 0 < factor_threshold < 1"
+            )
+        defaults = {
+            "lr": lr,
+            "betas": tuple(betas),
+            "eps": eps,
+            "weight_decay": weight_decay,
+            "bias_correction": bias_correction,
+            "min_coeff": min_coeff,
+            "max_coeff": max_coeff,
+            "coeff_beta": coeff_beta,
+            "factor_min": factor_min,
+            "factor_max": factor_max,
+            "factor_threshold": factor_threshold,
+            "maximize": maximize,
+        }
+        super().__init__(params, defaults)
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step; parameters without a gradient stay as they are."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        with torch.no_grad():
+            for group in self.param_groups:
+                self._step_group(group, [p for p in group["params"] if p.grad is not None])
+        return loss
+
+    def _step_group(self, group: dict[str, Any], params: Iterable[torch.Tensor]) -> None:
+        beta1, beta2 = group["betas"]
+        for p in params:
+            if p.grad is None or p.grad.is_sparse:
+                raise ConfigurationError("LAMB takes no sparse gradients: build the embedding with sparse=False")
+            state = self.state[p]
+            init_state(p, state)
+            state["step"] += 1
+            grad = -p.grad if group["maximize"] else p.grad
+            m, v = state["exp_avg"], state["exp_avg_sq"]
+            m.lerp_(grad.to(m.dtype), 1 - beta1)
+            v.mul_(beta2).addcmul_(grad, grad, value=1 - beta2)
+            step = float(state["step"])
+            first, second = (1 - beta1**step, 1 - beta2**step) if group["bias_correction"] else (1.0, 1.0)
+            update = (m / first) / ((v / second).sqrt() + group["eps"])
+            if group["weight_decay"]:
+                update.add_(p, alpha=group["weight_decay"])
+            w, u = p.norm(dtype=torch.float32), update.norm(dtype=torch.float32)
+            ratio = (w / u).clamp(group["min_coeff"], group["max_coeff"])
+            coefficient = torch.where((w > 0) & (u > 0), ratio, torch.ones_like(w))
+            state["layer"][0].lerp_(coefficient.to(state["layer"].device), 1 - group["coeff_beta"])
+            p.sub_(update * (coefficient * group["lr"]).to(update.dtype))
+
+
+def init_state(p: torch.Tensor, state: dict[str, Any]) -> None:
+    """The state before the first step."""
+    if "exp_avg" not in state:
+        state["step"] = torch.zeros((), dtype=torch.float32)
+        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        state["layer"] = torch.tensor([0.0, 1.0, 0.0], device=p.device)
