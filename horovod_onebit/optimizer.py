@@ -6,10 +6,12 @@ exact part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import numpy as np
 
+from horovod_onebit import warmup as warmups
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.exchange import Collectives
@@ -17,7 +19,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.stats import allreduce_bytes
-from horovod_onebit.warmup import FixedWarmup, Phase
+from horovod_onebit.warmup import Phase
 
 
 class NumpyOptimizer:
@@ -26,7 +28,7 @@ class NumpyOptimizer:
     Args:
         weights: name -> C-contiguous float32 array, the same on every worker at the start.
         rule: ``rules.adam.Adam`` or ``rules.sgd.SGD``; assign ``optimizer.rule`` to change the learning rate.
-        warmup_steps: exact steps before compression starts.
+        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
         kernels: ``"cpu"`` or ``"reference"``.
@@ -38,7 +40,8 @@ class NumpyOptimizer:
         rule: Rule,
         *,
         collectives: Collectives,
-        warmup_steps: int,
+        warmup_steps: int | float | str,
+        total_steps: int | None = None,
         recipe: str | Recipe = "robust",
         kernels: str = "cpu",
     ) -> None:
@@ -50,7 +53,7 @@ class NumpyOptimizer:
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
                 )
         self.rule = rule
-        self.warmup = FixedWarmup(warmup_steps)
+        self.warmup = warmups.make(warmup_steps, total_steps)
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
         self.step_count = 0
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -105,10 +108,21 @@ class NumpyOptimizer:
             return False
         for tensor in self._tensors:
             self.rule.exact_step(tensor, means[tensor.name])
+        if self.warmup.wants(self.step_count + 1):
+            self._observe(self.step_count + 1)
         if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
             for tensor in self._large:
                 self.rule.begin(tensor)
         return True
+
+    def _observe(self, step: int) -> None:
+        beta2 = getattr(self.rule, "beta2", None)
+        norm = None
+        if beta2 is not None:
+            variances = [t.variance for t in self._large if t.variance is not None]
+            squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
+            norm = math.sqrt(squares) / (1 - beta2**step)
+        self.warmup.observe(step, norm, self.rule.lr, beta2 or 0.0)
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         rules = [self.rule] * len(self._large)

@@ -1,15 +1,20 @@
 """When compression starts.
 
-A phase is a value with a name; the policy looks at how many exact steps were taken and nothing else, so that
-every worker decides alike.
+A phase is a value with a name. Every policy decides from what all workers have in common (steps taken, the learning
+rate, the second moment), so that all decide alike.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Any
 
 from horovod_onebit.errors import ConfigurationError
+
+NEVER = 2**62
 
 
 class Phase(StrEnum):
@@ -19,19 +24,95 @@ class Phase(StrEnum):
     COMPRESSED = "compressed"
 
 
-@dataclass(frozen=True)
-class FixedWarmup:
-    """``steps`` exact optimizer steps, then compression: step number ``steps + 1`` is the first compressed one."""
+class Warmup:
+    """What all policies share."""
 
     steps: int
-
-    def __post_init__(self) -> None:
-        if not isinstance(self.steps, int) or isinstance(self.steps, bool) or self.steps < 1:
-            raise ConfigurationError(
-                f"warmup_steps={self.steps!r}: expected a whole number of optimizer steps, at least 1 (the second "
-                "moment has to be measured before it can be frozen; 100 is ample for most models)"
-            )
 
     def phase(self, exact_steps: int) -> Phase:
         """The phase of the next step of a parameter that has had ``exact_steps`` exact ones."""
         return Phase.COMPRESSED if exact_steps >= self.steps else Phase.WARMUP
+
+    def wants(self, step: int) -> bool:
+        """Whether ``observe`` is to be called after step number ``step``."""
+        return False
+
+    def observe(self, step: int, variance_norm: float | None, learning_rate: float, beta2: float) -> None:
+        """Look at the run after step number ``step``; may set ``steps``."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """What a resumed run has to know."""
+        return {}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Take over what ``state_dict`` gave."""
+
+
+@dataclass(frozen=True)
+class FixedWarmup(Warmup):
+    """``steps`` exact optimizer steps, then compression: step number ``steps + 1`` is the first compressed one."""
+
+    steps: int
+
+
+@dataclass
+class AutoWarmup(Warmup):
+    """Compression starts when the second moment is stable and the learning rate's own warm-up is over.
+
+    Stable (Tang et al. 2021, section 7.1, made two-sided and with the bias corrected): the norm of the second moment
+    now and ``1 / (1 - beta2)`` steps ago differ by less than 4 %. In the first ``2 / (1 - beta2)`` steps the distance
+    is half the steps taken, so that short runs get there too. Checked at every tenth step, from step 20 on. The
+    learning rate is past its warm-up when its maximum is at least 10 steps back.
+    """
+
+    threshold: float = 0.96
+    every: int = 10
+    least: int = 20
+    steps: int = NEVER
+    norms: dict[int, float] = field(default_factory=dict, repr=False)
+    peak: float = field(default=-math.inf, repr=False)
+    peak_step: int = field(default=0, repr=False)
+
+    def wants(self, step: int) -> bool:
+        return self.steps == NEVER and step % self.every == 0
+
+    def observe(self, step: int, variance_norm: float | None, learning_rate: float, beta2: float) -> None:
+        """``variance_norm``: Euclidean, bias-corrected, over all compressed tensors; None for rules without one."""
+        if learning_rate > self.peak * (1 + 1e-6) or self.peak < 0:
+            self.peak, self.peak_step = learning_rate, step
+        stable = True
+        if variance_norm is not None:
+            self.norms[step] = variance_norm
+            distance = min(1 / (1 - beta2), step / 2) if beta2 < 1 else step / 2
+            before = self.norms.get(self.every * math.floor((step - distance) / self.every))
+            stable = before is not None and min(before, variance_norm) >= self.threshold * max(before, variance_norm)
+        rising = self.peak_step > step - self.every and step > self.every
+        if stable and not rising and step >= self.least:
+            self.steps = step
+            self.norms.clear()
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "norms": dict(self.norms), "peak": self.peak, "peak_step": self.peak_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.norms = state.get("steps", NEVER), dict(state.get("norms", {}))
+        self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)
+
+
+def make(warmup_steps: int | float | str, total_steps: int | None = None) -> Warmup:
+    """A policy from what a user gives: a number of steps, ``"auto"``, or a share of ``total_steps`` below 1."""
+    if warmup_steps == "auto":
+        return AutoWarmup()
+    if isinstance(warmup_steps, float) and 0 < warmup_steps < 1:
+        if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
+            raise ConfigurationError(
+                f"warmup_steps={warmup_steps!r} is a share of total_steps, and total_steps is {total_steps!r}: "
+                "expected the number of optimizer steps of the whole run"
+            )
+        return FixedWarmup(math.ceil(warmup_steps * total_steps))
+    if isinstance(warmup_steps, int) and not isinstance(warmup_steps, bool) and warmup_steps >= 1:
+        return FixedWarmup(warmup_steps)
+    raise ConfigurationError(
+        f"warmup_steps={warmup_steps!r}: expected a whole number of optimizer steps, at least 1 (the second moment has "
+        "to be measured before it can be frozen; 20 are enough for most models), a share of total_steps, or 'auto'"
+    )

@@ -69,6 +69,7 @@ class Rule:
     """What all rules share; a rule fills in ``coding``, ``apply`` and ``exact_step``."""
 
     name: str
+    lr: float
 
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""

@@ -22,7 +22,7 @@ from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.rules import Adapter
-from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import AutoWarmup, Phase
 
 
 @dataclass(frozen=True)
@@ -68,6 +68,13 @@ class Compressor:
         counts = (int(steps), int(exact_steps), wrapping.warmup, wrapping.backward_passes_per_step)
         setup = f"{counts} {self.sum_gradients} {rows}"
         return self.engine.finish_agreement(self.engine.start_agreement(setup=setup, options=f"{rule} {clipping}"))
+
+    def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, norm: Any = None) -> int:
+        """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
+        beta2, step = getattr(self.optimizer, "beta_2", 0.0), int(steps)
+        if warmup.wants(step):
+            warmup.observe(step, None if norm is None else float(norm) / (1 - beta2**step), float(learning_rate), beta2)
+        return warmup.steps
 
     def count_warmup(self, sizes: Sequence[int], bytes_each: int) -> None:
         """Account for one exact step over tensors of ``sizes`` elements."""

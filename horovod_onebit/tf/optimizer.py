@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -20,27 +19,14 @@ from horovod_onebit.tf.compressor import Compressor, Values, average
 from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call, host_value
 from horovod_onebit.tf.loss_scale import around
 from horovod_onebit.tf.rules import adapter_for
-from horovod_onebit.warmup import FixedWarmup, Phase
+from horovod_onebit.tf.wrapping import Wrapping
+from horovod_onebit.warmup import AutoWarmup, Phase
+from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 
 PACKAGE = "horovod_onebit"
 CONFIG_KEY = "horovod_onebit"
-
-
-@dataclasses.dataclass(frozen=True)
-class _Wrapping:
-    """What ``DistributedOptimizer`` was called with."""
-
-    warmup: FixedWarmup
-    recipe: Recipe
-    compression: Any
-    sparse_as_dense: bool
-    op: Any
-    gradient_predivide_factor: float
-    backward_passes_per_step: int
-    average_aggregated_gradients: bool
-    process_set: Any
 
 
 class _DistributedOptimizer:
@@ -60,8 +46,9 @@ class _DistributedOptimizer:
     # What this class adds: Keras variables, so that they are saved.
     _exact_steps: Any
     _compressed_steps: Any
+    _warmup_steps: Any
     _passes: Any
-    _wrapping: _Wrapping
+    _wrapping: Wrapping
     _checked: bool  # whether the callers of an eager step were
     _warned: bool
     _compressor: Compressor
@@ -127,7 +114,7 @@ class _DistributedOptimizer:
         now = [tf.convert_to_tensor(self._iterations.value), exact_steps, tf.convert_to_tensor(self.learning_rate)]
         # What follows depends on the answer: nothing may be waited for before it.
         agreed = host_value(lambda *values: self._compressor.agree(trained, *values), now, tf.bool)
-        warm = tf.logical_and(exact_steps < self._wrapping.warmup.steps, agreed)
+        warm = tf.logical_and(exact_steps < tf.convert_to_tensor(self._warmup_steps.value), agreed)
         cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
     def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
@@ -142,9 +129,28 @@ class _DistributedOptimizer:
         )
         super().apply(means, [v for _, v in pairs])  # type: ignore[misc]
         self._exact_steps.assign_add(1)
+        if isinstance(w.warmup, AutoWarmup):
+            self._observe(w.warmup)
         sizes = [int(np.prod(v.shape)) for _, v in pairs]
         bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
         host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
+
+    def _observe(self, warmup: AutoWarmup) -> None:
+        """Show the run to the automatic warm-up, which may set the number of exact steps."""
+        compressor, steps = self._compressor, tf.convert_to_tensor(self._exact_steps.value)
+        variables = [(i, v) for i, v in enumerate(self._trainable_variables) if compressor.is_compressed(v)]
+        variances = [compressor.adapter.variance(self, i) for i, _ in variables]
+        known = [tf.convert_to_tensor(v) for v in variances if v is not None]
+
+        def look() -> None:
+            inputs = [
+                steps,
+                tf.convert_to_tensor(self.learning_rate),
+                *([tf.linalg.global_norm(known)] if known else []),
+            ]
+            self._warmup_steps.assign(host_value(lambda *values: compressor.observe(warmup, *values), inputs, tf.int64))
+
+        cond(steps % warmup.every == 0, look, lambda: None)
 
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
         """One host call: everything it reads goes in as tensors, everything that it changes comes out."""
@@ -225,7 +231,8 @@ class _DistributedOptimizer:
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
-        return self._wrapping.warmup.phase(int(self._exact_steps.value.numpy()))
+        warm = int(self._exact_steps.value.numpy()) < int(self._warmup_steps.value.numpy())
+        return Phase.WARMUP if warm else Phase.COMPRESSED
 
     @property
     def recipe(self) -> Recipe:
@@ -246,18 +253,7 @@ class _DistributedOptimizer:
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
-        w = self._wrapping
-        own = {
-            "warmup_steps": w.warmup.steps,
-            "recipe": dataclasses.asdict(w.recipe),
-            "fp16": w.compression is hvd.Compression.fp16,
-            "sparse_as_dense": w.sparse_as_dense,
-            "sum": w.op == hvd.Sum,
-            "gradient_predivide_factor": w.gradient_predivide_factor,
-            "backward_passes_per_step": w.backward_passes_per_step,
-            "average_aggregated_gradients": w.average_aggregated_gradients,
-        }
-        return super().get_config() | {CONFIG_KEY: own}  # type: ignore[misc]
+        return super().get_config() | {CONFIG_KEY: self._wrapping.to_config()}  # type: ignore[misc]
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -265,10 +261,7 @@ class _DistributedOptimizer:
         config = dict(config)
         own = dict(config.pop(CONFIG_KEY))
         plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
-        own["recipe"] = Recipe(**own["recipe"])
-        own["compression"] = hvd.Compression.fp16 if own.pop("fp16") else hvd.Compression.none
-        own["op"] = hvd.Sum if own.pop("sum") else hvd.Average
-        return DistributedOptimizer(plain.from_config(config), **own)
+        return DistributedOptimizer(plain.from_config(config), **Wrapping.arguments(own))
 
 
 def DistributedOptimizer(
@@ -287,7 +280,8 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    warmup_steps: int,
+    warmup_steps: int | float | str,
+    total_steps: int | None = None,
     recipe: str | Recipe = "robust",
 ) -> Any:
     """A Keras optimizer whose gradients travel as one bit per parameter once warm-up is over.
@@ -299,7 +293,9 @@ def DistributedOptimizer(
     Args:
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one.
             The result is an instance of its class.
-        warmup_steps: exact steps before compression starts.
+        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
+            starts compression when the second moment is stable and the learning rate no longer rises.
+        total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 
     ``clipnorm`` and ``global_clipnorm`` act on the averaged gradient in warm-up; afterwards on the root mean square,
@@ -327,18 +323,9 @@ def DistributedOptimizer(
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
-    if compression not in (hvd.Compression.none, hvd.Compression.fp16):
-        raise UnsupportedError(f"compression={compression!r}: expected hvd.Compression.none or fp16, for the warm-up")
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op!r}: expected hvd.Average or hvd.Sum")
-    passes = backward_passes_per_step
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
-    if not gradient_predivide_factor > 0 or (gradient_predivide_factor != 1.0 and op != hvd.Average):
-        raise ConfigurationError("gradient_predivide_factor: expected a positive number, with op=hvd.Average")
-    wrapping = _Wrapping(
-        FixedWarmup(warmup_steps), resolve(recipe), compression, bool(sparse_as_dense), op,
-        float(gradient_predivide_factor), passes, bool(average_aggregated_gradients), process_set,
+    wrapping = Wrapping(
+        make_warmup(warmup_steps, total_steps), resolve(recipe), compression, bool(sparse_as_dense), op,
+        gradient_predivide_factor, backward_passes_per_step, bool(average_aggregated_gradients), process_set,
     )  # fmt: skip
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
@@ -348,11 +335,16 @@ def DistributedOptimizer(
     wrapped._compressor = Compressor(
         wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=label
     )
-    counters = {"_exact_steps": "onebit_exact_steps", "_compressed_steps": "onebit_compressed_steps"}
-    if passes > 1:
+    counters = {
+        "_exact_steps": "onebit_exact_steps",
+        "_compressed_steps": "onebit_compressed_steps",
+        "_warmup_steps": "onebit_warmup_steps",
+    }
+    if backward_passes_per_step > 1:
         counters["_passes"] = "onebit_passes"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
+    wrapped._warmup_steps.assign(wrapping.warmup.steps)
     if wrapped.built:
         wrapped._add_accumulators()
     return wrapped

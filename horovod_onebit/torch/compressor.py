@@ -21,15 +21,15 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
 from horovod_onebit.stats import Stats
+from horovod_onebit.torch import progress
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
-from horovod_onebit.warmup import FixedWarmup, Phase
+from horovod_onebit.warmup import Phase, Warmup
 
 logger = logging.getLogger("horovod_onebit")
 
-STATE_VERSION = 1
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
 
@@ -46,7 +46,7 @@ class Compressor:
         names: dict[torch.Tensor, str],
         *,
         recipe: Recipe,
-        warmup: FixedWarmup,
+        warmup: Warmup,
         process_set: Any,
         sum_gradients: bool,
     ) -> None:
@@ -109,9 +109,9 @@ class Compressor:
             self.variance_steps.pop(p, None)
             del self.exact_steps[p]
             self.engine.feedback.discard(self.names[p])
-        self._changed()
+        self.changed()
 
-    def _changed(self) -> None:
+    def changed(self) -> None:
         self._prepared = False
         self.version += 1
 
@@ -134,7 +134,7 @@ class Compressor:
                 self.variance_steps.setdefault(p, int(seen))
                 self._bind(p)
                 if fresh:
-                    self.adapter.rule(self._group_of(p), 1.0).begin(self.bindings[p].tensor)
+                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor)
 
     def _bind(self, p: torch.Tensor) -> None:
         residual = self.engine.feedback.residual(self.names[p], p.numel())
@@ -144,17 +144,17 @@ class Compressor:
         self.bindings[p] = binding
         # In the order of the groups, however they came: the layout must not depend on history.
         self.bindings = {q: self.bindings[q] for q in self.ordered() if q in self.bindings}
-        self._changed()
+        self.changed()
 
     def _unbind(self, p: torch.Tensor, binding: Binding) -> None:
         """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
         binding.release()
-        self.adapter.rewind(self._group_of(p), binding.state, self.variance_steps[p])
+        self.adapter.rewind(self.group_of(p), binding.state, self.variance_steps[p])
         p.grad = None
         self.engine.feedback.reset([self.names[p]])
         del self.bindings[p], self.variance_steps[p]
         self.exact_steps[p] = 0
-        self._changed()
+        self.changed()
 
     def refresh_bindings(self) -> None:
         """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
@@ -229,11 +229,25 @@ class Compressor:
                 taken = self._compressed_step(exact_step, loss_scale)
             if taken:
                 self.steps += 1
+                if self.warmup.wants(self.steps) and self.phase is Phase.WARMUP:
+                    self._observe()
                 self._mature()
             return taken
         finally:
             self.agreement.reset()
             self.engine.end_step()
+
+    def _observe(self) -> None:
+        """Show the run to the automatic warm-up."""
+        groups, squares, seen = self.optimizer.param_groups, 0.0, 0
+        key = self.adapter.variance_key
+        for p in self._exact() if key else []:
+            if p.numel() >= self.engine.recipe.min_compressed_size:
+                squares += float(self.optimizer.state[p][key].double().square().sum())
+                seen = int(self.optimizer.state[p]["step"])
+        beta2 = float(groups[0]["betas"][1]) if key else 0.0
+        norm = math.sqrt(squares) / (1 - beta2 ** max(seen, 1)) if key else None
+        self.warmup.observe(self.steps, norm, max(float(group["lr"]) for group in groups), beta2)
 
     def _warmup_step(
         self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
@@ -326,70 +340,21 @@ class Compressor:
             norms=norms,
         )
 
-    def _group_of(self, p: torch.Tensor) -> dict[str, Any]:
+    def group_of(self, p: torch.Tensor) -> dict[str, Any]:
         return next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
 
     def ordered(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
-    def state_dict(self) -> dict[str, Any]:
-        """Plain numbers, by position of the parameter in the groups."""
-        return {
-            "version": STATE_VERSION,
-            "steps": self.steps,
-            "skipped": self.engine.skipped,
-            "exchanges": self.engine.exchanges,
-            "exact_steps": [self.exact_steps.get(p, 0) for p in self.ordered()],
-            "variance_steps": [self.variance_steps.get(p, 0) for p in self.ordered()],
-        }
-
     def load_state_dict(
         self, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
     ) -> None:
-        """Take over ``own``, a ``state_dict()``; None means a state of a plain optimizer, which warms up.
-
-        ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
-        """
-        if own is not None and own.get("version") != STATE_VERSION:
-            raise ConfigurationError(
-                f"this optimizer state has format {own.get('version')!r}, expected {STATE_VERSION}"
-            )
+        """Take over ``own``, which ``progress.save`` gave; see ``progress.load``."""
         self.synchronizer.reset()
         self.bindings.clear()
-        self._changed()
-        self.variance_steps.clear()
-        if not keep_feedback:
-            self.engine.feedback.reset()
-        params = self.ordered()
-        counts = list(own["exact_steps"]) if own else [0] * len(params)
-        seen = list(own["variance_steps"]) if own else [0] * len(params)
-        self.steps = own["steps"] if own else 0
-        self.engine.skipped = own["skipped"] if own else 0
-        self.engine.exchanges = own["exchanges"] if own else 0
-        for group in self.optimizer.param_groups:
-            for p in group["params"]:
-                if p.requires_grad:
-                    self.adapter.init_state(group, p, self.optimizer.state[p])
-        for position, p in enumerate(params):
-            if p in self.exact_steps:
-                self.exact_steps[p] = counts[position]
-            if not seen[position]:
-                continue
-            if self.warmup.phase(counts[position]) is Phase.COMPRESSED:
-                self.variance_steps[p] = seen[position]
-            else:
-                self.adapter.rewind(self._group_of(p), self.optimizer.state[p], seen[position])
-        if whole is not None:
-            self._keep_float32(whole, params)
+        self.changed()
+        progress.load(self, own, whole, keep_feedback=keep_feedback)
         self._mature()
-
-    def _keep_float32(self, whole: Mapping[str, Any], params: list[torch.Tensor]) -> None:
-        """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
-        ids = [i for group in whole["param_groups"] for i in group["params"]]
-        for position, p in zip(ids, params, strict=True):
-            compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
-            if loaded := whole["state"].get(position):
-                self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
         unknown = sorted(n for n in set(state) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))

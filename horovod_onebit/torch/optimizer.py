@@ -14,10 +14,12 @@ import torch
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
+from horovod_onebit.torch import progress
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
-from horovod_onebit.warmup import FixedWarmup, Phase
+from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -191,7 +193,7 @@ class _DistributedOptimizer:
         ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
-        state["param_groups"][0][STATE_KEY] = self._compressor.state_dict()
+        state["param_groups"][0][STATE_KEY] = progress.save(self._compressor)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -228,7 +230,8 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
     *,
-    warmup_steps: int,
+    warmup_steps: int | float | str,
+    total_steps: int | None = None,
     recipe: str | Recipe = "robust",
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
@@ -246,6 +249,9 @@ def DistributedOptimizer(
         op: ``hvd.Average`` or ``hvd.Sum``.
         process_set: the workers that train together.
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
+            A number below 1 is a share of ``total_steps``. ``"auto"`` starts compression when the second moment is
+            stable and the learning rate no longer rises.
+        total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 
     Raises:
@@ -257,7 +263,7 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    warmup, chosen = FixedWarmup(warmup_steps), resolve(recipe)
+    warmup, chosen = make_warmup(warmup_steps, total_steps), resolve(recipe)
     adapter = adapter_for(optimizer, chosen)
     names = _names(optimizer, named_parameters)
     for group in optimizer.param_groups:

@@ -46,6 +46,23 @@ def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
     np.testing.assert_array_equal(weights(model), weights(again))
 
 
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+def test_the_automatic_warm_up(kind, tmp_path):
+    model = build()
+    optimizer = wrap(OPTIMIZERS[kind](), warmup_steps="auto")
+    model.compile(optimizer=optimizer, loss=LOSS)
+    train(model, optimizer, 15, graph=True)
+    assert optimizer.phase is Phase.WARMUP
+    train(model, optimizer, 185, start=15, graph=True)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert 20 <= int(optimizer._warmup_steps) < 200
+    assert_replicas_equal(model)
+    model.save(tmp_path / "auto.keras")
+    again = keras.models.load_model(tmp_path / "auto.keras").optimizer
+    assert int(again._warmup_steps) == int(optimizer._warmup_steps)
+    assert again.phase is Phase.COMPRESSED
+
+
 def test_backup_and_restore_resumes_a_run_that_was_interrupted(tmp_path):
     x, y = batch(0)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)

@@ -164,6 +164,38 @@ def test_loading_into_a_longer_warm_up_makes_no_leap():
     assert optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"] == [0] * 10
 
 
+@two_ranks_only
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_the_automatic_warm_up(kind):
+    def build():
+        model = Net()
+        return model, wrap(model, kind, warmup_steps="auto", lr=1e-3)
+
+    model, optimizer = build()
+    train(model, optimizer, 15)
+    state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
+    train(model, optimizer, 185, start=15)
+    steps = optimizer._compressor.warmup.steps
+    assert 20 <= steps < 200
+    assert optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+    again, resumed = build()
+    again.load_state_dict(state[0])
+    resumed.load_state_dict(state[1])
+    train(again, resumed, 185, start=15)
+    assert resumed._compressor.warmup.steps == steps
+    assert torch.equal(weights(model), weights(again))
+
+
+def test_a_share_of_all_steps_as_warm_up():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=0.1, wrapping={"total_steps": 41})
+    train(model, optimizer, 4)
+    assert optimizer.phase is Phase.WARMUP
+    train(model, optimizer, 1, start=4)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
 # -- which parameters -------------------------------------------------------------------------------------------------
 
 

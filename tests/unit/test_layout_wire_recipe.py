@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 from horovod_onebit import PRESETS, ConfigurationError, Recipe, WireError, wire
 from horovod_onebit.layout import TensorSpec, plan, shares
 from horovod_onebit.recipe import resolve
-from horovod_onebit.warmup import FixedWarmup, Phase
 
 
 def specs(*sizes):
@@ -209,11 +208,3 @@ def test_an_unknown_preset_lists_those_there_are():
         resolve("fast")
     with pytest.raises(dataclasses.FrozenInstanceError):
         Recipe().clip = 1.0
-
-
-def test_warmup_steps_means_that_many_exact_steps():
-    warmup = FixedWarmup(3)
-    assert [warmup.phase(n) for n in range(5)] == [Phase.WARMUP] * 3 + [Phase.COMPRESSED] * 2
-    for wrong in (0, -1, 2.5, True, "auto"):
-        with pytest.raises(ConfigurationError, match="warmup_steps"):
-            FixedWarmup(wrong)

@@ -1,0 +1,63 @@
+"""What ``DistributedOptimizer`` was called with: checked, and saved with the optimizer's configuration."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.tensorflow as hvd
+
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.warmup import AutoWarmup, Warmup
+
+
+@dataclass(frozen=True)
+class Wrapping:
+    """Everything but the optimizer; the meanings are those of ``DistributedOptimizer``'s arguments."""
+
+    warmup: Warmup
+    recipe: Recipe
+    compression: Any
+    sparse_as_dense: bool
+    op: Any
+    gradient_predivide_factor: float
+    backward_passes_per_step: int
+    average_aggregated_gradients: bool
+    process_set: Any
+
+    def __post_init__(self) -> None:
+        if self.compression not in (hvd.Compression.none, hvd.Compression.fp16):
+            raise UnsupportedError(
+                f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for the warm-up"
+            )
+        if self.op not in (hvd.Average, hvd.Sum):
+            raise UnsupportedError(f"op={self.op!r}: expected hvd.Average or hvd.Sum")
+        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
+        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
+            raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
+        if not factor > 0 or (factor != 1.0 and self.op != hvd.Average):
+            raise ConfigurationError("gradient_predivide_factor: expected a positive number, with op=hvd.Average")
+
+    def to_config(self) -> dict[str, Any]:
+        """As plain values, but for the process set."""
+        return {
+            "warmup_steps": "auto" if isinstance(self.warmup, AutoWarmup) else self.warmup.steps,
+            "recipe": dataclasses.asdict(self.recipe),
+            "fp16": self.compression is hvd.Compression.fp16,
+            "sparse_as_dense": self.sparse_as_dense,
+            "sum": self.op == hvd.Sum,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "backward_passes_per_step": self.backward_passes_per_step,
+            "average_aggregated_gradients": self.average_aggregated_gradients,
+        }
+
+    @staticmethod
+    def arguments(config: dict[str, Any]) -> dict[str, Any]:
+        """The arguments of ``DistributedOptimizer`` that ``to_config`` was made from."""
+        config = dict(config)
+        config["recipe"] = Recipe(**config["recipe"])
+        config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
+        config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
+        return config

@@ -1,0 +1,76 @@
+"""How far a run is, as plain numbers by position of the parameter: part of the optimizer's ``state_dict``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.warmup import Phase
+
+if TYPE_CHECKING:
+    from horovod_onebit.torch.compressor import Compressor
+
+VERSION = 1
+
+
+def save(compressor: Compressor) -> dict[str, Any]:
+    """The progress of ``compressor``, the same on all workers."""
+    return {
+        "version": VERSION,
+        "steps": compressor.steps,
+        "skipped": compressor.engine.skipped,
+        "exchanges": compressor.engine.exchanges,
+        "warmup": compressor.warmup.state_dict(),
+        "exact_steps": [compressor.exact_steps.get(p, 0) for p in compressor.ordered()],
+        "variance_steps": [compressor.variance_steps.get(p, 0) for p in compressor.ordered()],
+    }
+
+
+def load(
+    compressor: Compressor, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
+) -> None:
+    """Take over ``own``, which ``save`` gave; None means a state of a plain optimizer, which warms up.
+
+    ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
+    """
+    if own is not None and own.get("version") != VERSION:
+        raise ConfigurationError(f"this optimizer state has format {own.get('version')!r}, expected {VERSION}")
+    compressor.variance_steps.clear()
+    if not keep_feedback:
+        compressor.engine.feedback.reset()
+    compressor.steps = own["steps"] if own else 0
+    compressor.warmup.load_state_dict(own["warmup"] if own else {})
+    compressor.engine.skipped = own["skipped"] if own else 0
+    compressor.engine.exchanges = own["exchanges"] if own else 0
+    for group in compressor.optimizer.param_groups:
+        for p in group["params"]:
+            if p.requires_grad:
+                compressor.adapter.init_state(group, p, compressor.optimizer.state[p])
+    _load_counts(compressor, own)
+    if whole is not None:
+        _keep_float32(compressor, whole)
+
+
+def _load_counts(compressor: Compressor, own: Mapping[str, Any] | None) -> None:
+    params = compressor.ordered()
+    counts = list(own["exact_steps"]) if own else [0] * len(params)
+    seen = list(own["variance_steps"]) if own else [0] * len(params)
+    for position, p in enumerate(params):
+        if p in compressor.exact_steps:
+            compressor.exact_steps[p] = counts[position]
+        if not seen[position]:
+            continue
+        if compressor.warmup.phase(counts[position]) is Phase.COMPRESSED:
+            compressor.variance_steps[p] = seen[position]
+        else:
+            compressor.adapter.rewind(compressor.group_of(p), compressor.optimizer.state[p], seen[position])
+
+
+def _keep_float32(compressor: Compressor, whole: Mapping[str, Any]) -> None:
+    """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
+    ids = [i for group in whole["param_groups"] for i in group["params"]]
+    for position, p in zip(ids, compressor.ordered(), strict=True):
+        compressed = compressor.warmup.phase(compressor.exact_steps.get(p, 0)) is Phase.COMPRESSED
+        if loaded := whole["state"].get(position):
+            compressor.adapter.keep_float32(p, loaded, compressor.optimizer.state[p], compressed=compressed)

@@ -1,0 +1,88 @@
+"""When compression starts: the policies, and the automatic one on real optimizers."""
+
+import functools
+import math
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, simulation
+from horovod_onebit import warmup as warmups
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.warmup import NEVER, AutoWarmup, FixedWarmup, Phase
+
+
+def run(warmup, norms, rates, beta2=0.999):
+    """The first compressed step that ``warmup`` decides on, from norms and learning rates by step."""
+    for step in range(1, 2000):
+        if warmup.wants(step):
+            warmup.observe(step, norms(step), rates(step), beta2)
+        if warmup.phase(step) is Phase.COMPRESSED:
+            return step
+    return None
+
+
+def test_what_users_may_give():
+    assert warmups.make(100) == FixedWarmup(100)
+    assert warmups.make(0.15, 1001) == FixedWarmup(151)
+    assert isinstance(warmups.make("auto"), AutoWarmup)
+    for wrong in (0, -3, True, 1.0, 2.5, "soon", None, float("nan")):
+        with pytest.raises(ConfigurationError, match="warmup_steps="):
+            warmups.make(wrong, 100)
+    for wrong in (None, 0, 10.0):
+        with pytest.raises(ConfigurationError, match="total_steps is"):
+            warmups.make(0.2, wrong)
+
+
+def test_warmup_steps_means_that_many_exact_steps():
+    assert [FixedWarmup(3).phase(n) for n in range(5)] == [Phase.WARMUP] * 3 + [Phase.COMPRESSED] * 2
+
+
+@pytest.mark.parametrize(("direction", "beta2"), [(1, 0.999), (-1, 0.999), (1, 0.9)])
+def test_the_second_moment_must_be_stable_in_both_directions(direction, beta2):
+    """It grows or falls by a factor of 10 over 400 steps, and then stays."""
+    decided = run(AutoWarmup(), lambda t: 10 ** (direction * min(t, 400) / 400), lambda t: 1.0, beta2)
+    assert decided >= (400 if beta2 < 0.99 else 700)
+    assert run(AutoWarmup(), lambda t: 1.0, lambda t: 1.0, beta2) == 20
+
+
+def test_the_learning_rates_own_warm_up_is_waited_for():
+    assert run(AutoWarmup(), lambda t: 1.0, lambda t: min(t, 300) / 300) == 310
+    assert run(AutoWarmup(), lambda t: 1.0, lambda t: 1 - t / 2000) == 20
+    assert run(AutoWarmup(), lambda t: None, lambda t: 0.1) == 20
+
+
+def test_a_resumed_run_decides_alike():
+    norms, rates = (lambda t: 1 + 1 / math.sqrt(t)), (lambda t: min(t, 60))
+    expected = run(AutoWarmup(), norms, rates)
+    first, second = AutoWarmup(), AutoWarmup()
+    for step in range(1, 31):
+        if first.wants(step):
+            first.observe(step, norms(step), rates(step), 0.999)
+    second.load_state_dict(first.state_dict())
+    assert second.steps == NEVER
+    for step in range(31, 1000):
+        if second.wants(step):
+            second.observe(step, norms(step), rates(step), 0.999)
+    assert second.steps == expected
+    second.load_state_dict({})
+    assert second == AutoWarmup()
+
+
+@pytest.mark.parametrize("rule", [Adam(lr=1e-4), SGD(lr=0.05, momentum=0.9)])
+def test_all_workers_start_at_the_same_step(rule):
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        weights = {"w": np.zeros(3000, np.float32)}
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps="auto")
+        for _ in range(200):
+            optimizer.step({"w": (weights["w"] - 1 + rng.standard_normal(3000)).astype(np.float32)})
+        return optimizer.warmup.steps, weights["w"]
+
+    results = simulation.run(functools.partial(worker), 3)
+    assert 20 <= results[0][0] <= 150
+    for steps, weights in results:
+        assert steps == results[0][0]
+        np.testing.assert_array_equal(weights, results[0][1])
