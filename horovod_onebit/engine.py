@@ -12,7 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +29,7 @@ from horovod_onebit.kernels.reference import Array, denominator
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
+from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
 
 logger = logging.getLogger("horovod_onebit")
@@ -164,7 +165,78 @@ class Engine:
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
-    def abandon(self) -> None:
+    def step(
+        self,
+        kind: Kind,
+        grads: Mapping[int, Array],
+        rules: Sequence[Rule],
+        *,
+        agreed: Callable[[], bool],
+        others: Callable[[], bool],
+    ) -> bool:
+        """One whole step of ``kind``; returns and raises as ``receive``.
+
+        ``agreed`` waits for what all workers must say before anything else is waited for, and returns whether all
+        gradients are finite, as far as is known. ``others`` waits for the exact means of what is not compressed.
+        """
+        assert self.layout is not None
+        if kind in (Kind.ONEBIT, Kind.GRADIENT):
+            for bucket in self.layout.buckets:
+                self.send(bucket.index, grads, rules)
+            try:
+                agreed()
+            except DesyncError:
+                self._abandon()
+                raise
+            return self.receive(finite=others())
+        finite = agreed() & others()
+        if kind is Kind.EXACT:
+            return self.exact(grads, rules, finite=finite)
+        if not finite:
+            self.exchanges += 1
+            self._say_skipped("the gradients of some worker")
+            return False
+        with self.times.measure("decode"):
+            for index, tensor in enumerate(self.tensors):
+                rules[index].local_step(tensor, grads[index], self.context)
+        if kind is Kind.SYNC:
+            for bucket in self.layout.buckets:
+                self.send(bucket.index, grads, rules)
+            return self.receive()
+        self.exchanges += 1
+        self.traffic.add(0, allreduce_bytes(4 * self.layout.size, self.collectives.size))
+        for tensor in self.tensors:
+            tensor.step += 1
+        return True
+
+    def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
+        """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``receive``."""
+        assert self.layout is not None
+        self.exchanges += 1
+        handles = []
+        for bucket in self.layout.buckets:
+            fused = np.concatenate([grads[piece.tensor][piece.start : piece.stop] for piece in bucket.pieces])
+            handles.append(self.collectives.allreduce(fused, f"{self.name}.exact.{bucket.index}"))
+            sent = allreduce_bytes(fused.nbytes, self.collectives.size)
+            self.traffic.add(sent, sent)
+        with self.times.measure("exchange"):
+            totals = [handle.wait() for handle in handles]
+        if not (finite and all(np.isfinite(total).all() for total in totals)):
+            self._say_skipped("the mean gradient")
+            return False
+        means = [np.empty(tensor.weight.size, np.float32) for tensor in self.tensors]
+        for bucket, total in zip(self.layout.buckets, totals, strict=True):
+            start = 0
+            for piece in bucket.pieces:
+                size = piece.stop - piece.start
+                means[piece.tensor][piece.start : piece.stop] = total[start : start + size]
+                start += size
+        with self.times.measure("decode"):
+            for index, tensor in enumerate(self.tensors):
+                rules[index].exact_step(tensor, means[index] / np.float32(self.collectives.size))
+        return True
+
+    def _abandon(self) -> None:
         """Take back what was encoded and sent, without waiting for it."""
         sent, self._sent = self._sent, []
         for item in sent:
@@ -197,15 +269,18 @@ class Engine:
                 return True
             for item in sent:
                 self._restore(item)
-        self.skipped += 1
         where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
-        text = f"NaN or Inf in the gradients of worker {where or 'unknown'}"
+        self._say_skipped(f"the gradients of worker {where or 'unknown'}")
+        return False
+
+    def _say_skipped(self, where: str) -> None:
+        self.skipped += 1
+        text = f"NaN or Inf in {where}"
         if self.recipe.on_nonfinite == "raise":
             raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
         # A run that diverges skips every step: speak the 1st, 2nd, 4th, 8th ... time only.
         speak = self.collectives.rank == 0 and self.skipped & (self.skipped - 1) == 0
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
-        return False
 
     def _apply(self, item: _Sent, messages: wire.Gathered) -> None:
         for piece in item.message.bucket.pieces:

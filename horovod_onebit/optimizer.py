@@ -17,7 +17,9 @@ from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules import Rule, Tensor, zero_one_adam
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.warmup import Phase
 
@@ -31,6 +33,7 @@ class NumpyOptimizer:
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
+        schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; ``warmup_steps`` is then not looked at.
         kernels: ``"cpu"`` or ``"reference"``.
     """
 
@@ -40,9 +43,10 @@ class NumpyOptimizer:
         rule: Rule,
         *,
         collectives: Collectives,
-        warmup_steps: int | float | str,
+        warmup_steps: int | float | str = "auto",
         total_steps: int | None = None,
         recipe: str | Recipe = "robust",
+        schedule: ZeroOne | None = None,
         kernels: str = "cpu",
     ) -> None:
         if not weights:
@@ -53,8 +57,11 @@ class NumpyOptimizer:
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
                 )
         self.rule = rule
-        self.warmup = warmups.make(warmup_steps, total_steps)
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
+        self.schedule = schedule or EveryStep(self.engine.recipe.refresh)
+        if isinstance(self.schedule, ZeroOne):
+            warmup_steps = self.schedule.var_update_scaler
+        self.warmup = warmups.make(warmup_steps, total_steps)
         self.step_count = 0
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
@@ -65,8 +72,22 @@ class NumpyOptimizer:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
         tensor = Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
-        self.rule.init(tensor)
+        self._rule(Kind.EXACT).init(tensor)
         return tensor
+
+    def _rule(self, kind: Kind) -> Rule:
+        if not isinstance(self.schedule, ZeroOne):
+            return self.rule
+        if not isinstance(self.rule, Adam):
+            raise ConfigurationError(f"0/1 Adam is Adam, and the rule is {self.rule.name}")
+        return zero_one_adam.of(self.rule, kind)
+
+    def _all_finite(self, flat: Mapping[str, Array]) -> bool:
+        """Before a step that cannot be taken back. Collective."""
+        if not isinstance(self.schedule, ZeroOne):
+            return True
+        bad = np.array([not all(np.isfinite(g).all() for g in flat.values())], np.int32)
+        return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
 
     @property
     def phase(self) -> Phase:
@@ -125,15 +146,20 @@ class NumpyOptimizer:
         self.warmup.observe(step, norm, self.rule.lr, beta2 or 0.0)
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
-        rules = [self.rule] * len(self._large)
+        step = self.engine.exchanges + 1
+        kind = self.schedule.kind(step)
+        if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(step):
+            self.engine.feedback.reset()
+        rules = [self._rule(kind)] * len(self._large)
         self.engine.prepare(self._large, rules)
-        assert self.engine.layout is not None
         grads = {i: flat[t.name] for i, t in enumerate(self._large)}
-        for bucket in self.engine.layout.buckets:
-            self.engine.send(bucket.index, grads, rules)
-        means = self._mean(self._small, flat)
-        finite = all(np.isfinite(mean).all() for mean in means.values())
-        if not self.engine.receive(finite=finite):
+        means: dict[str, Array] = {}
+
+        def others() -> bool:
+            means.update(self._mean(self._small, flat))
+            return all(np.isfinite(mean).all() for mean in means.values())
+
+        if not self.engine.step(kind, grads, rules, agreed=lambda: self._all_finite(flat), others=others):
             return False
         for tensor in self._small:
             self.rule.exact_step(tensor, means[tensor.name])

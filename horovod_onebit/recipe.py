@@ -48,6 +48,8 @@ class Recipe:
             ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
+        refresh: after so many compressed steps take one in full precision, which renews the second moment; then after
+            twice as many, and so on. None is never.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
             alike, or ``"raise"`` ``NonFiniteError`` alike.
     """
@@ -60,6 +62,7 @@ class Recipe:
     exchange: Exchange = "direct"
     min_compressed_size: int = 1024
     bucket_size: int = 4 * 2**20
+    refresh: int | None = None
     on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
@@ -75,6 +78,8 @@ class Recipe:
         if not isinstance(self.eps_inside_sqrt, bool):
             raise ConfigurationError(f"eps_inside_sqrt={self.eps_inside_sqrt!r}: expected True or False")
         self._check_clip()
+        if self.refresh is not None and (not _is_int(self.refresh) or self.refresh < 1):
+            raise ConfigurationError(f"refresh={self.refresh!r}: expected a whole number of steps, at least 1, or None")
         for name in ("min_compressed_size", "bucket_size"):
             value = getattr(self, name)
             if not _is_int(value) or value < 1:

@@ -1,6 +1,8 @@
 """Train with and without compression, one after the other, and compare.
 
 python -m jobs.demo --framework torch --task digits --seeds 0 1 2
+
+What it does not know itself (--optimizer lamb, --width 64, ...) it hands to the job.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ def run(args: argparse.Namespace, compression: str, seed: int) -> report.Run:
     command = [str(horovodrun), "-np", str(args.np), f"--{args.backend}", sys.executable, str(job)]
     command += ["--task", args.task, "--compression", compression, "--seed", str(seed), "--steps", str(args.steps)]
     command += ["--warmup-steps", str(args.warmup_steps), "--recipe", args.recipe, "--metrics", str(metrics)]
+    command += args.more
     result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     if result.returncode != 0 or not metrics.exists():
         lines = "\n".join(result.stdout.splitlines()[-25:])
@@ -45,7 +48,8 @@ def main() -> None:
     parser.add_argument("--np", type=int, default=2, help="processes")
     parser.add_argument("--backend", choices=("gloo", "mpi"), default="gloo")
     parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo")
-    args = parser.parse_args()
+    args, more = parser.parse_known_args()
+    args.more = more
     args.output = args.output.absolute()
     args.output.mkdir(parents=True, exist_ok=True)
 

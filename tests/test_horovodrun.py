@@ -43,7 +43,10 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return output
 
 
-TORCH = [f"tests/ranks/test_{name}.py" for name in ("torch", "torch_state", "torch_faults", "process_sets")]
+TORCH = [
+    f"tests/ranks/test_{name}.py"
+    for name in ("torch", "torch_state", "torch_algorithms", "torch_faults", "process_sets")
+]
 KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults")]
 OF_FOUR = "(stay_equal and arguments1) or (every_recipe and paper) or nan or sets or alone or idiom"
 JOBS = [

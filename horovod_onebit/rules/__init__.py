@@ -24,7 +24,8 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
-        fresh: a second moment that goes on, for rules that compare (LAMB); else None.
+        fresh: an array that some rules keep besides: a second moment that goes on (LAMB), the weights at the last
+            exchange (0/1 Adam); else None.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
     """
 
@@ -87,6 +88,10 @@ class Rule:
 
     def finish(self, tensor: Tensor, context: Context) -> None:
         """All parts of ``tensor`` were applied: do what needs the whole of it."""
+
+    def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
+        """A step of this worker alone, for rules that have such steps."""
+        raise NotImplementedError
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
         """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""

@@ -95,5 +95,5 @@ class Adam(Rule):
         m += f32(1 - self.beta1) * (g - m)
         v *= f32(self.beta2)
         v += f32(1 - self.beta2) * g * g
-        d = np.sqrt(v) / f32(np.sqrt(1 - self.beta2**tensor.step)) + f32(self.eps)
+        d = np.sqrt(v) / f32(np.sqrt(1 - self.beta2**tensor.variance_steps)) + f32(self.eps)
         tensor.weight -= f32(self.lr / (1 - self.beta1**tensor.step)) * (m / d)

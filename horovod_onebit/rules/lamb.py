@@ -8,7 +8,8 @@ and in warm-up the mean of the coefficients is kept: c_avg <- coeff_beta c_avg +
 line 6; its bias towards the initial 0 is corrected here).
 Afterwards, with the momentum m_t that all workers have in common once it is exchanged as in 1-bit Adam, c is
 
-    "live"     computed as in warm-up, from w and m_t, which are the same on all workers;
+    "live"     computed as in warm-up, from w and m_t, which are the same on all workers, but not below c_avg:
+               elements that v does not know yet get a full step each time, and must not slow the others down;
     "frozen"   Algorithm 2, lines 17 to 21: c = r c_avg, where r follows the second moment that would have been
 
         g'      = (m_t - beta1 m_{t-1}) / (1 - beta1)
@@ -69,6 +70,11 @@ class LAMB(Adam):
         tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
 
     def begin(self, tensor: Tensor) -> None:
+        assert tensor.layer is not None
+        if tensor.layer[COEFFICIENT] == 0:  # an exact part that keeps no mean: the coefficient of now
+            assert tensor.variance is not None
+            update = self._corrected(tensor.momentum, tensor.variance, tensor.step, tensor.variance_steps)
+            tensor.layer[COEFFICIENT] = self.coefficient(tensor.weight, update) * self._seen(tensor)
         if tensor.fresh is not None:
             assert tensor.variance is not None
             tensor.fresh[:] = tensor.variance
@@ -110,14 +116,24 @@ class LAMB(Adam):
             adam *= np.float32(1 / (1 - self.beta1 ** (tensor.step + 1)))
         inside = 0.0 if self.decoupled else self.weight_decay
         update = adam + np.float32(inside) * tensor.weight if inside else adam
+        average = float(tensor.layer[COEFFICIENT]) / self._seen(tensor)
         if self.trust == "live":
-            coefficient = self.coefficient(tensor.weight, update)
+            coefficient = max(self.coefficient(tensor.weight, update), average)
         else:
-            average = float(tensor.layer[COEFFICIENT]) / (1 - self.coeff_beta ** max(tensor.variance_steps, 1))
             coefficient = self._factor(tensor.layer, _norm(adam), _norm(update)) * average
         if self.decoupled:
             tensor.weight *= np.float32(1 - self.lr * self.weight_decay)
         tensor.weight -= np.float32(self.lr * coefficient) * update
+
+    def _seen(self, tensor: Tensor) -> float:
+        """What the mean of the coefficients is still short of, since it began at 0."""
+        return 1 - self.coeff_beta ** max(tensor.variance_steps, 1)
+
+    def _corrected(self, m: Array, v: Array, step: int, variance_steps: int) -> Array:
+        f32 = np.float32
+        first = 1 - self.beta1**step if self.bias_correction else 1.0
+        second = 1 - self.beta2**variance_steps if self.bias_correction else 1.0
+        return (m / f32(first)) / (np.sqrt(v) / f32(np.sqrt(second)) + f32(self.eps))
 
     def coefficient(self, weight: Array, update: Array) -> float:
         """LAMB's trust ratio of one layer."""
@@ -145,9 +161,7 @@ class LAMB(Adam):
         m += f32(1 - self.beta1) * (g - m)
         v *= f32(self.beta2)
         v += f32(1 - self.beta2) * g * g
-        first = 1 - self.beta1**tensor.step if self.bias_correction else 1.0
-        second = 1 - self.beta2**tensor.step if self.bias_correction else 1.0
-        update = (m / f32(first)) / (np.sqrt(v) / f32(np.sqrt(second)) + f32(self.eps))
+        update = self._corrected(m, v, tensor.step, tensor.variance_steps)
         if self.decoupled:
             tensor.weight *= f32(1 - self.lr * self.weight_decay)
         else:

@@ -97,7 +97,7 @@ class Compressor:
             self.adapter.init(tensor)
             self.tensors.append(tensor)
 
-    def _load(self, values: Values, learning_rate: float, step: int, exact_steps: int) -> None:
+    def _load(self, values: Values, rules: Sequence[Rule], learning_rate: float, step: int, exact_steps: int) -> None:
         """Copy what the step will change; at the first compressed one, the exact steps' momentum becomes the rule's."""
         first = step == exact_steps
         for i, tensor in enumerate(self.tensors):
@@ -110,6 +110,7 @@ class Compressor:
             elif tensor.momentum.size != tensor.weight.size:
                 tensor.momentum = np.zeros_like(tensor.weight)
             tensor.step, tensor.variance_steps = step, exact_steps
+        self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
     def step(self, indices: tuple[int, ...], values: Values, exact: Sequence[Array]) -> tuple[bool, list[Array]]:
         """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
@@ -130,7 +131,7 @@ class Compressor:
             self._rule(optimizer._trainable_variables[i], learning_rate, exact_steps, factor)
             for i, factor in zip(indices, factors, strict=False)
         ]
-        self._load(values, learning_rate, taken_before, exact_steps)
+        self._load(values, rules, learning_rate, taken_before, exact_steps)
         self.engine.prepare(self.tensors, rules)
         assert self.engine.layout is not None
         by_number = dict(enumerate(grads))

@@ -215,13 +215,14 @@ class _DistributedOptimizer:
                 v.assign(v.constraint(v))
 
     def build(self, variables: list[Any]) -> None:
-        """Create the wrapped optimizer's variables, and what sums gradients up over passes."""
+        """Create the wrapped optimizer's variables, and what this project needs besides."""
         if self.built:
             return
         super().build(variables)  # type: ignore[misc]
-        self._add_accumulators()
+        self._add_variables()
 
-    def _add_accumulators(self) -> None:
+    def _add_variables(self) -> None:
+        self._compressor.adapter.build(self)
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, "onebit_accumulated")
@@ -317,6 +318,8 @@ def DistributedOptimizer(
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     adapter = adapter_for(kind)
     adapter.check(optimizer, resolve(recipe))
+    if resolve(recipe).refresh is not None:
+        raise UnsupportedError("Recipe(refresh=...) is for PyTorch and NumPy so far: leave it out")
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
@@ -346,7 +349,7 @@ def DistributedOptimizer(
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
     wrapped._warmup_steps.assign(wrapping.warmup.steps)
     if wrapped.built:
-        wrapped._add_accumulators()
+        wrapped._add_variables()
     return wrapped
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -12,7 +13,7 @@ from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.lamb import LAMB, trust_for
+from horovod_onebit.rules.lamb import COEFFICIENT, LAMB, trust_for
 from horovod_onebit.rules.sgd import SGD
 
 
@@ -26,6 +27,14 @@ class Adapter:
 
     def init(self, tensor: Tensor) -> None:
         """Give ``tensor`` what the rule keeps besides the moments."""
+
+    def build(self, optimizer: Any) -> None:
+        """Add the variables that the rule needs and the wrapped optimizer has not; called once it is built."""
+
+    def keep(
+        self, optimizer: Any, tensors: Sequence[Tensor], indices: Sequence[int], rules: Sequence[Rule], *, first: bool
+    ) -> None:
+        """Before a compressed step: bring what ``build`` added to ``tensors``, in the ``first`` one from them."""
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         """The Keras variable that holds the momentum of variable number ``index``, or None."""
@@ -109,6 +118,23 @@ class LambAdapter(AdamAdapter):
 
     def init(self, tensor: Tensor) -> None:
         LAMB(lr=0.0).init(tensor)
+
+    def build(self, optimizer: Any) -> None:
+        shape = (len(optimizer._trainable_variables),)
+        optimizer._coefficients = optimizer.add_variable(shape=shape, dtype="float32", name="onebit_coefficients")
+
+    def keep(
+        self, optimizer: Any, tensors: Sequence[Tensor], indices: Sequence[int], rules: Sequence[Rule], *, first: bool
+    ) -> None:
+        known = np.array(optimizer._coefficients.value.numpy())
+        for i, tensor, rule in zip(indices, tensors, rules, strict=True):
+            assert tensor.layer is not None
+            tensor.layer[COEFFICIENT] = 0 if first else known[i]
+            if first:
+                rule.begin(tensor)
+                known[i] = tensor.layer[COEFFICIENT]
+        if first:
+            optimizer._coefficients.assign(known)
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> LAMB:
         return LAMB(

@@ -6,8 +6,18 @@ import horovod_onebit.torch as onebit
 optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), warmup_steps=500)
 """
 
+from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.lamb import LAMB
+from horovod_onebit.torch.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from horovod_onebit.torch.optimizer import DistributedOptimizer
 
-__all__ = ["LAMB", "DistributedOptimizer", "broadcast_optimizer_state"]
+__all__ = [
+    "LAMB",
+    "DistributedOptimizer",
+    "OnebitAdam",
+    "OnebitLamb",
+    "ZeroOne",
+    "ZeroOneAdam",
+    "broadcast_optimizer_state",
+]

@@ -51,5 +51,8 @@ class Agreement:
                 (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in compressor.bindings)
                 for p, name in known
             ]
-            self._described = key, f"{compressor.phase} {compressor.warmup} {compressor.sum_gradients} {rows}"
+            self._described = (
+                key,
+                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows}",
+            )
         return f"{self._described[1]} {sum(compressor.exact_steps.values())}"

@@ -15,11 +15,12 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Rule
+from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.agreement import Agreement
@@ -47,6 +48,7 @@ class Compressor:
         *,
         recipe: Recipe,
         warmup: Warmup,
+        schedule: EveryStep | ZeroOne,
         process_set: Any,
         sum_gradients: bool,
     ) -> None:
@@ -54,6 +56,8 @@ class Compressor:
         self.adapter = adapter
         self.names = names
         self.warmup = warmup
+        self.schedule = schedule
+        self._finite = True
         collectives = HorovodCollectives(process_set)
         self.process_set = process_set
         self.engine = Engine(recipe, collectives, name=next_name(process_set))
@@ -222,7 +226,8 @@ class Compressor:
         self.synchronizer.check_owned()
         try:
             self.refresh_bindings()
-            self.agreement.start()
+            self._finite = not self._is_zero_one() or all_finite(list(self.exact_steps))
+            self.agreement.start(self._finite)
             if self.phase is Phase.WARMUP:
                 taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
             else:
@@ -236,6 +241,13 @@ class Compressor:
         finally:
             self.agreement.reset()
             self.engine.end_step()
+
+    def _is_zero_one(self) -> bool:
+        return isinstance(self.schedule, ZeroOne)
+
+    def _agreed(self) -> bool:
+        # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
+        return self.agreement.finish() and self._finite
 
     def _observe(self) -> None:
         """Show the run to the automatic warm-up."""
@@ -267,7 +279,11 @@ class Compressor:
 
     def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
         bindings = list(self.bindings.values())
-        rules = self._rules(loss_scale or 1.0)
+        step = self.engine.exchanges + 1
+        kind = self.schedule.kind(step)
+        if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(step):
+            self.engine.feedback.reset()
+        rules = self._rules(loss_scale or 1.0, kind)
         if not self._prepared:
             self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
             details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in bindings]
@@ -284,17 +300,12 @@ class Compressor:
         for binding in bindings:
             binding.pull()
         grads = {i: binding.grad() for i, binding in enumerate(bindings)}
-        for bucket in self.engine.layout.buckets:
-            self.engine.send(bucket.index, grads, rules)
-        try:
-            self.agreement.finish()
-        except DesyncError:
-            self.engine.abandon()
-            raise
-        finite = finish()
+        taken = self.engine.step(kind, grads, rules, agreed=self._agreed, others=finish)
         self.synchronizer.reset()
-        if not self.engine.receive(finite=finite):
+        if not taken:
             return False
+        if kind is Kind.EXACT:
+            self.variance_steps.update({b.p: b.tensor.variance_steps for b in bindings})
         for binding in bindings:
             binding.push()
         counters = [binding.state["step"] for binding in bindings if "step" in binding.state]
@@ -315,13 +326,15 @@ class Compressor:
             for binding, grad in zip(bindings, grads, strict=True):
                 binding.p.grad = grad
 
-    def _rules(self, loss_scale: float) -> list[Rule]:
+    def _rules(self, loss_scale: float, kind: Kind) -> list[Rule]:
         """The rule of each compressed parameter, with its group's hyperparameters of now."""
         workers = self.engine.collectives.size
         grad_scale = (workers if self.sum_gradients else 1.0) / loss_scale
         of: dict[torch.Tensor, Rule] = {}
         for group in self.optimizer.param_groups:
             rule = self.adapter.rule(group, grad_scale)
+            if isinstance(self.schedule, ZeroOne):
+                rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
             of.update(dict.fromkeys(group["params"], rule))
         return [of[p] for p in self.bindings]
 

@@ -13,12 +13,13 @@ import torch
 
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.schedule import EveryStep, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
-from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import Phase, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
@@ -230,8 +231,9 @@ def DistributedOptimizer(
     sparse_as_dense: bool = False,
     process_set: Any = hvd.global_process_set,
     *,
-    warmup_steps: int | float | str,
+    warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
+    schedule: ZeroOne | None = None,
     recipe: str | Recipe = "robust",
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
@@ -251,6 +253,7 @@ def DistributedOptimizer(
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"`` starts compression when the second moment is
             stable and the learning rate no longer rises.
+        schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam, which has no ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 
@@ -263,8 +266,8 @@ def DistributedOptimizer(
     if num_groups:
         warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
-    warmup, chosen = make_warmup(warmup_steps, total_steps), resolve(recipe)
-    adapter = adapter_for(optimizer, chosen)
+    warmup, chosen = _warmup(warmup_steps, total_steps, schedule), resolve(recipe)
+    adapter = adapter_for(optimizer, chosen, schedule)
     names = _names(optimizer, named_parameters)
     for group in optimizer.param_groups:
         adapter.check(group)
@@ -279,6 +282,7 @@ def DistributedOptimizer(
         names,
         recipe=chosen,
         warmup=warmup,
+        schedule=schedule or EveryStep(chosen.refresh),
         process_set=process_set,
         sum_gradients=op == hvd.Sum,
     )
@@ -313,6 +317,17 @@ def _instance(optimizer: torch.optim.Optimizer) -> Any:
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
     wrapped._patch_step_function()
     return wrapped
+
+
+def _warmup(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> Warmup:
+    if schedule is None:
+        if steps is None:
+            raise ConfigurationError("warmup_steps is missing: a number of exact steps (20 to 100), or 'auto'")
+        return make_warmup(steps, total_steps)
+    if not isinstance(schedule, ZeroOne) or steps is not None:
+        text = f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up"
+        raise ConfigurationError(text)
+    return make_warmup(schedule.var_update_scaler)
 
 
 def _check_plain(optimizer: torch.optim.Optimizer) -> None:

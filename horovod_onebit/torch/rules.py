@@ -16,6 +16,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB as LAMBRule
 from horovod_onebit.rules.lamb import trust_for
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import LAMB, init_state
 
 ParamGroup = dict[str, Any]
@@ -68,7 +69,7 @@ class AdamAdapter(Adapter):
     variance_key = "exp_avg_sq"
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
-        if state:
+        if "exp_avg" in state:
             return
         device = p.device if group["fused"] else "cpu"
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
@@ -163,12 +164,29 @@ def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return inspect.unwrap(kind.step)
 
 
-def adapter_for(optimizer: torch.optim.Optimizer, recipe: Recipe) -> Adapter:
+class ZeroOneAdapter(AdamAdapter):
+    """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
+
+    fresh_key = "anchor"
+    layer_key = "local"
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        super().init_state(group, p, state)
+        if "anchor" not in state:
+            state["anchor"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            state["local"] = torch.tensor([0.0, 1.0, 0.0])
+
+
+def adapter_for(optimizer: torch.optim.Optimizer, recipe: Recipe, schedule: ZeroOne | None = None) -> Adapter:
     """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
     for adapter in ADAPTERS:
         same_step = _unwrapped_step(type(optimizer)) is _unwrapped_step(adapter.kind)
         if isinstance(optimizer, adapter.kind) and same_step:
-            return adapter(recipe)
+            if schedule is None:
+                return adapter(recipe)
+            if adapter is AdamAdapter:
+                return ZeroOneAdapter(recipe)
+            raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {type(optimizer).__name__}")
     raise UnsupportedError(
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no 1-bit form. Optimizers that have one: "
         "torch.optim.Adam, AdamW, SGD, horovod_onebit.torch.LAMB (a subclass must not override step()). Use "

@@ -1,0 +1,138 @@
+"""0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
+
+Algorithm 1 of that paper, with its lines; g_i is worker i's gradient, D = sqrt(v) + eps. Which step is of which kind
+says ``schedule.ZeroOne``: T_v and T_u there.
+
+    EXACT, k in T_v        v <- beta2 v + (1 - beta2) mean(g)^2, and Adam's step with mean(g)             lines 3, 10-13
+    GRADIENT               g^ = 1bit(g), an exchange with error feedback; m <- beta1 m + (1 - beta1) g^;
+                           w <- w - lr m / D
+    LOCAL, after the freeze  m_i <- beta1 m_i + (1 - beta1) g_i;  w_i <- w_i - lr m_i / D                 lines 4-6
+    SYNC, k in T_u         the same, and then with all that was moved since the last one, A_i = w_i - w:
+                           A = 1bit(A_i);  w <- w + A;  m <- -A D / (sum of lr)                           lines 7-9
+
+Ours differs in three points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
+paper has g and A_i D. The weights at the last SYNC are kept, and not only the sum of moves, so that all workers come
+back to the same bits. Decoupled weight decay goes straight to w: it is not part of A.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
+from horovod_onebit.rules import Context, Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import Kind
+
+RATES, DECAY, COUNT = range(3)
+"""What ``Tensor.layer`` holds since the last SYNC: sum of the step sizes, product of the decays, number of steps."""
+
+f32 = np.float32
+
+
+@dataclass(frozen=True)
+class ZeroOneAdam(Adam):
+    """Adam's hyperparameters, and the kind of this step. ``Tensor.fresh`` holds the weights at the last SYNC."""
+
+    kind: Kind = Kind.GRADIENT
+    name: str = "zero_one_adam"
+
+    def init(self, tensor: Tensor) -> None:
+        tensor.layer = np.array([0, 1, 0], f32)
+        tensor.fresh = np.zeros_like(tensor.weight)
+
+    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
+        variance, weight, spec = super().coding(tensor, block_size, context)
+        if self.kind is Kind.SYNC:
+            if context.recipe.space == "momentum":
+                variance = tensor.variance
+            return variance, None, spec._replace(momentum_factor=0.0, grad_factor=1.0, l2=0.0, clip=np.inf)
+        # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
+        clip = spec.clip / (1 - self.beta1)
+        return variance, weight, spec._replace(momentum_factor=0.0, grad_factor=self.grad_scale, clip=clip)
+
+    def encode(
+        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
+    ) -> bool:
+        if self.kind is not Kind.SYNC:
+            return super().encode(tensor, grad, scales, bits, block_size, context)
+        moved, spec = self._moved(tensor, block_size, context)
+        return context.kernels.encode(moved, tensor.momentum, None, None, tensor.residual, scales, bits, spec)
+
+    def restore(
+        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
+    ) -> None:
+        if self.kind is not Kind.SYNC:
+            super().restore(tensor, grad, scales, bits, block_size, context)
+            return
+        moved, spec = self._moved(tensor, block_size, context)
+        context.kernels.restore(moved, tensor.momentum, None, None, tensor.residual, scales, bits, spec)
+
+    def _moved(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array, Spec]:
+        assert tensor.fresh is not None
+        assert tensor.layer is not None
+        _, _, spec = self.coding(tensor, block_size, context)
+        moved = tensor.weight - tensor.layer[DECAY] * tensor.fresh
+        if context.recipe.space == "momentum":
+            moved = moved * self._denominator(tensor, context)
+        return moved, spec
+
+    def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
+        """A step of this worker alone."""
+        assert tensor.fresh is not None
+        assert tensor.layer is not None
+        layer = tensor.layer
+        if layer[COUNT] == 0:
+            tensor.fresh[:] = tensor.weight
+            layer[:] = 0, 1, 0
+        g = f32(self.grad_scale) * grad
+        if self.weight_decay and not self.decoupled:
+            g = g + f32(self.weight_decay) * tensor.weight
+        tensor.momentum *= f32(self.beta1)
+        tensor.momentum += f32(1 - self.beta1) * g
+        clip = f32(context.recipe.clip_for(context.workers))
+        update = np.clip(tensor.momentum / self._denominator(tensor, context), -clip, clip)
+        rate, decay = self._rate(tensor), f32(1 - self.lr * self.weight_decay if self.decoupled else 1.0)
+        tensor.weight *= decay
+        tensor.weight -= rate * update
+        layer[RATES] += rate
+        layer[DECAY] *= decay
+        layer[COUNT] += 1
+
+    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
+        mean = context.kernels.decode_mean(scales, bits, tensor.weight.size, block_size)
+        d = self._denominator(tensor, context)
+        update_space = context.recipe.space == "update"
+        if self.kind is Kind.SYNC:
+            assert tensor.fresh is not None
+            assert tensor.layer is not None
+            moved = mean if update_space else mean / d
+            tensor.weight[:] = tensor.layer[DECAY] * tensor.fresh + moved
+            if tensor.layer[RATES] > 0:
+                tensor.momentum[:] = moved * d / -tensor.layer[RATES]
+            return
+        tensor.momentum *= f32(self.beta1)
+        tensor.momentum += f32(1 - self.beta1) * (mean * d if update_space else mean)
+        tensor.weight *= f32(1 - self.lr * self.weight_decay if self.decoupled else 1.0)
+        tensor.weight -= self._rate(tensor) * (tensor.momentum / d)
+
+    def finish(self, tensor: Tensor, context: Context) -> None:
+        if self.kind is Kind.SYNC and tensor.layer is not None:
+            tensor.layer[COUNT] = 0
+
+    def _rate(self, tensor: Tensor) -> np.float32:
+        return f32(self.lr / (1 - self.beta1 ** (tensor.step + 1)))
+
+    def _denominator(self, tensor: Tensor, context: Context) -> Array:
+        assert tensor.variance is not None
+        _, _, spec = Adam.coding(self, tensor, 8, context)
+        return denominator(tensor.variance, spec)
+
+
+def of(rule: Adam, kind: Kind) -> ZeroOneAdam:
+    """``rule`` as a step of 0/1 Adam."""
+    values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Adam) if f.name != "name"}
+    return ZeroOneAdam(**values, kind=kind)

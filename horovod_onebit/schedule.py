@@ -1,0 +1,98 @@
+"""What kind of step each one is, once warm-up is over: a function of how many were taken, the same on all workers."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from enum import StrEnum
+
+from horovod_onebit.errors import ConfigurationError
+
+
+class Kind(StrEnum):
+    """``ONEBIT``: the rule's own contribution, one bit per parameter. ``EXACT``: the mean gradient in float32.
+
+    0/1 Adam also knows ``GRADIENT``: the gradient, one bit per parameter; ``LOCAL``: nothing is sent; ``SYNC``: what
+    local steps have moved, one bit per parameter.
+    """
+
+    ONEBIT = "onebit"
+    EXACT = "exact"
+    GRADIENT = "gradient"
+    LOCAL = "local"
+    SYNC = "sync"
+
+
+@dataclass(frozen=True)
+class EveryStep:
+    """Every step sends one bit per parameter; with ``refresh``, the second moment is renewed now and then.
+
+    ``refresh`` is the number of the first full-precision step after warm-up; the gaps double from there: with 50, steps
+    50, 150, 350, 750, ...
+    """
+
+    refresh: int | None = None
+
+    def kind(self, step: int) -> Kind:
+        """The kind of step number ``step`` (from 1) after warm-up."""
+        return Kind.EXACT if self.exact(step) > self.exact(step - 1) else Kind.ONEBIT
+
+    def exact(self, step: int) -> int:
+        """How many of the first ``step`` steps are ``EXACT``."""
+        return 0 if self.refresh is None else (step // self.refresh + 1).bit_length() - 1
+
+
+@dataclass(frozen=True)
+class ZeroOne:
+    """0/1 Adam's two policies (Lu et al. 2022, section 4.1; the names are DeepSpeed's).
+
+    Args:
+        var_freeze_step: the last optimizer step at which the second moment may be updated. Until then it is at steps
+            that are multiples of an interval, which is 1 at first and doubles after every ``var_update_scaler``
+            updates; the others send the gradient.
+        var_update_scaler: kappa in the paper. The first so many steps are exact: they are the warm-up.
+        local_step_scaler: after the freeze workers step alone and exchange what they moved at steps that are multiples
+            of an interval, which is 1 at first and doubles after every so many steps.
+        local_step_clipper: H in the paper, the largest such interval.
+    """
+
+    var_freeze_step: int = 100_000
+    var_update_scaler: int = 16
+    local_step_scaler: int = 32_678
+    local_step_clipper: int = 16
+
+    def __post_init__(self) -> None:
+        for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+                raise ConfigurationError(f"{name}={value!r}: expected a whole number, at least 1")
+
+    def kind(self, step: int) -> Kind:
+        """The kind of step number ``step`` (from 1) after the ``var_update_scaler`` steps of warm-up."""
+        k = step + self.var_update_scaler
+        if k <= self.var_freeze_step:
+            return Kind.EXACT if k % self._variance_interval(k) == 0 else Kind.GRADIENT
+        return Kind.SYNC if k % self._local_interval(k) == 0 else Kind.LOCAL
+
+    def starts_local(self, step: int) -> bool:
+        """Whether ``step`` is the first one after the freeze, where the error feedback changes its unit."""
+        return step + self.var_update_scaler == max(self.var_freeze_step, self.var_update_scaler) + 1
+
+    def _variance_interval(self, k: int) -> int:
+        """The interval at step ``k``: each lasts for ``var_update_scaler`` updates."""
+        return next(interval for interval, last in _intervals(self.var_update_scaler) if k <= last)
+
+    def _local_interval(self, k: int) -> int:
+        doublings = (k - self.var_freeze_step - 1) // self.local_step_scaler
+        return min(self.local_step_clipper, 2 ** min(doublings, 30))
+
+
+@functools.cache
+def _intervals(scaler: int) -> tuple[tuple[int, int], ...]:
+    """Interval and the last step that it is in force."""
+    result, last = [], 0
+    for doublings in range(60):
+        interval = 2**doublings
+        last = (last // interval + scaler) * interval
+        result.append((interval, last))
+    return tuple(result)

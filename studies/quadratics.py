@@ -1,0 +1,152 @@
+"""Study 4: every recipe and rule on quadratics whose gradients differ in magnitude, with simulated workers."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from horovod_onebit import PRESETS, simulation
+from horovod_onebit.exchange import Collectives
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Rule
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB, trust_for
+from horovod_onebit.rules.sgd import SGD
+from studies import report
+
+LAYERS, WIDTH, STEPS, FREEZE, COLD_STEPS = 8, 512, 400, 60, 50
+SPREADS = ("none", "layers 1e4", "layers 1e8", "elements 1e4", "elements 1e8", "5 % cold", "1e4, 5 % cold")
+WORKERS = (1, 4, 16, 64)
+RULES: dict[str, Callable[[Recipe, float], Rule]] = {
+    "Adam": lambda recipe, lr: Adam(lr=0.05 * lr),
+    "LAMB": lambda recipe, lr: LAMB(lr=0.02 * lr, eps=1e-8, trust=trust_for(recipe)),
+    "SGD": lambda recipe, lr: SGD(lr=0.05 * lr, momentum=0.9),
+}
+BLOCKS = dataclasses.replace(PRESETS["robust"], block_size=128)
+RECIPES: dict[str, Recipe | None] = {
+    "exact": None,
+    "paper": PRESETS["paper"],
+    "fixed": PRESETS["fixed"],
+    "no clip": dataclasses.replace(BLOCKS, clip=None),
+    "robust": BLOCKS,
+    "robust, refresh": dataclasses.replace(BLOCKS, refresh=30),
+    "robust, two-stage": dataclasses.replace(BLOCKS, exchange="two_stage"),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the study."""
+
+    rule: str
+    recipe: str
+    spread: str
+    workers: int
+
+    def exists(self) -> bool:
+        """SGD has no denominator, so that its gradients must be of one magnitude; 64 workers take long."""
+        if self.rule == "SGD":
+            return self.recipe in ("exact", "paper", "robust") and self.spread == "none"
+        return self.workers < max(WORKERS) or self.recipe not in ("fixed", "no clip", "robust, refresh")
+
+
+def magnitudes(spread: str) -> np.ndarray:
+    """(LAYERS, WIDTH): what each element's gradient is multiplied by."""
+    rng = np.random.default_rng(5)
+    if spread.startswith("layers"):
+        decades = math.log10(float(spread.split()[1]))
+        return np.repeat(10.0 ** np.linspace(-decades / 2, decades / 2, LAYERS), WIDTH).reshape(LAYERS, WIDTH)
+    if spread != "none" and not spread.startswith("5 %"):
+        decades = math.log10(float(spread.replace(",", " ").split()[1 if "elements" in spread else 0]))
+        return 10.0 ** rng.uniform(-decades, 0, (LAYERS, WIDTH))
+    return np.ones((LAYERS, WIDTH))
+
+
+def final_loss(cell: Cell) -> float:
+    """Mean squared distance to the optimum after STEPS steps, on a cosine schedule; infinity if it diverged."""
+    f32 = np.float32
+    rng = np.random.default_rng(6)
+    start, target = rng.standard_normal((2, LAYERS, WIDTH)).astype(f32)
+    magnitude = magnitudes(cell.spread).astype(f32)
+    cold = rng.random((LAYERS, WIDTH)) < (0.05 if "cold" in cell.spread else 0)
+    recipe = RECIPES[cell.recipe]
+    chosen = dataclasses.replace(recipe or BLOCKS, min_compressed_size=1)
+
+    def worker(collectives: Collectives) -> float:
+        noise = np.random.default_rng(100 + collectives.rank)
+        layers = {f"{i}": start[i].copy() for i in range(LAYERS)}
+        rule = RULES[cell.rule](chosen, 1.0)
+        warmup = FREEZE if recipe else STEPS
+        optimizer = NumpyOptimizer(layers, rule, collectives=collectives, warmup_steps=warmup, recipe=chosen)
+        for step in range(STEPS):
+            optimizer.rule = RULES[cell.rule](chosen, 0.5 * (1 + math.cos(math.pi * step / STEPS)))
+            weights = np.stack(list(layers.values()))
+            distance = weights - target + f32(0.5) * noise.standard_normal(target.shape, dtype=f32)
+            alive = ~cold | (step >= FREEZE + COLD_STEPS)
+            grads = magnitude * distance * alive
+            optimizer.step({f"{i}": grads[i] for i in range(LAYERS)})
+        return float(np.mean((np.stack(list(layers.values())) - target).astype(np.float64) ** 2))
+
+    with np.errstate(all="ignore"):
+        loss = simulation.run(worker, cell.workers, timeout=600)[0]
+    return loss if np.isfinite(loss) else math.inf
+
+
+def cells() -> Iterator[Cell]:
+    """All cells, the long ones first."""
+    for workers in sorted(WORKERS, reverse=True):
+        for rule in RULES:
+            for recipe in RECIPES:
+                for spread in SPREADS:
+                    cell = Cell(rule, recipe, spread, workers)
+                    if cell.exists():
+                        yield cell
+
+
+def measure(processes: int = 2) -> dict[Cell, float]:
+    """The loss of every cell."""
+    todo = list(cells())
+    with ProcessPoolExecutor(processes) as pool:
+        return dict(zip(todo, pool.map(final_loss, todo), strict=True))
+
+
+def worst_ratio(losses: dict[Cell, float], rule: str, recipe: str, to: str) -> float:
+    """The largest loss of ``recipe`` as a multiple of that of the exact rule ``to``, over all spreads and workers."""
+    return max(
+        loss / losses[dataclasses.replace(cell, rule=to, recipe="exact")]
+        for cell, loss in losses.items()
+        if (cell.rule, cell.recipe) == (rule, recipe)
+    )
+
+
+def run() -> str:
+    """The section of the page."""
+    losses = measure()
+    text = [
+        "## 4. Gradients of different magnitude",
+        f"{LAYERS} layers of {WIDTH}, noisy quadratics, {STEPS} steps with a cosine schedule, compression after "
+        f"{FREEZE}. The loss is the mean squared distance to the optimum. `cold`: 5 % of the elements get no gradient "
+        f"until {COLD_STEPS} steps after compression has started. Blocks of 128 for `robust`, since the layers are "
+        "small. SGD has no denominator that equalises magnitudes, so that it is here without spread only.",
+    ]
+    for rule in RULES:
+        for workers in WORKERS:
+            names = [r for r in RECIPES if Cell(rule, r, "none", workers).exists()]
+            spreads = [s for s in SPREADS if Cell(rule, "exact", s, workers).exists()]
+            rows = [[n, *(report.number(losses[Cell(rule, n, s, workers)]) for s in spreads)] for n in names]
+            text += [f"### {rule}, {workers} worker{'s' if workers > 1 else ''}", report.table(["", *spreads], rows)]
+    summary = [
+        [rule, recipe, *(report.number(worst_ratio(losses, rule, recipe, to)) for to in (rule, "Adam"))]
+        for rule in RULES
+        for recipe in RECIPES
+        if recipe != "exact" and Cell(rule, recipe, "none", 1).exists()
+    ]
+    heading = ["rule", "recipe", "to the exact rule's", "to Adam's"]
+    text += ["### The worst cell: its loss as a multiple", report.table(heading, summary)]
+    return "\n\n".join(text) + "\n"

@@ -1,0 +1,44 @@
+"""What all studies share: where results go, tables in Markdown, figures."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+FIGURES = DOCS / "figures"
+
+
+def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A Markdown table."""
+    lines = [heading, ["---"] * len(heading), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+
+
+def number(x: float) -> str:
+    """Two digits; ``diverged`` for what is not finite or beyond 1e6."""
+    return "diverged" if not math.isfinite(x) or x > 1e6 else f"{x:.2g}"
+
+
+def axes(**options: Any) -> Any:
+    """A new figure and its axes."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    return pyplot.subplots(constrained_layout=True, **options)
+
+
+def save(figure: Any, name: str) -> str:
+    """Store a figure; the Markdown that shows it."""
+    from matplotlib import pyplot
+
+    FIGURES.mkdir(parents=True, exist_ok=True)
+    # Without the time of its making, so that a figure that has not changed does not differ.
+    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    pyplot.close(figure)
+    return f"![{name}](figures/{name}.svg)"

@@ -1,0 +1,129 @@
+"""The PyTorch face on real ranks: 0/1 Adam, refreshes, DeepSpeed's names."""
+
+import copy
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
+from horovod_onebit.schedule import Kind
+from horovod_onebit.warmup import Phase
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, two_ranks_only, weights, wrap
+
+SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
+
+
+def zero_one(model, kind=torch.optim.AdamW, recipe="robust", **arguments):
+    optimizer = kind(model.parameters(), **({"lr": 1e-3} | arguments))
+    return onebit.DistributedOptimizer(optimizer, model.named_parameters(), schedule=SCHEDULE, recipe=recipe)
+
+
+@pytest.mark.parametrize("recipe", ["robust", Recipe(exchange="two_stage"), "paper"])
+def test_zero_one_adam(recipe):
+    model = Net()
+    optimizer = zero_one(model, recipe=recipe)
+    train(model, optimizer, 4)
+    assert optimizer.phase is Phase.COMPRESSED
+    sent = optimizer.stats().bytes_sent
+    start = train(model, optimizer, 1, start=4)
+    kinds = {}
+    for step in range(5, 160):
+        end = train(model, optimizer, 1, start=step)
+        kind = SCHEDULE.kind(step - 3)
+        kinds[kind] = optimizer.stats(norms=False).step_bytes_sent
+        if kind is not Kind.LOCAL:
+            assert_replicas_equal(model)
+        else:
+            gathered = hvd.allgather(weights(model)[None], name="weights.local")
+            assert not torch.equal(gathered[0], gathered[-1])
+    assert end < 0.7 * start
+    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT]
+    assert optimizer.stats().bytes_sent > sent
+
+
+@two_ranks_only
+def test_zero_one_adam_resumes_bit_for_bit_after_an_exchange():
+    for at in (3, 20, 64):  # warm-up, the gradient's stage, the local stage just after an exchange
+        assert at < 4 or SCHEDULE.kind(at - 4) is not Kind.LOCAL
+        model, again = Net(), Net(seed=1)
+        optimizer, resumed = zero_one(model), zero_one(again)
+        train(model, optimizer, at)
+        state = copy.deepcopy([model.state_dict(), optimizer.state_dict(), optimizer.feedback_state_dict()])
+        train(model, optimizer, 30, start=at)
+        again.load_state_dict(state[0])
+        resumed.load_state_dict(state[1])
+        resumed.load_feedback_state_dict(state[2])
+        train(again, resumed, 30, start=at)
+        assert torch.equal(weights(model), weights(again))
+
+
+@pytest.mark.parametrize("steps", [2, 10, 30, 43, 75])
+def test_zero_one_adam_skips_a_nan_on_all_workers(steps):
+    model = Net()
+    optimizer = zero_one(model)
+    train(model, optimizer, steps)
+    x, y = batch(steps)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    if RANK == SIZE - 1 and steps >= 4:
+        model.first.weight.grad[0, 0] = float("nan")
+    before = weights(model)
+    optimizer.step()
+    assert torch.equal(before, weights(model)) == (steps >= 4)
+    train(model, optimizer, 100 - steps, start=steps)
+    assert optimizer.stats().skipped_steps == (steps >= 4)
+    while SCHEDULE.kind(optimizer._compressor.engine.exchanges) is Kind.LOCAL:
+        train(model, optimizer, 1, start=200)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, onebit.LAMB])
+def test_refreshes(kind):
+    model = Net()
+    optimizer = wrap(model, kind, warmup_steps=5, recipe=Recipe(refresh=4), lr=1e-3)
+    train(model, optimizer, 8)
+    variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
+    small = optimizer.stats(norms=False).step_bytes_sent
+    train(model, optimizer, 1, start=8)
+    assert not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
+    assert optimizer.stats(norms=False).step_bytes_sent > 10 * small
+    train(model, optimizer, 20, start=9)
+    assert_replicas_equal(model)
+    state = optimizer.state_dict()["param_groups"][0]["horovod_onebit"]
+    assert max(state["variance_steps"]) == 5 + 2
+
+
+def test_deepspeeds_names():
+    for build in (
+        lambda p: onebit.OnebitAdam(p, lr=1e-3, freeze_step=5, weight_decay=0.01, eps_inside_sqrt=True),
+        lambda p: onebit.OnebitLamb(p, lr=1e-2, freeze_step=5, max_coeff=0.3, bias_correction=False),
+        lambda p: onebit.ZeroOneAdam(p, lr=1e-3, var_freeze_step=20, var_update_scaler=4, recipe="fixed"),
+    ):
+        model = Net()
+        optimizer = build(model.parameters())
+        train(model, optimizer, 30)
+        assert optimizer.phase is Phase.COMPRESSED
+        assert_replicas_equal(model)
+    refused = [
+        (onebit.OnebitAdam, {"bias_correction": False}, "bias"),
+        (onebit.OnebitAdam, {"amsgrad": True}, "amsgrad"),
+        (onebit.OnebitLamb, {"max_grad_norm": 1.0}, "clip_grad_norm_"),
+        (onebit.ZeroOneAdam, {"max_grad_norm": 1.0}, "clip_grad_norm_"),
+    ]
+    for kind, arguments, message in refused:
+        with pytest.raises(UnsupportedError, match=message):
+            kind(Net().parameters(), **arguments)
+
+
+def test_what_zero_one_adam_is_not():
+    p = [torch.nn.Parameter(torch.zeros(2000))]
+    for optimizer, kind in ((torch.optim.SGD(p, lr=0.1), UnsupportedError), (onebit.LAMB(p), UnsupportedError)):
+        with pytest.raises(kind, match="0/1 Adam is Adam or AdamW"):
+            onebit.DistributedOptimizer(optimizer, schedule=SCHEDULE)
+    with pytest.raises(ConfigurationError, match="first steps are the warm-up"):
+        onebit.DistributedOptimizer(torch.optim.Adam(p), schedule=SCHEDULE, warmup_steps=10)
+    with pytest.raises(ConfigurationError, match="warmup_steps is missing"):
+        onebit.DistributedOptimizer(torch.optim.Adam(p))

@@ -1,0 +1,150 @@
+"""Refreshes of the second moment, and 0/1 Adam's two policies."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, Recipe, simulation
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
+
+f32 = np.float32
+SIZE = 4000
+
+
+def test_refreshes_come_at_doubling_gaps():
+    schedule = EveryStep(50)
+    assert [s for s in range(1, 2000) if schedule.kind(s) is Kind.EXACT] == [50, 150, 350, 750, 1550]
+    assert {EveryStep().kind(s) for s in range(1, 500)} == {Kind.ONEBIT}
+    with pytest.raises(ConfigurationError, match="refresh="):
+        Recipe(refresh=0)
+
+
+def published(steps, schedule):
+    """DeepSpeed's counters, as its code advances them."""
+    interval, updates, local, counter = 1, 0, 1, 0
+    for k in range(1, steps + 1):
+        if k <= schedule.var_freeze_step:
+            exact = k % interval == 0
+            yield Kind.EXACT if exact else Kind.GRADIENT
+            updates += exact
+            if exact and updates == schedule.var_update_scaler:
+                updates, interval = 0, 2 * interval
+        else:
+            yield Kind.SYNC if k % local == 0 else Kind.LOCAL
+            counter += 1
+            if counter == schedule.local_step_scaler:
+                counter, local = 0, min(schedule.local_step_clipper, 2 * local)
+
+
+@pytest.mark.parametrize("schedule", [ZeroOne(), ZeroOne(300, 4, 50, 8), ZeroOne(37, 5, 7, 6), ZeroOne(18, 16, 10, 4)])
+def test_the_policies_are_the_published_ones(schedule):
+    expected = list(published(2000, schedule))[schedule.var_update_scaler :]
+    ours = [schedule.kind(s) for s in range(1, len(expected) + 1)]
+    assert ours == expected
+
+
+def test_bad_policies():
+    for wrong in ({"var_freeze_step": 0}, {"var_update_scaler": 1.5}, {"local_step_clipper": True}):
+        with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+            ZeroOne(**wrong)
+
+
+def train(collectives, rule, steps=500, spread=0, poison=None, recipe=None, **arguments):
+    """Noisy quadratics whose gradients differ by ``spread`` decades; losses, weights and the optimizer."""
+    rng = np.random.default_rng(1)
+    target = rng.standard_normal(SIZE).astype(f32)
+    magnitude = (10.0 ** rng.uniform(-spread, 0, SIZE)).astype(f32)
+    noise = np.random.default_rng(10 + collectives.rank)
+    weights = {"w": np.ones(SIZE, f32), "small": np.ones(10, f32)}
+    recipe = recipe or Recipe(block_size=128)
+    optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=recipe, **arguments)
+    synced = []
+    for step in range(steps):
+        optimizer.rule = dataclasses.replace(rule, lr=rule.lr * 0.5 * (1 + math.cos(math.pi * step / steps)))
+        gradient = magnitude * (weights["w"] - target + f32(0.3) * noise.standard_normal(SIZE, dtype=f32))
+        if step == poison and collectives.rank == 1:
+            gradient[7] = np.nan
+        optimizer.step({"w": gradient, "small": weights["small"]})
+        if optimizer.schedule.kind(optimizer.engine.exchanges) is not Kind.LOCAL:
+            synced.append(weights["w"].copy())
+    return float(np.mean((synced[-1] - target) ** 2)), synced, optimizer
+
+
+SCHEDULE = ZeroOne(var_freeze_step=200, var_update_scaler=4, local_step_scaler=60, local_step_clipper=4)
+
+
+@pytest.mark.parametrize("spread", [0, 8])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_zero_one_adam_comes_as_close_as_adam(spread, exchange):
+    recipe = Recipe(block_size=128, exchange=exchange)
+
+    def worker(collectives, **arguments):
+        return train(collectives, Adam(lr=0.05), spread=spread, recipe=recipe, **arguments)
+
+    exact = simulation.run(lambda c: worker(c, warmup_steps=10**6), 3)[0][0]
+    results = simulation.run(lambda c: worker(c, schedule=SCHEDULE), 3)
+    assert results[0][0] < 3 * exact
+    for _, synced, _ in results:
+        for own, other in zip(synced, results[0][1], strict=True):
+            np.testing.assert_array_equal(own, other)
+
+
+def test_zero_one_adam_sends_less_than_a_bit_for_each_parameter_and_step():
+    schedule = ZeroOne(var_freeze_step=24, var_update_scaler=2, local_step_scaler=20, local_step_clipper=16)
+    _, _, optimizer = simulation.run(lambda c: train(c, Adam(lr=0.01), schedule=schedule), 2)[0]
+    bits = 8 * optimizer.engine.traffic.total / (500 * SIZE)
+    assert bits < 1
+
+
+def test_in_momentum_space_too():
+    recipe = Recipe(space="momentum", clip=None, scale="rms", block_size=128)
+    loss, _, _ = simulation.run(lambda c: train(c, Adam(lr=0.05), recipe=recipe, schedule=SCHEDULE), 2)[0]
+    assert loss < 0.05
+
+
+@pytest.mark.parametrize("poison", [2, 8, 9, 150, 290, 330, 331])
+def test_nan_is_skipped_by_all_in_every_kind_of_step(poison):
+    results = simulation.run(lambda c: train(c, Adam(lr=0.05), poison=poison, schedule=SCHEDULE), 2)
+    for loss, synced, optimizer in results:
+        assert optimizer.engine.skipped == 1
+        assert loss < 0.05
+        np.testing.assert_array_equal(synced[-1], results[0][1][-1])
+
+
+@pytest.mark.parametrize("rule", [Adam(lr=0.05), LAMB(lr=0.02)])
+def test_a_refresh_renews_the_second_moment(rule):
+    """Elements that get their first gradient after compression has started: the clip alone is slow for them."""
+
+    def worker(collectives, refresh):
+        rng = np.random.default_rng(collectives.rank)
+        weights = {"w": np.full(SIZE, 2, f32)}
+        recipe = Recipe(refresh=refresh)
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=recipe, warmup_steps=20)
+        before = None
+        for step in range(200):
+            cold = np.arange(SIZE) % 20 == 0
+            g = weights["w"] - 1 + f32(0.1) * rng.standard_normal(SIZE, dtype=f32)
+            before = optimizer._large[0].variance.copy() if step == 20 else before
+            optimizer.step({"w": np.where(cold & (step < 30), 0, g).astype(f32)})
+        return weights["w"], optimizer._large[0], before
+
+    plain, renewed = (simulation.run(lambda c, r=r: worker(c, r), 2) for r in (None, 20))
+    np.testing.assert_array_equal(plain[0][1].variance, plain[0][2])
+    assert (renewed[0][1].variance[::20] > 0).all()
+    assert renewed[0][1].variance_steps == 20 + 3
+    np.testing.assert_array_equal(renewed[0][0], renewed[1][0])
+    assert np.abs(renewed[0][0] - 1).mean() < 0.2
+
+
+def test_what_zero_one_adam_is_not():
+    def worker(collectives):
+        NumpyOptimizer({"w": np.ones(2000, f32)}, SGD(lr=0.1), collectives=collectives, schedule=ZeroOne())
+
+    with pytest.raises(ConfigurationError, match="0/1 Adam is Adam"):
+        simulation.run(worker, 1)
