@@ -11,11 +11,12 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from studies import early, paraboloid, published, quadratics, report
+from studies import early, magnitudes, paraboloid, published, quadratics, report
 
 STUDIES: dict[str, Callable[[], str]] = {
     "paraboloid": paraboloid.run,
     "early": early.run,
+    "magnitudes": magnitudes.run,
     "quadratics": quadratics.run,
     "published": published.run,
 }

@@ -61,7 +61,7 @@ def run() -> str:
                     label,
                     ", ".join(map(str, seeds)),
                     f"{100 * mean(f['accuracy'] for f in finals):.2f} %",
-                    report.number(mean(f["test_loss"] for f in finals)),
+                    report.number(mean(f["test_loss"] for f in finals), digits=3),
                     f"{dense:.1f}",
                 ]
             )

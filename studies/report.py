@@ -18,9 +18,9 @@ def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
-def number(x: float) -> str:
-    """Two digits; ``diverged`` for what is not finite or beyond 1e6."""
-    return "diverged" if not math.isfinite(x) or x > 1e6 else f"{x:.2g}"
+def number(x: float, digits: int = 2) -> str:
+    """``digits`` digits; ``diverged`` for what is not finite or beyond 1e6."""
+    return "diverged" if not math.isfinite(x) or x > 1e6 else f"{x:.{digits}g}"
 
 
 def axes(**options: Any) -> Any:

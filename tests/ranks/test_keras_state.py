@@ -11,6 +11,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from horovod_onebit.tf.diagnostics import Collector
+from horovod_onebit.tf.diagnostics import gradients as by_name
 from horovod_onebit.warmup import Phase
 from tests.ranks.keras_common import (
     LOSS,
@@ -20,6 +22,7 @@ from tests.ranks.keras_common import (
     assert_replicas_equal,
     batch,
     build,
+    gradients,
     train,
     weights,
     wrap,
@@ -137,3 +140,13 @@ def test_mixed_precision():
         assert_replicas_equal(model)
     finally:
         keras.config.set_dtype_policy(policy)
+
+
+def test_diagnostics_of_a_model():
+    model, collector = build(), Collector()
+    for step in range(4):
+        grads, _ = gradients(model, *batch(step))
+        collector.add(by_name(grads, model.trainable_variables))
+    found = collector.report()
+    assert len(found.layers) == 6
+    assert found.verdict("robust") == "fine"

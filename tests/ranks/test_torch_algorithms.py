@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
 from horovod_onebit.schedule import Kind
+from horovod_onebit.torch.diagnostics import Collector, gradients
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, two_ranks_only, weights, wrap
 
@@ -116,6 +117,22 @@ def test_deepspeeds_names():
     for kind, arguments, message in refused:
         with pytest.raises(UnsupportedError, match=message):
             kind(Net().parameters(), **arguments)
+
+
+def test_diagnostics_of_a_model():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3)
+    collector = Collector()
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        cross_entropy(model(x), y).backward()
+        collector.add(gradients(model.named_parameters()))
+        optimizer.step()
+    found = collector.report()
+    trained = {name for name, p in model.named_parameters() if p.requires_grad}
+    assert trained - {"unused"} <= {layer.name for layer in found.layers} <= trained
+    assert found.verdict("robust") == "fine"
 
 
 def test_what_zero_one_adam_is_not():

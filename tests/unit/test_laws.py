@@ -21,6 +21,8 @@ ALLOWED = {
     "wire": {"layout"},
     "feedback": {"kernels", "recipe"},
     "schedule": set(),
+    "diagnostics": {"kernels", "recipe"},
+    "cli": {"diagnostics"},
     "rules": {"kernels", "recipe", "schedule"},
     "exchange": {"kernels", "recipe", "layout", "wire", "feedback", "rules"},
     "engine": {"kernels", "recipe", "layout", "wire", "feedback", "rules", "exchange", "stats", "schedule"},

@@ -1,0 +1,18 @@
+"""Gradients of a Keras model for ``horovod_onebit.diagnostics``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_onebit.diagnostics import Collector, Report
+
+__all__ = ["Collector", "Report", "gradients"]
+
+
+def gradients(grads: Sequence[Any], variables: Sequence[Any]) -> dict:
+    """What ``Collector.add`` takes, from the result of ``tape.gradient`` and its variables (eager)."""
+    pairs = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables, strict=True)) if g is not None]
+    return {f"{i}.{getattr(v, 'path', v.name)}": tf.convert_to_tensor(g).numpy() for i, g, v in pairs}
