@@ -236,6 +236,16 @@ class Engine:
                 rules[index].exact_step(tensor, means[index] / np.float32(self.collectives.size))
         return True
 
+    def flush(self, rules: Sequence[Rule]) -> None:
+        """Bring all workers to the same weights, exactly, after local steps. Collective."""
+        for index, tensor in enumerate(self.tensors):
+            moved = rules[index].pending(tensor)
+            if moved is not None:
+                total = self.collectives.allreduce(moved, f"{self.name}.flush.{index}").wait()
+                sent = allreduce_bytes(moved.nbytes, self.collectives.size)
+                self.traffic.add(sent, 0)
+                rules[index].settle(tensor, total / np.float32(self.collectives.size), self.context)
+
     def _abandon(self) -> None:
         """Take back what was encoded and sent, without waiting for it."""
         sent, self._sent = self._sent, []

@@ -107,6 +107,10 @@ class NumpyOptimizer:
         self.step_count += taken
         return taken
 
+    def flush(self) -> None:
+        """After local steps of 0/1 Adam, bring all workers to the same weights. Collective."""
+        self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
+
     def _mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> dict[str, Array]:
         """The exact mean gradients of ``tensors`` in one allreduce."""
         if not tensors:

@@ -24,7 +24,7 @@ TASKS = {
 }
 
 
-OPTIMIZERS = ("adamw", "adam", "sgd", "lamb")
+OPTIMIZERS = ("adamw", "adam", "sgd", "lamb", "zero_one_adam")
 LR_FACTORS = {"sgd": 50, "lamb": 10}
 """The tasks' own learning rates are Adam's; others' are so many times that."""
 
@@ -65,7 +65,12 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--compression", choices=("none", "fp16", "onebit"), default="onebit")
     add("--fp16-allreduce", action="store_true", help="Horovod's name for --compression fp16")
     add("--recipe", default="robust", help="for onebit: robust, paper or fixed")
-    add("--warmup-steps", type=int, default=100, help="for onebit: exact steps before compression starts")
+    add(
+        "--warmup-steps",
+        type=int,
+        default=100,
+        help="for onebit: exact steps before it; for zero_one_adam: var_freeze_step",
+    )
     add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=0, help="for each worker; 0 is the task's own")
     add("--lr", type=float, default=0.0, help="0 is the task's and optimizer's own")

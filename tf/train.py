@@ -24,7 +24,7 @@ from networks import build
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import OnebitError
+from horovod_onebit import OnebitError, UnsupportedError
 from jobs.data import Task, load
 from jobs.metrics import Metrics
 from jobs.options import Options, learning_rate, parse
@@ -34,6 +34,8 @@ from jobs.report import dense_bytes
 def distributed_optimizer(options: Options) -> Any:
     arguments: dict[str, Any] = {"learning_rate": options.lr, "weight_decay": options.weight_decay}
     names = {"sgd": "SGD", "adam": "Adam", "adamw": "AdamW", "lamb": "Lamb"}
+    if options.optimizer not in names:
+        raise UnsupportedError(f"--optimizer {options.optimizer}: Keras has {', '.join(names)}")
     kind = getattr(keras.optimizers, names[options.optimizer])
     if options.optimizer == "sgd":
         arguments["momentum"] = options.momentum

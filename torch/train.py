@@ -30,17 +30,18 @@ def plain_optimizer(options: Options, model: torch.nn.Module) -> torch.optim.Opt
     if options.optimizer == "sgd":
         arguments = {"momentum": options.momentum, "weight_decay": options.weight_decay}
         return torch.optim.SGD(model.parameters(), lr=options.lr, **arguments)
-    kinds = {"adamw": torch.optim.AdamW, "adam": torch.optim.Adam, "lamb": onebit.LAMB}
-    return kinds[options.optimizer](model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    kind = {"adam": torch.optim.Adam, "lamb": onebit.LAMB}.get(options.optimizer, torch.optim.AdamW)
+    return kind(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
 
 
 def distributed_optimizer(options: Options, model: torch.nn.Module) -> Any:
     optimizer = plain_optimizer(options, model)
     named = list(model.named_parameters())
     if options.compression == "onebit":
-        optimizer = onebit.DistributedOptimizer(
-            optimizer, named_parameters=named, warmup_steps=options.warmup_steps, recipe=options.recipe
-        )
+        start: dict[str, Any] = {"warmup_steps": options.warmup_steps}
+        if options.optimizer == "zero_one_adam":
+            start = {"schedule": onebit.ZeroOne(options.warmup_steps, 4, max(options.steps // 10, 1), 16)}
+        optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=named, recipe=options.recipe, **start)
     else:
         compression = hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none
         optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
@@ -81,13 +82,15 @@ def train(options: Options, task: Task) -> None:
             phase = optimizer.phase.value if options.compression == "onebit" else options.compression
             loss.backward()
             optimizer.step()
+            done = step + 1
+            if options.compression == "onebit" and (done % options.eval_interval == 0 or done == options.steps):
+                optimizer.flush()
             if options.compression == "onebit":
                 last = optimizer.stats(norms=False).step_bytes_sent
             else:
                 last = dense if options.compression == "none" else dense // 2
             first = first or last
             total += last
-            done = step + 1
             values: dict[str, Any] = {"phase": phase, "bytes_sent": total, "bytes_received": total}
             if done % options.log_interval == 0 or done == options.steps:
                 values["loss"] = float(hvd.allreduce(loss.detach(), name="metrics.loss"))

@@ -93,6 +93,13 @@ class Rule:
         """A step of this worker alone, for rules that have such steps."""
         raise NotImplementedError
 
+    def pending(self, tensor: Tensor) -> Array | None:
+        """What local steps have moved since the last exchange, alike in kind on all workers; None if nothing."""
+        return None
+
+    def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
+        """Take over the ``mean`` of what all workers have ``pending``."""
+
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
         """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""
         raise NotImplementedError

@@ -107,17 +107,29 @@ class ZeroOneAdam(Adam):
         d = self._denominator(tensor, context)
         update_space = context.recipe.space == "update"
         if self.kind is Kind.SYNC:
-            assert tensor.fresh is not None
-            assert tensor.layer is not None
-            moved = mean if update_space else mean / d
-            tensor.weight[:] = tensor.layer[DECAY] * tensor.fresh + moved
-            if tensor.layer[RATES] > 0:
-                tensor.momentum[:] = moved * d / -tensor.layer[RATES]
+            self._take_over(tensor, mean if update_space else mean / d, d)
             return
         tensor.momentum *= f32(self.beta1)
         tensor.momentum += f32(1 - self.beta1) * (mean * d if update_space else mean)
         tensor.weight *= f32(1 - self.lr * self.weight_decay if self.decoupled else 1.0)
         tensor.weight -= self._rate(tensor) * (tensor.momentum / d)
+
+    def _take_over(self, tensor: Tensor, moved: Array, d: Array) -> None:
+        assert tensor.fresh is not None
+        assert tensor.layer is not None
+        tensor.weight[:] = tensor.layer[DECAY] * tensor.fresh + moved
+        if tensor.layer[RATES] > 0:
+            tensor.momentum[:] = moved * d / -tensor.layer[RATES]
+
+    def pending(self, tensor: Tensor) -> Array | None:
+        if tensor.layer is None or tensor.fresh is None or tensor.layer[COUNT] == 0:
+            return None
+        return tensor.weight - tensor.layer[DECAY] * tensor.fresh
+
+    def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
+        assert tensor.layer is not None
+        self._take_over(tensor, mean, self._denominator(tensor, context))
+        tensor.layer[COUNT] = 0
 
     def finish(self, tensor: Tensor, context: Context) -> None:
         if self.kind is Kind.SYNC and tensor.layer is not None:

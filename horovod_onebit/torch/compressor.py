@@ -242,6 +242,16 @@ class Compressor:
             self.agreement.reset()
             self.engine.end_step()
 
+    def flush(self) -> None:
+        """After local steps, bring all workers to the same weights."""
+        bindings = list(self.bindings.values())
+        if self._prepared:
+            for binding in bindings:
+                binding.pull()
+            self.engine.flush(self._rules(1.0, Kind.SYNC))
+            for binding in bindings:
+                binding.push()
+
     def _is_zero_one(self) -> bool:
         return isinstance(self.schedule, ZeroOne)
 

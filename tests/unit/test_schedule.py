@@ -102,6 +102,23 @@ def test_zero_one_adam_sends_less_than_a_bit_for_each_parameter_and_step():
     assert bits < 1
 
 
+def test_a_flush_brings_all_to_the_same_weights():
+    def worker(collectives):
+        _, _, optimizer = train(collectives, Adam(lr=0.05), steps=430, schedule=SCHEDULE)
+        assert optimizer.schedule.kind(optimizer.engine.exchanges) is Kind.LOCAL
+        before = optimizer._large[0].weight.copy()
+        optimizer.flush()
+        after = optimizer._large[0].weight.copy()
+        optimizer.flush()
+        np.testing.assert_array_equal(after, optimizer._large[0].weight)
+        return before, after
+
+    (first, one), (second, other) = simulation.run(worker, 2)
+    np.testing.assert_array_equal(one, other)
+    assert not np.array_equal(first, second)
+    np.testing.assert_allclose(one, (first + second) / 2, atol=1e-6)
+
+
 def test_in_momentum_space_too():
     recipe = Recipe(space="momentum", clip=None, scale="rms", block_size=128)
     loss, _, _ = simulation.run(lambda c: train(c, Adam(lr=0.05), recipe=recipe, schedule=SCHEDULE), 2)[0]
