@@ -65,6 +65,10 @@ def test_on_every_rank(processes, backend, files, only):
     assert output.count(" passed") == processes, output[-3000:]
 
 
+def test_a_communicator_of_mpi4py():
+    assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
+
+
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")])
 def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, tmp_path):
     """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""
