@@ -208,8 +208,12 @@ def apply(
     step_size: float,
     decay: float = 1.0,
     look_back: float = 0.0,
+    new_momentum: Array | None = None,
+    new_weight: Array | None = None,
 ) -> None:
     """Decode the workers' mean and take one step with it, in place on ``momentum`` and ``weight``.
+
+    Or into ``new_momentum`` and ``new_weight``, if they are given; the old ones are then only read.
 
     Update space: ``U = mean; w <- decay * w - step_size * U; m <- U * D``. Momentum space: ``m <- mean;
     w <- decay * w - step_size * m / D``. ``decay`` is ``1 - lr * weight_decay`` for decoupled decay. ``variance``
@@ -219,12 +223,10 @@ def apply(
     decayed = np.float32(decay) * weight
     if variance is None:
         decayed = decayed + np.float32(look_back) * momentum
-        momentum[:] = mean
-        update = mean
+        after, update = mean, mean
     elif update_space:
-        momentum[:] = mean * denominator(variance, spec)
-        update = mean
+        after, update = mean * denominator(variance, spec), mean
     else:
-        momentum[:] = mean
-        update = mean / denominator(variance, spec)
-    weight[:] = decayed - np.float32(step_size) * update
+        after, update = mean, mean / denominator(variance, spec)
+    (momentum if new_momentum is None else new_momentum)[:] = after
+    (weight if new_weight is None else new_weight)[:] = decayed - np.float32(step_size) * update

@@ -24,6 +24,8 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
+        new_weight, new_momentum: where ``apply`` puts them for callers whose arrays must not be written to; None is in
+            place. Only for rules that take it (Adam, SGD).
         fresh: an array that some rules keep besides: a second moment that goes on (LAMB), the weights at the last
             exchange (0/1 Adam); else None.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
@@ -38,6 +40,8 @@ class Tensor:
     variance_steps: int = 0
     fresh: Array | None = None
     layer: Array | None = None
+    new_weight: Array | None = None
+    new_momentum: Array | None = None
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
@@ -54,6 +58,8 @@ class Tensor:
             self.variance_steps,
             None if self.fresh is None else self.fresh[piece],
             self.layer,
+            None if self.new_weight is None else self.new_weight[piece],
+            None if self.new_momentum is None else self.new_momentum[piece],
         )
 
 

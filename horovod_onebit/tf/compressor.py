@@ -98,24 +98,28 @@ class Compressor:
             self.tensors.append(tensor)
 
     def _load(self, values: Values, rules: Sequence[Rule], learning_rate: float, step: int, exact_steps: int) -> None:
-        """Copy what the step will change; at the first compressed one, the exact steps' momentum becomes the rule's."""
-        first = step == exact_steps
+        """Point the tensors at the values, and give them new memory for what the step will change.
+
+        At the first compressed step, the exact steps' momentum becomes the rule's.
+        """
+        first, in_place = step == exact_steps, self.adapter.in_place
         for i, tensor in enumerate(self.tensors):
-            tensor.weight = _aligned_copy(values.weights[i])
-            momentum, tensor.variance = values.momenta[i], values.variances[i]
-            if momentum is not None:
-                tensor.momentum = _aligned_copy(momentum)
-                if first:
-                    tensor.momentum[:] = self.adapter.first_momentum(tensor.momentum, learning_rate)
-            elif tensor.momentum.size != tensor.weight.size:
-                tensor.momentum = np.zeros_like(tensor.weight)
+            weight, momentum, tensor.variance = values.weights[i], values.momenta[i], values.variances[i]
+            if momentum is None:  # SGD without momentum: nobody looks at it again
+                momentum = tensor.momentum if tensor.momentum.size == weight.size else np.zeros_like(weight)
+            elif first:
+                momentum = self.adapter.first_momentum(momentum, learning_rate)
+            tensor.weight = _aligned_copy(weight) if in_place else weight
+            tensor.momentum = _aligned_copy(momentum) if in_place else momentum
+            tensor.new_weight = None if in_place else _aligned(weight.size)
+            tensor.new_momentum = None if in_place else _aligned(weight.size)
             tensor.step, tensor.variance_steps = step, exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
     def step(self, indices: tuple[int, ...], values: Values, exact: Sequence[Array]) -> tuple[bool, list[Array]]:
         """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
 
-        The new weights and momenta are in ``tensors`` afterwards, in arrays that nobody will write to again.
+        If it was, the new weights and momenta are in ``tensors``, in arrays that nobody will write to again.
         """
         optimizer, grads = self.optimizer, values.grads
         learning_rate = float(optimizer.learning_rate)
@@ -140,6 +144,10 @@ class Compressor:
         means = self._average(exact, factors[len(grads) :])
         taken = self.engine.receive(finite=all(np.isfinite(mean).all() for mean in means))
         self.engine.end_step()
+        for tensor in self.tensors:
+            if taken and tensor.new_weight is not None and tensor.new_momentum is not None:
+                tensor.weight, tensor.momentum = tensor.new_weight, tensor.new_momentum
+            tensor.new_weight = tensor.new_momentum = None
         return taken, means
 
     def _rule(self, variable: Any, learning_rate: float, exact_steps: int, factor: float) -> Rule:
@@ -193,11 +201,15 @@ class Compressor:
         self.engine.feedback.load_state_dict(state)
 
 
-def _aligned_copy(array: Array) -> Array:
-    """A copy whose memory TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
-    memory = np.empty(array.nbytes + 64, np.uint8)
+def _aligned(size: int) -> Array:
+    """Memory for ``size`` float32 that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
+    memory = np.empty(4 * size + 64, np.uint8)
     start = -memory.__array_interface__["data"][0] % 64
-    copy = memory[start : start + array.nbytes].view(np.float32)
+    return memory[start : start + 4 * size].view(np.float32)
+
+
+def _aligned_copy(array: Array) -> Array:
+    copy = _aligned(array.size)
     copy[:] = array
     return copy
 

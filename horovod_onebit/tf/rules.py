@@ -21,6 +21,7 @@ class Adapter:
     """How one family of Keras optimizers keeps its state, and which rule takes its steps."""
 
     kind: Any
+    in_place = False  # whether the rule writes to the arrays it reads, which must then be copies
 
     def check(self, optimizer: Any, recipe: Recipe) -> None:
         """Refuse what the rule cannot do."""
@@ -108,6 +109,7 @@ class LambAdapter(AdamAdapter):
     """Lamb. Keras bounds the coefficients by nothing, and leaves weight decay out of them."""
 
     kind: Any = keras.optimizers.Lamb
+    in_place = True
 
     def check(self, optimizer: Any, recipe: Recipe) -> None:
         if trust_for(recipe) == "frozen":

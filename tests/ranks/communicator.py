@@ -3,15 +3,13 @@
 import faulthandler
 import sys
 
-from mpi4py import MPI
-
-faulthandler.dump_traceback_later(240, exit=True)
-
 import horovod.torch as hvd
 import torch
+from mpi4py import MPI
 
 import horovod_onebit.torch as onebit
 
+faulthandler.dump_traceback_later(240, exit=True)
 world = MPI.COMM_WORLD
 hvd.init(comm=world.Split(world.rank // 2, world.rank))
 torch.manual_seed(0)

@@ -109,6 +109,14 @@ def test_apply_is_the_reference_on_strided_rows_of_the_wire(size, workers, seed,
         s = spec(block_size=block_size)
         kernels.apply(scales, bits, m, inputs.variance, w, s, update_space=case == "update", **arguments)
         results.append((m, w, kernels.decode_mean(scales, bits, size, block_size)))
+        inputs, new = Inputs(size, seed, variance=case != "plain"), (np.empty(size, f32), np.empty(size, f32))
+        old = inputs.momentum.copy(), inputs.w.copy()
+        for array in (inputs.momentum, inputs.w):
+            array.flags.writeable = False
+        arguments |= {"new_momentum": new[0], "new_weight": new[1], "update_space": case == "update"}
+        kernels.apply(scales, bits, inputs.momentum, inputs.variance, inputs.w, s, **arguments)
+        for ours, other in ((new[0], m), (new[1], w), (inputs.momentum, old[0]), (inputs.w, old[1])):
+            np.testing.assert_array_equal(ours, other)
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
 
