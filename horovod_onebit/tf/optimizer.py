@@ -295,7 +295,8 @@ def DistributedOptimizer(
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one.
             The result is an instance of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
-            starts compression when the second moment is stable and the learning rate no longer rises.
+            starts compression when the second moment is stable and the learning rate no longer rises. (A run that is
+            resumed before that looks at the second moment afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
 

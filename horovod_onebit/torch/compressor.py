@@ -189,7 +189,7 @@ class Compressor:
         p = next(iter(self.bindings))
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        p.grad.view(-1)[:1] = math.inf
+        p.grad[(0,) * p.dim()] = math.inf
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients alike on all workers; see ``DistributedOptimizer.clip_grad_norm_``."""
