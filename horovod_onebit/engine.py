@@ -180,6 +180,8 @@ class Engine:
         gradients are finite, as far as is known. ``others`` waits for the exact means of what is not compressed.
         """
         assert self.layout is not None
+        if self.recipe.rescale_error:
+            self._rescale(rules)
         if kind in (Kind.ONEBIT, Kind.GRADIENT):
             for bucket in self.layout.buckets:
                 self.send(bucket.index, grads, rules)
@@ -208,6 +210,13 @@ class Engine:
         for tensor in self.tensors:
             tensor.step += 1
         return True
+
+    def _rescale(self, rules: Sequence[Rule]) -> None:
+        """What is owed was measured with the last learning rate."""
+        for tensor, rule in zip(self.tensors, rules, strict=True):
+            if tensor.learning_rate > 0 and rule.lr > 0:
+                tensor.residual *= np.float32(min(max(tensor.learning_rate / rule.lr, 0.5), 2.0))
+            tensor.learning_rate = rule.lr
 
     def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
         """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``receive``."""

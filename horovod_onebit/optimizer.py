@@ -137,7 +137,7 @@ class NumpyOptimizer:
             self._observe(self.step_count + 1)
         if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
             for tensor in self._large:
-                self.rule.begin(tensor)
+                self.rule.begin(tensor, self.engine.recipe)
         return True
 
     def _observe(self, step: int) -> None:

@@ -48,6 +48,10 @@ class Recipe:
             ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
+        floor: when compression starts, elements whose root of the second moment is less than ``floor`` times the mean
+            of the tensor's get that much; None leaves them. With the clip it is not needed.
+        rescale_error: keep what is owed in units of the weights when the learning rate changes, at most by a factor
+            of 2 a step; the servers' errors of a two-stage exchange are left alone. Off: it helps little and can harm.
         refresh: after so many compressed steps take one in full precision, which renews the second moment; then after
             twice as many, and so on. None is never.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
@@ -62,6 +66,8 @@ class Recipe:
     exchange: Exchange = "direct"
     min_compressed_size: int = 1024
     bucket_size: int = 4 * 2**20
+    floor: float | None = None
+    rescale_error: bool = False
     refresh: int | None = None
     on_nonfinite: OnNonfinite = "skip"
 
@@ -75,8 +81,11 @@ class Recipe:
                 f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "
                 "bytes), or None for one scale per tensor"
             )
-        if not isinstance(self.eps_inside_sqrt, bool):
-            raise ConfigurationError(f"eps_inside_sqrt={self.eps_inside_sqrt!r}: expected True or False")
+        for name in ("eps_inside_sqrt", "rescale_error"):
+            if not isinstance(getattr(self, name), bool):
+                raise ConfigurationError(f"{name}={getattr(self, name)!r}: expected True or False")
+        if self.floor is not None and (not isinstance(self.floor, float) or not 0 < self.floor < 1):
+            raise ConfigurationError(f"floor={self.floor!r}: expected a number between 0 and 1, or None")
         self._check_clip()
         if self.refresh is not None and (not _is_int(self.refresh) or self.refresh < 1):
             raise ConfigurationError(f"refresh={self.refresh!r}: expected a whole number of steps, at least 1, or None")

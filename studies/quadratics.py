@@ -35,6 +35,8 @@ RECIPES: dict[str, Recipe | None] = {
     "fixed": PRESETS["fixed"],
     "no clip": dataclasses.replace(BLOCKS, clip=None),
     "robust": BLOCKS,
+    "robust, scaled error": dataclasses.replace(BLOCKS, rescale_error=True),
+    "floor 1 %, no clip": dataclasses.replace(BLOCKS, clip=None, floor=0.01),
     "robust, refresh": dataclasses.replace(BLOCKS, refresh=30),
     "robust, two-stage": dataclasses.replace(BLOCKS, exchange="two_stage"),
 }
@@ -53,7 +55,7 @@ class Cell:
         """SGD has no denominator, so that its gradients must be of one magnitude; 64 workers take long."""
         if self.rule == "SGD":
             return self.recipe in ("exact", "paper", "robust") and self.spread == "none"
-        return self.workers < max(WORKERS) or self.recipe not in ("fixed", "no clip", "robust, refresh")
+        return self.workers < max(WORKERS) or self.recipe in ("exact", "paper", "robust", "robust, two-stage")
 
 
 def magnitudes(spread: str) -> np.ndarray:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from types import ModuleType
 
+import numpy as np
+
 from horovod_onebit.kernels.reference import Array, Bytes, Spec
 from horovod_onebit.recipe import Recipe
 
@@ -28,6 +30,7 @@ class Tensor:
             place. Only for rules that take it (Adam, SGD).
         fresh: an array that some rules keep besides: a second moment that goes on (LAMB), the weights at the last
             exchange (0/1 Adam); else None.
+        learning_rate: of the last compressed step, 0 before it.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
     """
 
@@ -40,6 +43,7 @@ class Tensor:
     variance_steps: int = 0
     fresh: Array | None = None
     layer: Array | None = None
+    learning_rate: float = 0.0
     new_weight: Array | None = None
     new_momentum: Array | None = None
 
@@ -58,6 +62,7 @@ class Tensor:
             self.variance_steps,
             None if self.fresh is None else self.fresh[piece],
             self.layer,
+            self.learning_rate,
             None if self.new_weight is None else self.new_weight[piece],
             None if self.new_momentum is None else self.new_momentum[piece],
         )
@@ -89,8 +94,11 @@ class Rule:
     def init(self, tensor: Tensor) -> None:
         """Give a new ``tensor`` what this rule keeps besides momentum and second moment."""
 
-    def begin(self, tensor: Tensor) -> None:
+    def begin(self, tensor: Tensor, recipe: Recipe) -> None:
         """The last exact step of ``tensor`` was taken; what follows is compressed."""
+        if recipe.floor is not None and tensor.variance is not None:
+            least = recipe.floor * np.sqrt(tensor.variance, dtype=np.float64).mean()
+            np.maximum(tensor.variance, np.float32(least * least), out=tensor.variance)
 
     def finish(self, tensor: Tensor, context: Context) -> None:
         """All parts of ``tensor`` were applied: do what needs the whole of it."""

@@ -69,7 +69,8 @@ class LAMB(Adam):
         tensor.layer = np.array([0, 1, 0], np.float32)
         tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
 
-    def begin(self, tensor: Tensor) -> None:
+    def begin(self, tensor: Tensor, recipe: Recipe) -> None:
+        super().begin(tensor, recipe)
         assert tensor.layer is not None
         if tensor.layer[COEFFICIENT] == 0:  # an exact part that keeps no mean: the coefficient of now
             assert tensor.variance is not None

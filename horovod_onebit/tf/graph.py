@@ -41,14 +41,16 @@ def host_call(work: Callable[[], None]) -> None:
     if tf.executing_eagerly():
         work()
     else:
-        tf.py_function(work, [], [])
+        with tf.device("/CPU:0"):
+            tf.py_function(work, [], [])
 
 
 def host_value(work: Callable[..., Any], inputs: list[Any], dtype: Any) -> Any:
     """The scalar that ``work`` returns for the values of ``inputs`` whenever the step runs."""
     if tf.executing_eagerly():
         return work(*inputs)
-    value = tf.py_function(work, inputs, dtype)
+    with tf.device("/CPU:0"):
+        value = tf.py_function(work, inputs, dtype)
     value.set_shape([])
     return value
 

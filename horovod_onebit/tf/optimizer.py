@@ -178,7 +178,8 @@ class _DistributedOptimizer:
         state = [tf.convert_to_tensor(v) for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
         inputs = [*(g for g, _ in large), *state, *(g for g, _ in small)]
         outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
-        taken, *results = tf.py_function(host, inputs, outputs)
+        with tf.device("/CPU:0"):  # variables on a GPU travel to the host and back
+            taken, *results = tf.py_function(host, inputs, outputs)
         taken.set_shape([])
         means, new = results[: len(small)], results[len(small) :]
         for mean, (_, v) in zip(means, small, strict=True):
@@ -319,8 +320,8 @@ def DistributedOptimizer(
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     adapter = adapter_for(kind)
     adapter.check(optimizer, resolve(recipe))
-    if resolve(recipe).refresh is not None:
-        raise UnsupportedError("Recipe(refresh=...) is for PyTorch and NumPy so far: leave it out")
+    if resolve(recipe).refresh is not None or resolve(recipe).floor is not None:
+        raise UnsupportedError("Recipe(refresh=..., floor=...) are for PyTorch and NumPy so far: leave them out")
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:

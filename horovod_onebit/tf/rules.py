@@ -133,7 +133,7 @@ class LambAdapter(AdamAdapter):
             assert tensor.layer is not None
             tensor.layer[COEFFICIENT] = 0 if first else known[i]
             if first:
-                rule.begin(tensor)
+                rule.begin(tensor, UNFLOORED)
                 known[i] = tensor.layer[COEFFICIENT]
         if first:
             optimizer._coefficients.assign(known)
@@ -151,6 +151,9 @@ class LambAdapter(AdamAdapter):
             max_coeff=math.inf,
         )
 
+
+UNFLOORED = Recipe()
+"""The second moment is a value of TensorFlow's here; recipes with a floor are refused."""
 
 ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)
 

@@ -138,7 +138,7 @@ class Compressor:
                 self.variance_steps.setdefault(p, int(seen))
                 self._bind(p)
                 if fresh:
-                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor)
+                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor, self.engine.recipe)
 
     def _bind(self, p: torch.Tensor) -> None:
         residual = self.engine.feedback.residual(self.names[p], p.numel())

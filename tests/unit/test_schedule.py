@@ -159,6 +159,44 @@ def test_a_refresh_renews_the_second_moment(rule):
     assert np.abs(renewed[0][0] - 1).mean() < 0.2
 
 
+def test_a_floor_under_the_second_moment():
+    def worker(collectives, floor):
+        weights = {"w": np.ones(SIZE, f32)}
+        optimizer = NumpyOptimizer(
+            weights, Adam(lr=0.01), collectives=collectives, recipe=Recipe(floor=floor), warmup_steps=3
+        )
+        grads = np.where(np.arange(SIZE) % 10 == 0, 0, 1).astype(f32)
+        for _ in range(4):
+            optimizer.step({"w": grads})
+        return np.sqrt(optimizer._large[0].variance)
+
+    without, root = (simulation.run(lambda c, f=f: worker(c, f), 1)[0] for f in (None, 0.01))
+    assert (without[::10] == 0).all()
+    np.testing.assert_allclose(root[::10], 0.01 * without.mean(), rtol=1e-5)
+    np.testing.assert_array_equal(root[1:10], without[1:10])
+
+
+@pytest.mark.parametrize("ratio", [0.8, 1.25, 0.1, 10.0])
+def test_what_is_owed_keeps_its_unit_when_the_learning_rate_changes(ratio):
+    """The next message is that of a worker whose error was scaled by hand, by at most 2."""
+
+    def worker(collectives, rescale):
+        rng = np.random.default_rng(1)
+        weights = {"w": np.zeros(SIZE, f32)}
+        optimizer = NumpyOptimizer(
+            weights, SGD(lr=0.1), collectives=collectives, recipe=Recipe(rescale_error=rescale), warmup_steps=1
+        )
+        for step in range(5):
+            if step == 4:
+                optimizer.rule = SGD(lr=0.1 * ratio)
+                if not rescale:
+                    optimizer._large[0].residual *= f32(min(max(1 / ratio, 0.5), 2))
+            optimizer.step({"w": rng.standard_normal(SIZE).astype(f32)})
+        return weights["w"]
+
+    np.testing.assert_allclose(*(simulation.run(lambda c, r=r: worker(c, r), 1)[0] for r in (True, False)), rtol=1e-5)
+
+
 def test_what_zero_one_adam_is_not():
     def worker(collectives):
         NumpyOptimizer({"w": np.ones(2000, f32)}, SGD(lr=0.1), collectives=collectives, schedule=ZeroOne())
