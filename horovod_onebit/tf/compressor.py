@@ -19,6 +19,7 @@ from horovod_onebit.engine import Engine
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.rules import Adapter
@@ -137,13 +138,17 @@ class Compressor:
         ]
         self._load(values, rules, learning_rate, taken_before, exact_steps)
         self.engine.prepare(self.tensors, rules)
-        assert self.engine.layout is not None
+        means: list[Array] = []
+
+        def others() -> bool:
+            means.extend(self._average(exact, factors[len(grads) :]))
+            return all(np.isfinite(mean).all() for mean in means)
+
         by_number = dict(enumerate(grads))
-        for bucket in self.engine.layout.buckets:
-            self.engine.send(bucket.index, by_number, rules)
-        means = self._average(exact, factors[len(grads) :])
-        taken = self.engine.receive(finite=all(np.isfinite(mean).all() for mean in means))
-        self.engine.end_step()
+        try:
+            taken = self.engine.step(Kind.ONEBIT, by_number, rules, agreed=lambda: True, others=others)
+        finally:
+            self.engine.end_step()
         for tensor in self.tensors:
             if taken and tensor.new_weight is not None and tensor.new_momentum is not None:
                 tensor.weight, tensor.momentum = tensor.new_weight, tensor.new_momentum
