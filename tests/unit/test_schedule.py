@@ -14,7 +14,7 @@ from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 
 f32 = np.float32
-SIZE = 4000
+SIZE = 2000
 
 
 def test_refreshes_come_at_doubling_gaps():
@@ -55,7 +55,7 @@ def test_bad_policies():
             ZeroOne(**wrong)
 
 
-def train(collectives, rule, steps=500, spread=0, poison=None, recipe=None, **arguments):
+def train(collectives, rule, steps=360, spread=0, poison=None, recipe=None, **arguments):
     """Noisy quadratics whose gradients differ by ``spread`` decades; losses, weights and the optimizer."""
     rng = np.random.default_rng(1)
     target = rng.standard_normal(SIZE).astype(f32)
@@ -76,7 +76,7 @@ def train(collectives, rule, steps=500, spread=0, poison=None, recipe=None, **ar
     return float(np.mean((synced[-1] - target) ** 2)), synced, optimizer
 
 
-SCHEDULE = ZeroOne(var_freeze_step=200, var_update_scaler=4, local_step_scaler=60, local_step_clipper=4)
+SCHEDULE = ZeroOne(var_freeze_step=140, var_update_scaler=4, local_step_scaler=50, local_step_clipper=4)
 
 
 @pytest.mark.parametrize("spread", [0, 8])
@@ -97,14 +97,14 @@ def test_zero_one_adam_comes_as_close_as_adam(spread, exchange):
 
 def test_zero_one_adam_sends_less_than_a_bit_for_each_parameter_and_step():
     schedule = ZeroOne(var_freeze_step=24, var_update_scaler=2, local_step_scaler=20, local_step_clipper=16)
-    _, _, optimizer = simulation.run(lambda c: train(c, Adam(lr=0.01), schedule=schedule), 2)[0]
-    bits = 8 * optimizer.engine.traffic.total / (500 * SIZE)
+    _, _, optimizer = simulation.run(lambda c: train(c, Adam(lr=0.01), steps=800, schedule=schedule), 2)[0]
+    bits = 8 * optimizer.engine.traffic.total / (800 * SIZE)
     assert bits < 1
 
 
 def test_a_flush_brings_all_to_the_same_weights():
     def worker(collectives):
-        _, _, optimizer = train(collectives, Adam(lr=0.05), steps=430, schedule=SCHEDULE)
+        _, _, optimizer = train(collectives, Adam(lr=0.05), steps=301, schedule=SCHEDULE)
         assert optimizer.schedule.kind(optimizer.engine.exchanges) is Kind.LOCAL
         before = optimizer._large[0].weight.copy()
         optimizer.flush()
@@ -125,7 +125,7 @@ def test_in_momentum_space_too():
     assert loss < 0.05
 
 
-@pytest.mark.parametrize("poison", [2, 8, 9, 150, 290, 330, 331])
+@pytest.mark.parametrize("poison", [2, 9, 100, 210, 331])
 def test_nan_is_skipped_by_all_in_every_kind_of_step(poison):
     results = simulation.run(lambda c: train(c, Adam(lr=0.05), poison=poison, schedule=SCHEDULE), 2)
     for loss, synced, optimizer in results:
