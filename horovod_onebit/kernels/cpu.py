@@ -236,46 +236,46 @@ def _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_si
 
 
 @exact
-def _step_update_space(mean, variance, weight, new_momentum, new_weight, correction, eps, eps_inside, decay, step_size):
+def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
     for i in range(weight.size):
-        new_momentum[i] = mean[i] * _denominator(variance[i], correction, eps, eps_inside)
-        new_weight[i] = decay * weight[i] - step_size * mean[i]
+        momentum[i] = mean[i] * _denominator(variance[i], correction, eps, eps_inside)
+        weight[i] = decay * weight[i] - step_size * mean[i]
 
 
 @exact
-def _step_momentum_space(
-    mean, variance, weight, new_momentum, new_weight, correction, eps, eps_inside, decay, step_size
-):
+def _step_momentum_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
     for i in range(weight.size):
-        new_momentum[i] = mean[i]
+        momentum[i] = mean[i]
         update = mean[i] / _denominator(variance[i], correction, eps, eps_inside)
-        new_weight[i] = decay * weight[i] - step_size * update
+        weight[i] = decay * weight[i] - step_size * update
 
 
 @exact
-def _step_plain(mean, momentum, weight, new_momentum, new_weight, decay, step_size, look_back):
+def _step_plain(mean, momentum, weight, decay, step_size, look_back):
     for i in range(weight.size):
-        new_weight[i] = decay * weight[i] + look_back * momentum[i] - step_size * mean[i]
-        new_momentum[i] = mean[i]
+        weight[i] = decay * weight[i] + look_back * momentum[i] - step_size * mean[i]
+        momentum[i] = mean[i]
 
 
 @exact
-def _apply(scales, bits, momentum, variance, weight, new_m, new_w, scalars, update_space, block_size, first, last):
+def _apply(scales, bits, old, momentum, variance, weight, scalars, update_space, block_size, first, last):
     correction, eps, eps_inside, decay, step_size, look_back = scalars
     total = np.empty(8 * ((min(block_size, weight.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, weight.size)
         _mean_of_block(total, scales, bits, k, lo, hi)
-        mean, w, m_out, w_out = total[: hi - lo], weight[lo:hi], new_m[lo:hi], new_w[lo:hi]
+        mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
+        if old is not None:
+            # Copied block by block into the cache, and not read in the loops: they could not be SIMD.
+            m[:] = old[0][lo:hi]
+            w[:] = old[1][lo:hi]
         if variance is None:
-            _step_plain(mean, momentum[lo:hi], w, m_out, w_out, decay, step_size, look_back)
+            _step_plain(mean, m, w, decay, step_size, look_back)
         elif update_space:
-            v = variance[lo:hi]
-            _step_update_space(mean, v, w, m_out, w_out, correction, eps, eps_inside, decay, step_size)
+            _step_update_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
         else:
-            v = variance[lo:hi]
-            _step_momentum_space(mean, v, w, m_out, w_out, correction, eps, eps_inside, decay, step_size)
+            _step_momentum_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
 
 
 def _encode_scalars(spec: Spec) -> tuple[Any, ...]:
@@ -377,8 +377,9 @@ def apply(
     new_weight: Array | None = None,
 ) -> None:
     """See ``reference.apply``."""
-    new_m = momentum if new_momentum is None else new_momentum
-    new_w = weight if new_weight is None else new_weight
+    old, m, w = None, momentum, weight
+    if new_momentum is not None and new_weight is not None:
+        old, m, w = (momentum, weight), new_momentum, new_weight
     # Rows of the wire are strided; a copy of the bits costs little, and loops over contiguous rows become SIMD.
     scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
     scalars = (
@@ -391,7 +392,6 @@ def apply(
     )
 
     def work(first: int, last: int) -> None:
-        moments = (momentum, variance, weight, new_m, new_w)
-        _apply(scales, bits, *moments, scalars, update_space, spec.block_size, first, last)
+        _apply(scales, bits, old, m, variance, w, scalars, update_space, spec.block_size, first, last)
 
     over_blocks(weight.size, spec.block_size, work)
