@@ -1,29 +1,27 @@
 """One compressed step: rule -> feedback -> exchange -> rule, bucket by bucket.
 
 send     1. the rule encodes each tensor of the bucket into one message: scales and bits
-         2. the message starts on its way; the next bucket is encoded meanwhile
-receive  3. all messages are there, and are what this step expects, or an error on every worker
-         4. every worker knows whether all were finite: apply all, or take all back
-         5. the rule decodes the mean and moves the weights
+         2. the message starts on its way; the next bucket is encoded, or the backward pass goes on, meanwhile
+agree    3. all workers mean the same, or an error on every worker; whether all gradients were finite
+receive  4. a bucket's messages are there, and are what this step expects
+         5. the rule decodes the mean and moves the weights; or all is taken back
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from horovod_onebit import wire
-from horovod_onebit._version import __version__
-from horovod_onebit.errors import JOINED, DesyncError, NonFiniteError
+from horovod_onebit import handshake, wire
+from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
 from horovod_onebit.exchange import Collectives, Handle, Pending
 from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, denominator
 from horovod_onebit.layout import Layout, TensorSpec, plan
@@ -34,22 +32,6 @@ from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
 
 logger = logging.getLogger("horovod_onebit")
 
-HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
-HANDSHAKE_MEANING = {
-    "version": "the version of horovod_onebit",
-    "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
-    "rules": "the optimizer's algorithm",
-    "step": "the number of compressed steps taken",
-}
-AGREEMENT = np.dtype([("version", "<u8"), ("setup", "<u8"), ("options", "<u8"), ("step", "<u8"), ("finite", "<u8")])
-AGREEMENT_MEANING = {
-    "version": "the version of horovod_onebit",
-    "setup": "the recipe, the warm-up, or what is trained (names, shapes, dtypes, memory order, frozen parameters, how "
-    "far the warm-up is)",
-    "options": "the learning rate or another hyperparameter",
-    "step": "the number of compressed steps taken",
-}
-
 
 @dataclass
 class _Sent:
@@ -59,13 +41,14 @@ class _Sent:
     pending: Pending
     grads: Mapping[int, Array]
     rules: Sequence[Rule]
+    advanced: bool = False
 
 
 class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
-    ``prepare`` says which tensors there are, ``send`` is called once for each bucket, then ``receive`` once. All
-    workers must do the same in the same order.
+    ``prepare`` says which tensors there are; ``step`` takes a step. Buckets may be sent before it by ``send``, in any
+    order, by any of the workers; the rest is done by all workers alike.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -82,8 +65,9 @@ class Engine:
         self.layout: Layout | None = None
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
-        self._sent: list[_Sent] = []
+        self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
+        self._forgotten = 0  # times that messages were forgotten under way: their names are not free yet
 
     def prepare(self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None) -> None:
         """Lay out ``tensors`` and make sure that all workers see the same (collective when anything changed).
@@ -112,31 +96,35 @@ class Engine:
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
-        record = np.zeros(1, HANDSHAKE)
-        names = ",".join(rule.name for rule in rules)
-        record[0] = (_hash(__version__), layout.digest, _hash(names), self.exchanges)
-        gathered = self.collectives.allgather(record.view(np.uint8), f"{self.name}.handshake").wait()
-        _compare(gathered, HANDSHAKE, self.collectives.size, HANDSHAKE_MEANING)
+        record = handshake.handshake(layout.digest, ",".join(rule.name for rule in rules), self.exchanges)
+        gathered = self.collectives.allgather(record, f"{self.name}.handshake").wait()
+        handshake.check_handshake(gathered, self.collectives.size)
 
-    def start_agreement(self, *, setup: str, options: str, finite: bool = True) -> Handle:
+    def start_agreement(
+        self, *, setup: str, options: str, finite: Finite = Finite.UNKNOWN, edited: bool = False
+    ) -> Handle:
         """Start telling all workers what this one is about to do; hand the result to ``finish_agreement``.
 
         ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``finite`` whether its
-        gradients are. One small collective, which every worker starts in every step whatever it believes, so that
-        workers that disagree are told and not stuck.
+        gradients are, ``edited`` whether something changed that messages already sent depend on. One small collective,
+        which every worker starts in every step whatever it believes, so that workers that disagree are told and not
+        stuck.
         """
-        # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
-        records = np.zeros(self.collectives.size, AGREEMENT)
-        record = records[self.collectives.rank : self.collectives.rank + 1]
-        for field, text in (("version", __version__), ("setup", f"{self.recipe} {setup}"), ("options", options)):
-            record[field] = _hash(text)
-        record["step"], record["finite"] = self.exchanges, finite
-        return self.collectives.allreduce(records.view(np.int32), f"{self.name}.agreement")
+        record = handshake.agreement(
+            self.collectives.rank,
+            self.collectives.size,
+            setup=f"{self.recipe} {setup} {self._forgotten}",
+            options=options,
+            step=self.exchanges,
+            finite=finite,
+            early=bool(self._sent),
+            edited=edited,
+        )
+        return self.collectives.allreduce(record, f"{self.name}.agreement")
 
-    def finish_agreement(self, handle: Handle) -> bool:
-        """Raise ``DesyncError``, on every worker alike, if they do not agree; whether all are finite."""
-        records = _compare(handle.wait(), AGREEMENT, self.collectives.size, AGREEMENT_MEANING)
-        return bool(records["finite"].all())
+    def finish_agreement(self, handle: Handle) -> Verdict:
+        """What all workers said; raises, on every worker alike, if they do not agree."""
+        return handshake.read_agreement(handle.wait(), self.collectives.size)
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -146,9 +134,10 @@ class Engine:
     def send(self, bucket_index: int, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
         """Encode a bucket and start its message. ``grads`` (flat float32) and ``rules`` are by tensor number.
 
-        The gradients must stay as they are until ``receive``.
+        The gradients must stay as they are until ``step`` is over. Local, not collective.
         """
         assert self.layout is not None
+        self._progress()
         message = self._messages[bucket_index]
         finite = True
         with self.times.measure("encode"):
@@ -160,8 +149,8 @@ class Engine:
                 finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
         stamp = wire.Stamp(self.exchanges, self.layout.digest)
         message.seal(stamp, finite=finite)
-        pending = self.exchange.start(message, stamp, f"{self.name}.bucket.{bucket_index}")
-        self._sent.append(_Sent(message, pending, grads, rules))
+        pending = self.exchange.start(message, stamp, f"{self.name}.bucket.{bucket_index}.{self._forgotten}")
+        self._sent[bucket_index] = _Sent(message, pending, grads, rules)
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
@@ -171,27 +160,29 @@ class Engine:
         grads: Mapping[int, Array],
         rules: Sequence[Rule],
         *,
-        agreed: Callable[[], bool],
+        agreed: Callable[[], Verdict],
         others: Callable[[], bool],
     ) -> bool:
-        """One whole step of ``kind``; returns and raises as ``receive``.
+        """One whole step of ``kind``, whatever of it was sent before.
 
-        ``agreed`` waits for what all workers must say before anything else is waited for, and returns whether all
-        gradients are finite, as far as is known. ``others`` waits for the exact means of what is not compressed.
+        ``agreed`` waits for what all workers must say before anything else is waited for. ``others`` waits for the
+        exact means of what is not compressed, and returns whether all of them are finite. Returns whether the step was
+        taken; if any worker had NaN or Inf, none takes it, momentum and weights stay as they were, and the error
+        feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
         """
         assert self.layout is not None
         if self.recipe.rescale_error:
             self._rescale(rules)
         if kind in (Kind.ONEBIT, Kind.GRADIENT):
-            for bucket in self.layout.buckets:
-                self.send(bucket.index, grads, rules)
+            self._send_all(grads, rules)
             try:
-                agreed()
-            except DesyncError:
-                self._abandon()
+                verdict = agreed()
+            except (DesyncError, ConfigurationError):
+                self._restore_all()
                 raise
-            return self.receive(finite=others())
-        finite = agreed() & others()
+            finite = others() and verdict.finite
+            return self._receive(rules, finite=finite, certain=verdict.certain)
+        finite = agreed().finite & others()
         if kind is Kind.EXACT:
             return self.exact(grads, rules, finite=finite)
         if not finite:
@@ -202,9 +193,8 @@ class Engine:
             for index, tensor in enumerate(self.tensors):
                 rules[index].local_step(tensor, grads[index], self.context)
         if kind is Kind.SYNC:
-            for bucket in self.layout.buckets:
-                self.send(bucket.index, grads, rules)
-            return self.receive()
+            self._send_all(grads, rules)
+            return self._receive(rules)
         self.exchanges += 1
         self.traffic.add(0, allreduce_bytes(4 * self.layout.size, self.collectives.size))
         for tensor in self.tensors:
@@ -219,7 +209,7 @@ class Engine:
             tensor.learning_rate = rule.lr
 
     def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
-        """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``receive``."""
+        """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``step``."""
         assert self.layout is not None
         self.exchanges += 1
         handles = []
@@ -255,42 +245,85 @@ class Engine:
                 self.traffic.add(sent, 0)
                 rules[index].settle(tensor, total / np.float32(self.collectives.size), self.context)
 
-    def _abandon(self) -> None:
-        """Take back what was encoded and sent, without waiting for it."""
-        sent, self._sent = self._sent, []
-        for item in sent:
+    @property
+    def sent_finite(self) -> bool:
+        """Whether all that was sent in this step was finite."""
+        return all(item.message.finite for item in self._sent.values())
+
+    def recall(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
+        """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""
+        self._send_all(grads, rules)
+        self._progress(block=True)
+        for item in self._sent.values():
+            item.pending.wait()
+        self.exchange.settle(False)
+        self._restore_all()
+
+    def forget_sent(self) -> None:
+        """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
+        self._forgotten += bool(self._sent)
+        self._sent = {}
+
+    def _send_all(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
+        assert self.layout is not None
+        for bucket in self.layout.buckets:
+            if bucket.index not in self._sent:
+                self.send(bucket.index, grads, rules)
+        self._progress()
+
+    def _progress(self, *, block: bool = False) -> None:
+        """Do what others wait for: where it is due, or, with ``block``, everywhere."""
+        for item in self._sent.values():
+            if not item.advanced and (block or item.pending.ready()):
+                item.pending.advance()
+                item.advanced = True
+
+    def _restore_all(self) -> None:
+        """Take back what was encoded, without waiting for anything."""
+        sent, self._sent = self._sent, {}
+        for item in sent.values():
             self._restore(item)
 
-    def receive(self, *, finite: bool = True) -> bool:
-        """Wait for all buckets that were sent, and move the weights.
+    def _receive(self, rules: Sequence[Rule], *, finite: bool = True, certain: bool = False) -> bool:
+        """Wait for all buckets and move the weights; returns and raises as ``step``.
 
-        ``finite`` False says that something all workers know alike (an exact mean, say) was not finite. Returns
-        whether the step was taken; if any worker had NaN or Inf, none takes it, momentum and weights stay as they
-        were, and the error feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
+        ``finite`` False says that something all workers know alike (an exact mean, say) was not finite. ``certain``
+        says that all messages are, so that each bucket is applied as soon as it is here.
         """
-        assert self.layout is not None
-        sent, self._sent = self._sent, []
         self.exchanges += 1
         with self.times.measure("exchange"):
-            for item in sent:
-                item.pending.advance()
-            opened = [item.pending.wait() for item in sent]
-        everywhere = np.logical_and.reduce([g.finite for g in opened], axis=0)
-        taken = finite and bool(np.all(everywhere))
-        self.exchange.settle(taken)
+            self._progress(block=True)
+        if finite and certain:
+            for item in self._sent.values():
+                with self.times.measure("exchange"):
+                    messages = item.pending.wait()
+                if not messages.finite.all():
+                    where = np.flatnonzero(~messages.finite).tolist()
+                    raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
+                with self.times.measure("decode"):
+                    self._apply(item, messages, rules)
+            return self._finish(rules)
+        with self.times.measure("exchange"):
+            opened = [item.pending.wait() for item in self._sent.values()]
+        everywhere = np.logical_and.reduce([messages.finite for messages in opened], axis=0)
         with self.times.measure("decode"):
-            if taken:
-                for item, messages in zip(sent, opened, strict=True):
-                    self._apply(item, messages)
-                for index, tensor in enumerate(self.tensors):
-                    sent[0].rules[index].finish(tensor, self.context)
-                    tensor.step += 1
-                return True
-            for item in sent:
-                self._restore(item)
+            if finite and bool(np.all(everywhere)):
+                for item, messages in zip(self._sent.values(), opened, strict=True):
+                    self._apply(item, messages, rules)
+                return self._finish(rules)
+            self.exchange.settle(False)
+            self._restore_all()
         where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
         self._say_skipped(f"the gradients of worker {where or 'unknown'}")
         return False
+
+    def _finish(self, rules: Sequence[Rule]) -> bool:
+        self._sent = {}
+        self.exchange.settle(True)
+        for rule, tensor in zip(rules, self.tensors, strict=True):
+            rule.finish(tensor, self.context)
+            tensor.step += 1
+        return True
 
     def _say_skipped(self, where: str) -> None:
         self.skipped += 1
@@ -301,11 +334,11 @@ class Engine:
         speak = self.collectives.rank == 0 and self.skipped & (self.skipped - 1) == 0
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
 
-    def _apply(self, item: _Sent, messages: wire.Gathered) -> None:
+    def _apply(self, item: _Sent, messages: wire.Gathered, rules: Sequence[Rule]) -> None:
         for piece in item.message.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
             scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
-            item.rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
+            rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
 
     def _restore(self, item: _Sent) -> None:
         for piece in item.message.bucket.pieces:
@@ -348,26 +381,3 @@ class Engine:
             momentum += float(np.dot(m, m))
             error += float(np.dot(tensor.residual, tensor.residual))
         return float(np.sqrt(error)), float(np.sqrt(momentum))
-
-
-def _compare(gathered: NDArray, dtype: np.dtype, workers: int, meaning: Mapping[str, str]) -> NDArray:
-    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
-    if gathered.nbytes != workers * dtype.itemsize:
-        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
-    records = np.ascontiguousarray(gathered).view(dtype)
-    joined = np.flatnonzero(records["version"] == 0)  # Horovod lets zeros stand for a worker that has left
-    if joined.size:
-        raise DesyncError(JOINED.format(joined.tolist()))
-    for field, text in meaning.items():
-        differ = np.flatnonzero(records[field] != records[field][0])
-        if differ.size:
-            raise DesyncError(
-                f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
-                "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
-                "broadcast_optimizer_state)"
-            )
-    return records
-
-
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

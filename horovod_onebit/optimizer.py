@@ -15,6 +15,7 @@ from horovod_onebit import warmup as warmups
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -163,7 +164,10 @@ class NumpyOptimizer:
             means.update(self._mean(self._small, flat))
             return all(np.isfinite(mean).all() for mean in means.values())
 
-        if not self.engine.step(kind, grads, rules, agreed=lambda: self._all_finite(flat), others=others):
+        def agreed() -> Verdict:
+            return Verdict(finite=self._all_finite(flat))
+
+        if not self.engine.step(kind, grads, rules, agreed=agreed, others=others):
             return False
         for tensor in self._small:
             self.rule.exact_step(tensor, means[tensor.name])

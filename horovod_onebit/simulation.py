@@ -53,6 +53,10 @@ class _World:
     def _complete(self, key: tuple[str, int]) -> bool:
         return all(array is not None for array in self.posted[key])
 
+    def is_complete(self, key: tuple[str, int]) -> bool:
+        with self.lock:
+            return self._complete(key)
+
     def fail(self) -> None:
         with self.lock:
             self.failed = True
@@ -62,6 +66,9 @@ class _World:
 class _Waiting:
     def __init__(self, world: _World, key: tuple[str, int], combine: Callable[[list[NDArray]], NDArray]) -> None:
         self.world, self.key, self.combine = world, key, combine
+
+    def ready(self) -> bool:
+        return self.world.is_complete(self.key)
 
     def wait(self) -> NDArray:
         return self.combine(self.world.collect(self.key))

@@ -18,6 +18,10 @@ Bytes = NDArray[np.uint8]
 class Handle(Protocol):
     """A collective under way."""
 
+    def ready(self) -> bool:
+        """Whether ``wait`` would not block; False if that is not known."""
+        ...
+
     def wait(self) -> NDArray:
         """Block until it is done, and return its result. Called once."""
         ...
@@ -51,8 +55,12 @@ class Collectives(Protocol):
 class Pending(Protocol):
     """A bucket's message under way."""
 
+    def ready(self) -> bool:
+        """Whether ``advance`` would not block; False if that is not known."""
+        ...
+
     def advance(self) -> None:
-        """Do what this worker owes the others before anybody can ``wait``; called once, for all buckets in turn."""
+        """Do what this worker owes the others before anybody can ``wait``; called once."""
         ...
 
     def wait(self) -> Gathered:

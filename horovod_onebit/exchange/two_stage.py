@@ -87,6 +87,9 @@ class _Pending:
         self.stamp, self.name, self.handle = stamp, name, handle
         self.finite = np.ones(0, bool)
 
+    def ready(self) -> bool:
+        return self.handle.ready()
+
     def advance(self) -> None:
         """Serve: decode the mean of this worker's share, compress it again, send it to all."""
         served, collectives = self.served, self.exchange.collectives

@@ -1,11 +1,13 @@
 """The core's ``Collectives`` over Horovod's TensorFlow operations, for NumPy arrays in host memory.
 
-They run eagerly, inside the one host call of a step. TensorFlow runs an eager operation to its end, so a collective
-is done when it is started, and ``wait`` only hands the result over.
+They run eagerly, inside the one host call of a step. TensorFlow runs an eager operation to its end, so each collective
+has a thread of a small pool, and the step goes on meanwhile.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -19,12 +21,19 @@ def view(tensor: Any) -> NDArray:
     return np.asarray(memoryview(tensor)) if tensor.shape.rank else np.asarray(tensor)
 
 
-class _Done:
-    def __init__(self, result: NDArray) -> None:
-        self.result = result
+# All workers submit in the same order, so that those who wait for a thread cannot keep each other waiting.
+_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="onebit-collective")
+
+
+class _Handle:
+    def __init__(self, start: Callable[[], NDArray]) -> None:
+        self.future = _threads.submit(start)
+
+    def ready(self) -> bool:
+        return False  # or the order of what follows would depend on when messages come
 
     def wait(self) -> NDArray:
-        return self.result
+        return self.future.result()
 
 
 class HorovodCollectives:
@@ -41,18 +50,26 @@ class HorovodCollectives:
     def size(self) -> int:
         return self.process_set.size()
 
-    def allgather(self, array: NDArray[np.uint8], name: str) -> _Done:
-        with tf.device("/CPU:0"):
-            return _Done(view(hvd.allgather(tf.convert_to_tensor(array), name=name, process_set=self.process_set)))
+    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        def run() -> NDArray:
+            with tf.device("/CPU:0"):
+                return view(hvd.allgather(tf.convert_to_tensor(array), name=name, process_set=self.process_set))
 
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Done:
-        with tf.device("/CPU:0"):
-            splits = tf.fill([self.size], len(array) // self.size)
-            tensor = tf.convert_to_tensor(array)
-            result, _ = hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)
-            return _Done(view(result))
+        return _Handle(run)
 
-    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Done:
-        with tf.device("/CPU:0"):
-            tensor = tf.convert_to_tensor(array)
-            return _Done(view(hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set)))
+    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        def run() -> NDArray:
+            with tf.device("/CPU:0"):
+                splits = tf.fill([self.size], len(array) // self.size)
+                tensor = tf.convert_to_tensor(array)
+                return view(hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)[0])
+
+        return _Handle(run)
+
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
+        def run() -> NDArray:
+            with tf.device("/CPU:0"):
+                tensor = tf.convert_to_tensor(array)
+                return view(hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
+
+        return _Handle(run)

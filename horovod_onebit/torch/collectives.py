@@ -16,6 +16,9 @@ class _Handle:
         self.handle = handle
         self.source = source  # Horovod reads it until the collective is done
 
+    def ready(self) -> bool:
+        return bool(hvd.poll(self.handle))
+
     def wait(self) -> NDArray:
         result = hvd.synchronize(self.handle)
         return (result[0] if isinstance(result, tuple) else result).numpy()

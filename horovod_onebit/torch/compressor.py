@@ -9,14 +9,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, zero_one_adam
@@ -25,6 +26,7 @@ from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
+from horovod_onebit.torch.overlap import Overlap
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import Phase, Warmup
@@ -51,6 +53,7 @@ class Compressor:
         schedule: EveryStep | ZeroOne,
         process_set: Any,
         sum_gradients: bool,
+        overlap: bool,
     ) -> None:
         self.optimizer = optimizer
         self.adapter = adapter
@@ -66,9 +69,10 @@ class Compressor:
         self.exact_steps: dict[torch.Tensor, int] = {}
         self.variance_steps: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
-        self._prepared = False
+        self.prepared = False
         self.version = 0  # how often what is trained, or how, has changed
         self.agreement = Agreement(self)
+        self.overlap = Overlap(self, overlap)
         if collectives.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
@@ -116,7 +120,7 @@ class Compressor:
         self.changed()
 
     def changed(self) -> None:
-        self._prepared = False
+        self.prepared = False
         self.version += 1
 
     def _new_name(self, group: Mapping[str, Any], index: int, position: int) -> str:
@@ -173,16 +177,41 @@ class Compressor:
     def synchronize(self) -> None:
         """Average all gradients in warm-up; afterwards they stay local until ``step``."""
         self.check_groups()
+        self.overlap.disable("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         compressed = self.phase is Phase.COMPRESSED
         finite = not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(self.exact_steps))
         self.refresh_bindings()
-        self.agreement.start(finite)
-        if not self.agreement.finish():
+        self.agreement.start(Finite.UNKNOWN if finite else Finite.NO)
+        verdict = self.agreement.finish()
+        if verdict.early:
+            self._recall()
+        self.overlap.reset()
+        if not verdict.finite:
             self._spoil()
         if compressed:
             self.synchronizer.reset()
         else:
             self.synchronizer.wait()
+
+    def _recall(self) -> None:
+        """Take back what workers have sent: the gradients may change before ``step``. Collective."""
+        with torch.no_grad():
+            rules = self.rules(1.0, Kind.ONEBIT)
+            self._prepare(rules)
+            self.engine.recall(self._gradients(), rules)
+
+    def _gradients(self) -> dict[int, Array]:
+        """The compressed parameters' gradients; their weights are put where the engine works on them."""
+        for binding in self.bindings.values():
+            binding.pull()
+        return {i: binding.grad() for i, binding in enumerate(self.bindings.values())}
+
+    def _prepare(self, rules: list[Rule]) -> None:
+        if not self.prepared:
+            self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
+            details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in self.bindings.values()]
+            self.engine.prepare([b.tensor for b in self.bindings.values()], rules, details)
+            self.prepared = True
 
     def _spoil(self) -> None:
         """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
@@ -191,22 +220,7 @@ class Compressor:
             p.grad = torch.zeros_like(p)
         p.grad[(0,) * p.dim()] = math.inf
 
-    def clip_grad_norm_(self, max_norm: float) -> float:
-        """Scale all gradients alike on all workers; see ``DistributedOptimizer.clip_grad_norm_``."""
-        grads = [p.grad for p in self.exact_steps if p.grad is not None]
-        squares = float(sum(g.detach().double().square().sum() for g in grads))
-        if self.phase is Phase.COMPRESSED:
-            total = torch.tensor([squares], dtype=torch.float64)
-            name = f"{self.engine.name}.norm"
-            mean = hvd.allreduce(total, name=name, op=hvd.Average, process_set=self.process_set)
-            squares = float(mean) * (self.engine.collectives.size**2 if self.sum_gradients else 1)
-        norm = math.sqrt(squares)
-        if not norm <= max_norm:
-            for g in grads:
-                g.mul_(max_norm / (norm + 1e-6))
-        return norm
-
-    def _exact(self) -> list[torch.Tensor]:
+    def exact(self) -> list[torch.Tensor]:
         return [p for p in self.exact_steps if p not in self.bindings and p.requires_grad]
 
     def step(
@@ -227,7 +241,10 @@ class Compressor:
         try:
             self.refresh_bindings()
             self._finite = not self._is_zero_one() or all_finite(list(self.exact_steps))
-            self.agreement.start(self._finite)
+            if loss_scale is not None or check_finite:
+                self.overlap.disable("a GradScaler is used")
+            if not self._agrees_late():
+                self.agreement.start(Finite.UNKNOWN if self._finite else Finite.NO)
             if self.phase is Phase.WARMUP:
                 taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
             else:
@@ -235,41 +252,37 @@ class Compressor:
             if taken:
                 self.steps += 1
                 if self.warmup.wants(self.steps) and self.phase is Phase.WARMUP:
-                    self._observe()
+                    progress.observe(self)
                 self._mature()
             return taken
         finally:
             self.agreement.reset()
+            self.overlap.reset()
             self.engine.end_step()
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights."""
         bindings = list(self.bindings.values())
-        if self._prepared:
+        if self.prepared:
             for binding in bindings:
                 binding.pull()
-            self.engine.flush(self._rules(1.0, Kind.SYNC))
+            self.engine.flush(self.rules(1.0, Kind.SYNC))
             for binding in bindings:
                 binding.push()
 
     def _is_zero_one(self) -> bool:
         return isinstance(self.schedule, ZeroOne)
 
-    def _agreed(self) -> bool:
-        # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
-        return self.agreement.finish() and self._finite
+    def _agrees_late(self) -> bool:
+        """Whether to tell the others only when all is encoded, and so whether all gradients are finite."""
+        plain = isinstance(self.schedule, EveryStep) and self.schedule.kind(self.engine.exchanges + 1) is Kind.ONEBIT
+        return plain and self.prepared and self.phase is Phase.COMPRESSED
 
-    def _observe(self) -> None:
-        """Show the run to the automatic warm-up."""
-        groups, squares, seen = self.optimizer.param_groups, 0.0, 0
-        key = self.adapter.variance_key
-        for p in self._exact() if key else []:
-            if p.numel() >= self.engine.recipe.min_compressed_size:
-                squares += float(self.optimizer.state[p][key].double().square().sum())
-                seen = int(self.optimizer.state[p]["step"])
-        beta2 = float(groups[0]["betas"][1]) if key else 0.0
-        norm = math.sqrt(squares) / (1 - beta2 ** max(seen, 1)) if key else None
-        self.warmup.observe(self.steps, norm, max(float(group["lr"]) for group in groups), beta2)
+    def _agreed(self) -> Verdict:
+        self.agreement.start(Finite.YES if self.engine.sent_finite else Finite.NO)
+        verdict = self.agreement.finish()
+        # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
+        return verdict if self._finite else replace(verdict, finite=False)
 
     def _warmup_step(
         self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
@@ -277,7 +290,7 @@ class Compressor:
         self.agreement.finish()
         if synchronize:
             self.synchronizer.wait()
-        exact = self._exact()
+        exact = self.exact()
         if loss_scale is not None:
             unscale(exact, loss_scale)
         if check_finite and not all_finite(exact):
@@ -293,24 +306,16 @@ class Compressor:
         kind = self.schedule.kind(step)
         if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(step):
             self.engine.feedback.reset()
-        rules = self._rules(loss_scale or 1.0, kind)
-        if not self._prepared:
-            self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
-            details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in bindings]
-            self.engine.prepare([b.tensor for b in bindings], rules, details)
-            self._prepared = True
-        assert self.engine.layout is not None
-        exact = self._exact()
+        rules = self.rules(loss_scale or 1.0, kind)
+        self._prepare(rules)
+        exact = self.exact()
         for p in self.exact_steps:
             if not p.requires_grad:  # frozen since its backward pass: that gradient is this worker's alone
                 p.grad = None
         if loss_scale is not None:
             unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
         finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
-        for binding in bindings:
-            binding.pull()
-        grads = {i: binding.grad() for i, binding in enumerate(bindings)}
-        taken = self.engine.step(kind, grads, rules, agreed=self._agreed, others=finish)
+        taken = self.engine.step(kind, self._gradients(), rules, agreed=self._agreed, others=finish)
         self.synchronizer.reset()
         if not taken:
             return False
@@ -336,7 +341,7 @@ class Compressor:
             for binding, grad in zip(bindings, grads, strict=True):
                 binding.p.grad = grad
 
-    def _rules(self, loss_scale: float, kind: Kind) -> list[Rule]:
+    def rules(self, loss_scale: float, kind: Kind) -> list[Rule]:
         """The rule of each compressed parameter, with its group's hyperparameters of now."""
         workers = self.engine.collectives.size
         grad_scale = (workers if self.sum_gradients else 1.0) / loss_scale
@@ -374,6 +379,8 @@ class Compressor:
     ) -> None:
         """Take over ``own``, which ``progress.save`` gave; see ``progress.load``."""
         self.synchronizer.reset()
+        self.overlap.reset()
+        self.engine.forget_sent()
         self.bindings.clear()
         self.changed()
         progress.load(self, own, whole, keep_feedback=keep_feedback)

@@ -17,6 +17,7 @@ from horovod_onebit.schedule import EveryStep, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.arguments import check_arguments, names_of, warmup_of
+from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
@@ -81,7 +82,7 @@ class _DistributedOptimizer:
         if self._synchronizer.pending() or not self._arrived:
             self._compressor.synchronize()
         self._arrived = True
-        return self._compressor.clip_grad_norm_(max_norm)
+        return clip_grad_norm_(self._compressor, max_norm)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
@@ -243,6 +244,7 @@ def DistributedOptimizer(
     total_steps: int | None = None,
     schedule: ZeroOne | None = None,
     recipe: str | Recipe = "robust",
+    overlap: bool = True,
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -264,6 +266,9 @@ def DistributedOptimizer(
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam, which has no ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+        overlap: send messages while the backward pass goes on. Where gradients are seen to change between
+            ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
+            they change for the first time after they were sent, ``step`` raises on all workers and names this option.
 
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
@@ -293,12 +298,14 @@ def DistributedOptimizer(
         schedule=schedule or EveryStep(chosen.refresh),
         process_set=process_set,
         sum_gradients=op == hvd.Sum,
+        overlap=overlap,
     )
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(
         names=names,
         prefix=compressor.engine.name,
         is_warmup=lambda: compressor.phase is Phase.WARMUP,
+        on_ready=compressor.overlap.ready,
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
         op=op,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -74,3 +75,16 @@ def _keep_float32(compressor: Compressor, whole: Mapping[str, Any]) -> None:
         compressed = compressor.warmup.phase(compressor.exact_steps.get(p, 0)) is Phase.COMPRESSED
         if loaded := whole["state"].get(position):
             compressor.adapter.keep_float32(p, loaded, compressor.optimizer.state[p], compressed=compressed)
+
+
+def observe(compressor: Compressor) -> None:
+    """Show the run to the automatic warm-up."""
+    groups, squares, seen = compressor.optimizer.param_groups, 0.0, 0
+    key = compressor.adapter.variance_key
+    for p in compressor.exact() if key else []:
+        if p.numel() >= compressor.engine.recipe.min_compressed_size:
+            squares += float(compressor.optimizer.state[p][key].double().square().sum())
+            seen = int(compressor.optimizer.state[p]["step"])
+    beta2 = float(groups[0]["betas"][1]) if key else 0.0
+    norm = math.sqrt(squares) / (1 - beta2 ** max(seen, 1)) if key else None
+    compressor.warmup.observe(compressor.steps, norm, max(float(group["lr"]) for group in groups), beta2)

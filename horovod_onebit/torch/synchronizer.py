@@ -36,6 +36,7 @@ class Synchronizer:
         names: dict[torch.Tensor, str],
         prefix: str,
         is_warmup: Callable[[], bool],
+        on_ready: Callable[[torch.Tensor], None],
         compression: Any,
         backward_passes_per_step: int,
         op: Any,
@@ -48,6 +49,7 @@ class Synchronizer:
         self.names = names
         self.prefix = prefix  # optimizers may have parameters of the same name under way at once
         self.is_warmup = is_warmup
+        self.on_ready = on_ready  # called with parameters whose gradients are final, after warm-up
         self.compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self.op = op
@@ -155,7 +157,10 @@ class Synchronizer:
         self._densify(p)
         self.passes_left[p] -= 1
         self.handles.setdefault(p, (None, None))
-        if self.passes_left[p] or not self.is_warmup():
+        if self.passes_left[p]:
+            return
+        if not self.is_warmup():
+            self.on_ready(p)
             return
         group = self._group_of.get(p)
         if group is None:

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -22,9 +22,9 @@ def test_nan_on_one_rank_is_skipped_by_all(exchange):
     moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters() if p.requires_grad]
     x, y = batch(6)
     optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
     if RANK == SIZE - 1:
-        model.second.weight.grad[3, 5] = float("nan")
+        spoil(model.second.weight, "nan")
+    cross_entropy(model(x), y).backward()
     optimizer.step()
     assert torch.equal(before, weights(model))
     after = [optimizer.state[p]["exp_avg"] for p in model.parameters() if p.requires_grad]
@@ -42,9 +42,9 @@ def test_nan_raises_on_all_when_asked_to():
     train(model, optimizer, 4)
     x, y = batch(6)
     optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
     if RANK == 0:
-        model.first.weight.grad[0, 0] = float("inf")
+        spoil(model.first.weight, "inf")
+    cross_entropy(model(x), y).backward()
     with pytest.raises(NonFiniteError, match=r"worker \[0\]"):
         optimizer.step()
 
@@ -104,9 +104,9 @@ def test_the_scales_of_gradscalers_stay_together():
     for step in range(8):
         optimizer.zero_grad()
         x, y = batch(step)
-        scaler.scale(cross_entropy(model(x), y)).backward()
         if step in (2, 5) and RANK == SIZE - 1:
-            model.first.weight.grad[0, 0] = float("inf")
+            spoil(model.first.weight, "inf")
+        scaler.scale(cross_entropy(model(x), y)).backward()
         if step > 3:
             optimizer.synchronize()
             scaler.unscale_(optimizer)

@@ -232,7 +232,7 @@ def test_a_group_that_leaves_and_comes_back(phase):
 
 def test_freezing_between_backward_and_step():
     model = Net()
-    optimizer = wrap(model, warmup_steps=3)
+    optimizer = wrap(model, warmup_steps=3, wrapping={"overlap": False})
     train(model, optimizer, 6)
     before = [p.detach().clone() for p in model.norm.parameters()], model.second.weight.detach().clone()
     optimizer.zero_grad()

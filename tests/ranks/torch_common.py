@@ -49,6 +49,18 @@ def batch(step, rank=None):
     return x, x[:, :10].argmax(1)
 
 
+def spoil(p, value):
+    """Put ``value`` into the next gradient of ``p``."""
+
+    def hook(grad):
+        handle.remove()
+        grad = grad.clone()
+        grad[0, 0] = float(value)
+        return grad
+
+    handle = p.register_hook(hook)
+
+
 def train(model, optimizer, steps, start=0, passes=1, scheduler=None, set_to_none=True):
     loss = None
     for step in range(start, start + steps):

@@ -1,0 +1,159 @@
+"""Sends a bucket as soon as the gradients of all its parameters are final, while the backward pass goes on.
+
+When to send is each worker's own affair: a message that leaves during backward and one that leaves in ``step`` are the
+same collective by the same name. What must not happen is that something changes after it was sent. So every gradient
+is remembered as it was when it was final; ``step`` compares, and tells all workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+
+from horovod_onebit.layout import Layout
+from horovod_onebit.rules import Rule
+from horovod_onebit.schedule import EveryStep, Kind
+from horovod_onebit.warmup import Phase
+
+if TYPE_CHECKING:
+    from horovod_onebit.torch.compressor import Compressor
+
+logger = logging.getLogger("horovod_onebit")
+
+SAMPLE = 16
+"""Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A gradient when it was final."""
+
+    grad: torch.Tensor
+    version: int
+    sample: bytes
+
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> _Mark:
+        return cls(grad, grad._version, _sample(grad))
+
+
+def _sample(grad: torch.Tensor) -> bytes:
+    if grad.dtype is not torch.float32 or grad.device.type != "cpu" or not grad.is_contiguous():
+        return b""
+    flat = grad.detach().numpy().reshape(-1)
+    return flat[:: max(1, flat.size // SAMPLE)].tobytes()
+
+
+class Overlap:
+    """Belongs to one ``Compressor``; ``ready`` is called for each gradient, ``reset`` after each step."""
+
+    def __init__(self, compressor: Compressor, enabled: bool) -> None:
+        self._compressor = compressor
+        self.enabled = enabled
+        self._marks: dict[torch.Tensor, _Mark] = {}
+        self._sends: bool | None = None  # in this step; None: not decided yet
+        self._rules: list[Rule] = []
+        self._version = -1  # of the compressor, when the first message of this step was sent
+        self._planned: Layout | None = None
+        self._buckets: list[list[int]] = []  # of each tensor
+        self._members: list[int] = []  # tensors of each bucket
+        self._missing: list[int] = []  # gradients that each bucket still waits for
+        self._numbers: dict[torch.Tensor, int] = {}
+
+    def ready(self, p: torch.Tensor) -> None:
+        """The gradient of ``p`` is final, as far as the backward pass knows."""
+        compressor = self._compressor
+        if not self.enabled or p not in compressor.bindings or p.grad is None:
+            return
+        if self._sends is None:
+            self._sends = self._begin()
+        self._marks[p] = _Mark.of(p.grad)
+        if self._sends:
+            for bucket in self._buckets[self._numbers[p]]:
+                self._missing[bucket] -= 1
+                if not self._missing[bucket]:
+                    self._send(bucket)
+
+    def _begin(self) -> bool:
+        """At the first gradient of a step: whether its messages may leave before ``step``."""
+        compressor = self._compressor
+        engine, schedule = compressor.engine, compressor.schedule
+        if not isinstance(schedule, EveryStep) or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT:
+            return False
+        if engine.recipe.rescale_error or not compressor.prepared or compressor.phase is Phase.WARMUP:
+            return False
+        trained = {p for p in compressor.ordered() if p.requires_grad}
+        if not all(p in trained and binding.is_current() for p, binding in compressor.bindings.items()):
+            return False
+        self._plan()
+        self._missing = list(self._members)
+        self._rules = compressor.rules(1.0, Kind.ONEBIT)
+        self._version = compressor.version
+        return True
+
+    def _plan(self) -> None:
+        """Which tensor is in which bucket."""
+        compressor = self._compressor
+        layout = compressor.engine.layout
+        assert layout is not None
+        self._numbers = {p: i for i, p in enumerate(compressor.bindings)}
+        if layout is not self._planned:
+            self._planned = layout
+            members = [{piece.tensor for piece in bucket.pieces} for bucket in layout.buckets]
+            self._members = [len(m) for m in members]
+            self._buckets = [[] for _ in layout.tensors]
+            for index, tensors in enumerate(members):
+                for tensor in tensors:
+                    self._buckets[tensor].append(index)
+
+    @torch.no_grad()
+    def _send(self, bucket: int) -> None:
+        compressor = self._compressor
+        bindings = list(compressor.bindings.values())
+        assert self._planned is not None
+        grads = {}
+        for number in {piece.tensor for piece in self._planned.buckets[bucket].pieces}:
+            bindings[number].pull()
+            grads[number] = bindings[number].grad()
+        compressor.engine.send(bucket, grads, self._rules)
+
+    def edited(self) -> bool:
+        """Whether anything has changed that messages already sent depend on; learns to send later where it can."""
+        changed = [p for p, mark in self._marks.items() if _changed(p, mark)]
+        if not self._sends:
+            if changed:
+                self.disable("gradients change between backward() and step()")
+            return False
+        compressor = self._compressor
+        if changed:
+            names = ", ".join(compressor.names[p] for p in changed[:5])
+            logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
+        if changed or self._version != compressor.version:
+            return True
+        return [_coding(rule) for rule in compressor.rules(1.0, Kind.ONEBIT)] != [_coding(rule) for rule in self._rules]
+
+    def disable(self, reason: str) -> None:
+        """From the next step on, send in ``step``: the gradients are not final during backward."""
+        if self.enabled:
+            self.enabled = False
+            level = logging.INFO if self._compressor.engine.collectives.rank == 0 else logging.DEBUG
+            logger.log(level, "1-bit messages are sent in step() and not during backward(): %s", reason)
+
+    def reset(self) -> None:
+        """The step is over."""
+        self._marks.clear()
+        self._sends = None
+
+
+def _changed(p: torch.Tensor, mark: _Mark) -> bool:
+    grad = p.grad
+    return grad is not mark.grad or grad._version != mark.version or _sample(grad) != mark.sample
+
+
+def _coding(rule: Rule) -> Rule:
+    """``rule`` without what a message does not depend on."""
+    return dataclasses.replace(rule, lr=0.0)  # type: ignore[type-var]
