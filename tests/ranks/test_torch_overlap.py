@@ -8,7 +8,17 @@ from torch.nn.functional import cross_entropy
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import PRESETS
-from tests.ranks.torch_common import OPTIMIZERS, RANK, SIZE, Net, assert_replicas_equal, batch, train, wrap
+from tests.ranks.torch_common import (
+    OPTIMIZERS,
+    RANK,
+    SIZE,
+    Net,
+    assert_replicas_equal,
+    batch,
+    train,
+    two_ranks_only,
+    wrap,
+)
 
 SMALL = {name: dataclasses.replace(recipe, bucket_size=8192) for name, recipe in PRESETS.items()}
 
@@ -27,6 +37,7 @@ def sent(optimizer):
     return len(optimizer._compressor.engine._sent)
 
 
+@two_ranks_only
 @pytest.mark.parametrize("passes", [1, 2])
 @pytest.mark.parametrize("recipe", ["robust", "paper"])
 @pytest.mark.parametrize(("kind", "options"), OPTIMIZERS)
@@ -71,6 +82,7 @@ def test_workers_may_differ_in_when_they_send():
     assert_replicas_equal(model)
 
 
+@two_ranks_only
 def test_clipping_from_the_start_is_noticed():
     results = []
     for overlap in (True, False):
@@ -109,6 +121,7 @@ def test_a_late_change_on_one_worker_is_an_error_on_all(edit):
     assert all(torch.equal(a, b) for a, b in zip(before, weights(model), strict=True))
 
 
+@two_ranks_only
 @pytest.mark.parametrize("how", ["synchronize", "clip"])
 def test_announced_changes_are_taken_into_account(how):
     results = []
@@ -151,6 +164,7 @@ def test_nan_that_was_sent_already_is_taken_back_by_all():
     assert_replicas_equal(model)
 
 
+@two_ranks_only
 def test_a_learning_rate_set_after_backward_counts():
     results = []
     for overlap in (True, False):
