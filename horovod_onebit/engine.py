@@ -18,7 +18,7 @@ import numpy as np
 
 from horovod_onebit import handshake, wire
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
-from horovod_onebit.exchange import Collectives, Handle, Pending
+from horovod_onebit.exchange import Collectives, Exchange, Handle, Pending, choose
 from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
@@ -57,7 +57,7 @@ class Engine:
         self.name = name
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback()
-        self.exchange = make_exchange(self.context, collectives, self.feedback)
+        self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)
         self.traffic = Traffic()
         self.times = Times()
         self.exchanges = 0
@@ -81,17 +81,20 @@ class Engine:
         self._rules = list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             return
-        layout = plan(specs, self.recipe, self.collectives.size)
+        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives.size)
+        layout = plan(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout = layout
+        self.exchange = make_exchange(recipe.exchange, self.context, self.collectives, self.feedback)
         self.exchange.prepare(layout)
         self._messages = [wire.Message(bucket) for bucket in layout.buckets]
         logger.log(
             logging.INFO if self.collectives.rank == 0 else logging.DEBUG,
-            "1-bit compression of %s parameters in %d tensors, %d messages a step",
+            "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange",
             f"{layout.size:,}",
             len(specs),
             len(layout.buckets),
+            recipe.exchange,
         )
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:

@@ -14,7 +14,7 @@ from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "mean_abs", "guarded"]
-Exchange = Literal["direct", "two_stage"]
+Exchange = Literal["auto", "direct", "two_stage"]
 OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
@@ -45,7 +45,8 @@ class Recipe:
             local update does.
         eps_inside_sqrt: ``D = sqrt(v + eps)`` (Tarasov and Ershov 2022) instead of ``sqrt(v) + eps``.
         exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages;
-            ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n.
+            ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n, and
+            it compresses twice. ``"auto"`` is direct for up to three workers and for small models, else two-stage.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
         floor: when compression starts, elements whose root of the second moment is less than ``floor`` times the mean
@@ -63,7 +64,7 @@ class Recipe:
     block_size: int | None = 1024
     clip: float | None = 3.0
     eps_inside_sqrt: bool = False
-    exchange: Exchange = "direct"
+    exchange: Exchange = "auto"
     min_compressed_size: int = 1024
     bucket_size: int = 4 * 2**20
     floor: float | None = None

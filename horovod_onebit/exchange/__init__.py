@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
@@ -9,6 +10,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.layout import Bucket, Layout
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context
 from horovod_onebit.wire import Gathered, Message, Stamp
 
@@ -88,11 +90,24 @@ class Exchange(Protocol):
         ...
 
 
-def make(context: Context, collectives: Collectives, feedback: ErrorFeedback) -> Exchange:
-    """The exchange that the recipe names."""
+SMALL_EXCESS = 128 * 2**10
+"""Bytes that a direct exchange may send more than a two-stage one, which waits for two collectives: about a
+millisecond at 1 Gbit/s."""
+
+
+def choose(recipe: Recipe, elements: int, workers: int) -> Recipe:
+    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters."""
+    if recipe.exchange != "auto":
+        return recipe
+    excess = (workers - 1) * (1 - 2 / workers) * elements / 8
+    return replace(recipe, exchange="direct" if workers <= 3 or excess <= SMALL_EXCESS else "two_stage")
+
+
+def make(kind: str, context: Context, collectives: Collectives, feedback: ErrorFeedback) -> Exchange:
+    """The exchange named ``kind``."""
     from horovod_onebit.exchange.direct import Direct
     from horovod_onebit.exchange.two_stage import TwoStage
 
-    if context.recipe.exchange == "two_stage":
+    if kind == "two_stage":
         return TwoStage(context, collectives, feedback)
     return Direct(collectives)

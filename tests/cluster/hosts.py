@@ -1,0 +1,234 @@
+"""Several hosts on one machine: network namespaces on a bridge, each with its own sshd, links of a given rate.
+
+    with cluster(hosts=2, rate="1gbit") as hosts:
+        hosts.horovodrun("mpi", sys.executable, "torch/train.py")
+        hosts.received()  # bytes by host, as the network interfaces count them
+
+    python -m tests.cluster.hosts --hosts 4 --rate 1gbit -- horovodrun arguments after the hosts ...
+
+Linux and root only. What is made is taken away at the end, and what an earlier run left behind at the beginning.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+NAME = "onebit"  # begins the names of the namespaces and of the bridge
+NETWORK = "10.77.0"
+INTERFACE = "e0"
+ROOT = Path(__file__).resolve().parents[2]
+TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
+
+
+def unavailable() -> str | None:
+    """Why there can be no cluster here; None if there can."""
+    if sys.platform != "linux" or os.geteuid() != 0:
+        return "network namespaces need Linux and root"
+    missing = [tool for tool in TOOLS if _which(tool) is None]
+    if missing:
+        return f"{', '.join(missing)} missing: install iproute2 and openssh-server"
+    try:
+        _run("ip", "netns", "add", f"{NAME}-probe")
+        _run("ip", "netns", "del", f"{NAME}-probe")
+    except subprocess.CalledProcessError as error:
+        return f"no network namespace can be made here: {error.stderr.strip()}"
+    return None
+
+
+def _which(tool: str) -> str | None:
+    return shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+
+
+def _run(*command: str) -> None:
+    subprocess.run([_which(command[0]) or command[0], *command[1:]], check=True, capture_output=True, text=True)
+
+
+@dataclass
+class Cluster:
+    """The hosts, while they are there."""
+
+    addresses: list[str]
+    folder: Path
+    servers: list[subprocess.Popen] = field(default_factory=list)
+
+    def received(self) -> list[int]:
+        """Bytes that each host's network interface has received since it was made."""
+        return [self._counter(i, "rx_bytes") for i in range(len(self.addresses))]
+
+    def sent(self) -> list[int]:
+        """Bytes that each host's network interface has sent since it was made."""
+        return [self._counter(i, "tx_bytes") for i in range(len(self.addresses))]
+
+    def _counter(self, host: int, name: str) -> int:
+        path = f"/sys/class/net/{INTERFACE}/statistics/{name}"
+        command = ["ip", "netns", "exec", f"{NAME}{host}", "cat", path]
+        return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
+
+    def horovodrun(
+        self, backend: str, *command: str, slots: int = 1, timeout: float = 600, variables: dict[str, str] | None = None
+    ) -> str:
+        """Run ``command`` on ``slots`` processes of every host by horovodrun over ``"mpi"`` or ``"gloo"``.
+
+        Returns its output; raises ``RuntimeError`` with the end of it if it fails or does not end in time.
+        """
+        runner = str(Path(sys.executable).with_name("horovodrun"))
+        hosts = ",".join(f"{address}:{slots}" for address in self.addresses)
+        arguments = [runner, "-np", str(slots * len(self.addresses)), "-H", hosts, f"--{backend}"]
+        arguments += ["--network-interfaces", INTERFACE]
+        if backend == "mpi":
+            arguments.append(f"--mpi-args=--allow-run-as-root -mca oob_tcp_if_include {NETWORK}.0/24")
+        else:
+            arguments = [*_on(0, 'exec "$@"'), "sh", *arguments]
+        path = f"{self.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (variables or {})
+        return _finish([*arguments, *command], env, timeout)
+
+
+def _on(host: int, script: str) -> list[str]:
+    """The command that runs ``script`` on ``host``."""
+    # A name of its own for each: MPI takes processes on hosts of one name for neighbours.
+    script = f"hostname {NAME}{host} && {script}"
+    return ["ip", "netns", "exec", f"{NAME}{host}", "unshare", "--uts", "sh", "-c", script]
+
+
+def _finish(arguments: Sequence[str], env: dict[str, str], timeout: float) -> str:
+    job = subprocess.Popen(
+        arguments,
+        cwd=ROOT,
+        env=env,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        output, _ = job.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        os.killpg(job.pid, signal.SIGKILL)
+        output, _ = job.communicate()
+        raise RuntimeError(f"{' '.join(arguments)} did not end within {timeout:.0f} s\n{output[-6000:]}") from None
+    if job.returncode:
+        raise RuntimeError(f"{' '.join(arguments)} ended with status {job.returncode}\n{output[-6000:]}")
+    return output
+
+
+@contextmanager
+def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
+    """``hosts`` hosts whose links carry ``rate`` (as ``tc`` writes it: 100mbit, 1gbit) in each direction."""
+    _remove()
+    with tempfile.TemporaryDirectory(prefix="onebit-cluster-") as folder:
+        made = Cluster([f"{NETWORK}.{i + 1}" for i in range(hosts)], Path(folder))
+        try:
+            _network(made, rate)
+            _ssh(made)
+            yield made
+        finally:
+            for server in made.servers:
+                server.kill()
+                server.wait()
+            _remove()
+
+
+def _remove() -> None:
+    """Take away what there is of a cluster, processes included."""
+    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+    for name in (line.split()[0] for line in names if line.startswith(NAME)):
+        pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
+        for pid in pids:
+            with suppress(ProcessLookupError):
+                os.kill(int(pid), signal.SIGKILL)
+        subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    # The kernel takes links away a while after their namespace.
+    for link in Path("/sys/class/net").glob(f"{NAME}*"):
+        subprocess.run(["ip", "link", "del", link.name], capture_output=True)
+
+
+def _network(made: Cluster, rate: str | None) -> None:
+    _run("ip", "link", "add", NAME, "type", "bridge")
+    _run("ip", "address", "add", f"{NETWORK}.254/24", "dev", NAME)
+    _run("ip", "link", "set", NAME, "up")
+    for i, address in enumerate(made.addresses):
+        namespace, outside = f"{NAME}{i}", f"{NAME}v{i}"
+        inside = ["ip", "netns", "exec", namespace]
+        _run("ip", "netns", "add", namespace)
+        _run("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
+        _run("ip", "link", "set", outside, "master", NAME, "up")
+        _run(*inside, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)
+        for device in ("lo", INTERFACE):
+            _run(*inside, "ip", "link", "set", device, "up")
+        if rate:
+            shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
+            _run("tc", "qdisc", "add", "dev", outside, *shape)
+            _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, *shape)
+
+
+def _ssh(made: Cluster) -> None:
+    """One sshd on every host, one key for all, and an ``ssh`` that knows both."""
+    folder, ssh = made.folder, _which("ssh")
+    for name in ("host", "user"):
+        _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    server = f"""
+HostKey {folder}/host
+AuthorizedKeysFile {folder}/user.pub
+PidFile none
+StrictModes no
+UsePAM no
+PermitRootLogin yes
+MaxStartups 100
+SetEnv PATH={path} LD_LIBRARY_PATH={os.environ.get("LD_LIBRARY_PATH", "")}
+"""
+    client = f"""
+IdentityFile {folder}/user
+UserKnownHostsFile /dev/null
+StrictHostKeyChecking no
+LogLevel ERROR
+"""
+    (folder / "sshd_config").write_text(server)
+    (folder / "ssh_config").write_text(client)
+    (folder / "ssh").write_text(f'#!/bin/sh\nexec {ssh} -F {folder}/ssh_config "$@"\n')
+    (folder / "ssh").chmod(0o755)
+    Path("/run/sshd").mkdir(exist_ok=True)
+    for i in range(len(made.addresses)):
+        command = _on(i, f"exec {_which('sshd')} -D -f {folder}/sshd_config")
+        made.servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
+    for address in made.addresses:
+        _wait_for(str(folder / "ssh"), address)
+
+
+def _wait_for(ssh: str, address: str) -> None:
+    for _ in range(50):
+        if subprocess.run([ssh, address, "true"], capture_output=True).returncode == 0:
+            return
+        time.sleep(0.1)
+    raise RuntimeError(f"sshd of {address} does not answer")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--hosts", type=int, default=2)
+    parser.add_argument("--slots", type=int, default=1, help="processes on each host")
+    parser.add_argument("--rate", default="1gbit", help="of each link, as tc writes it")
+    parser.add_argument("--backend", choices=("mpi", "gloo"), default="mpi")
+    parser.add_argument("command", nargs="+")
+    options = parser.parse_args()
+    if reason := unavailable():
+        parser.exit(2, f"{reason}\n")
+    with cluster(options.hosts, options.rate) as hosts:
+        print(hosts.horovodrun(options.backend, *options.command, slots=options.slots, timeout=3600))
+        print("received, bytes by host:", hosts.received())
+
+
+if __name__ == "__main__":
+    main()
