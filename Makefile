@@ -66,8 +66,10 @@ format: setup ## rewrite the code as ruff would have it
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## time the codec against memcpy and separate torch operations
-	$(BIN)/python benchmarks/codec.py
+bench: setup ## time the codec, a step without a slow link, and training on shaped links (root; half an hour)
+	$(BIN)/python benchmarks/codec.py --json benchmarks/results/codec.json
+	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.link
 
 .PHONY: setup
 setup: $(HOROVOD_DONE) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library

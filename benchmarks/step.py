@@ -1,0 +1,70 @@
+"""What a compressed step costs where there is no slow link: two processes on this machine.
+
+    python -m benchmarks.step [--json benchmarks/results/step.json]
+
+step    a whole step of 25 M parameters, to that of Horovod with float32
+small   Python's own work in a step with 300 small tensors, beyond the optimizer's
+memory  peak bytes a parameter, beyond plain AdamW
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from studies.__main__ import processor
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = Path(__file__).parent / "results" / "step.json"
+
+
+def job(*arguments: str) -> dict[str, Any]:
+    """The result of a job on two processes over MPI."""
+    runner = str(Path(sys.executable).with_name("horovodrun"))
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    command = [runner, "-np", "2", "--mpi", sys.executable, "benchmarks/step_worker.py", *arguments]
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}\n{done.stdout}\n{done.stderr}")
+    line = next(line for line in done.stdout.splitlines() if "RESULT " in line)
+    return json.loads(line.split("RESULT ", 1)[1])
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, default=RESULTS)
+    options = parser.parse_args()
+    console = Console()
+    with console.status("A step without a slow link ..."):
+        step = job("step")
+    with console.status("300 small tensors ..."):
+        small = job("small")
+    with console.status("Memory ..."):
+        memory = {way: job("memory", "--way", way) for way in ("plain", "horovod fp32", "onebit")}
+    size = memory["plain"]["parameters"]
+    extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / size for way in ("horovod fp32", "onebit")}
+    table = Table("", "", "to reach")
+    table.add_row("compressed step, time to Horovod fp32's", f"{step['onebit'] / step['horovod fp32']:.2f}", "1.15")
+    table.add_row(
+        "300 small tensors, Python's work a step", f"{1e3 * (small['onebit'] - small['plain']):.1f} ms", "3 ms"
+    )
+    table.add_row("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8")
+    table.add_row("the same of Horovod fp32", f"{extra['horovod fp32']:.1f}", "")
+    console.print(table)
+    options.json.parent.mkdir(exist_ok=True)
+    machine = f"{os.cpu_count()} cores of an {processor()}"
+    found = {"machine": machine, "step": step, "small": small, "memory": memory}
+    options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,229 @@
+"""Will it pay? Bytes and time of a step for a model, a number of workers and a link, by each way of exchanging.
+
+    step     = compute + codec + exposed
+    exposed  = max(what does not fit behind the backward pass, the last bucket)
+    transfer = a host's bytes / link + waits * latency + host's work on each byte
+
+The link is a host's network interface, the same in both directions; all of a host's workers share it. A ring allreduce
+takes 2 (n - 1) / n of its data through every link, an allgather (n - 1) messages, an alltoall what is not for this
+host. The constants of ``CPU`` were measured by `make bench`; those of ``GPU`` follow from its
+memory's bandwidth and are an estimate.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict, dataclass
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.recipe import Recipe
+
+LINE_RATE = 1448 / 1514
+"""Of a link's bits, those that are data: TCP over Ethernet with an MTU of 1,500."""
+
+HEADER = 48
+"""Bytes that a message has besides scales and bits, padding included."""
+
+
+@dataclass(frozen=True)
+class Device:
+    """What a worker's processor does to each parameter: nanoseconds.
+
+    Attributes:
+        encode: compress one parameter.
+        apply: decode one message and take the optimizer's step.
+        decode: each further message.
+        adam: the optimizer's own step without compression.
+        reduce: an allreduce's copies and sums of a float32 parameter, between two workers.
+        half: the same for float16, with its conversions.
+        wait: seconds that a collective takes at least, beyond the link's latency.
+    """
+
+    name: str
+    encode: float
+    apply: float
+    decode: float
+    adam: float
+    reduce: float
+    half: float
+    wait: float
+
+
+CPU = Device("cpu", encode=0.80, apply=0.60, decode=0.03, adam=0.61, reduce=4.5, half=6.0, wait=1e-3)
+# Bytes that pass through memory, at 4 TB/s.
+GPU = Device("gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, wait=1e-4)
+DEVICES = {device.name: device for device in (CPU, GPU)}
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is trained, and on what.
+
+    Attributes:
+        parameters: elements that are trained.
+        workers, workers_per_host: processes in all, and on each host.
+        link: bytes per second of a host's network interface.
+        latency: seconds from host to host.
+        compute: seconds of forward and backward pass and the optimizer's step of one worker.
+        backward: share of ``compute`` that communication can hide behind.
+        device: what codec and optimizer run on.
+    """
+
+    parameters: int
+    workers: int
+    link: float
+    compute: float
+    workers_per_host: int = 1
+    latency: float = 1e-4
+    backward: float = 0.6
+    device: Device = CPU
+
+    def __post_init__(self) -> None:
+        for name, least in (("parameters", 1), ("workers", 1), ("workers_per_host", 1)):
+            if getattr(self, name) < least:
+                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least {least}")
+        if self.workers % self.workers_per_host:
+            raise ConfigurationError(
+                f"{self.workers} workers do not fill hosts of {self.workers_per_host}: expected a multiple"
+            )
+        if not self.link > 0:
+            raise ConfigurationError(f"link={self.link}: expected a positive rate")
+        if min(self.compute, self.latency) < 0 or not 0 <= self.backward <= 1:
+            raise ConfigurationError("expected compute and latency of 0 or more seconds, and 0 <= backward <= 1")
+
+    @property
+    def hosts(self) -> int:
+        return self.workers // self.workers_per_host
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """One way of exchanging: ``received`` bytes by a host, ``transfer``, ``exposed``, ``step`` in seconds."""
+
+    way: str
+    received: float
+    transfer: float
+    exposed: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All estimates of a job, and what follows."""
+
+    job: Job
+    estimates: tuple[Estimate, ...]
+
+    @property
+    def uncompressed(self) -> Estimate:
+        """The faster one of float32 and float16."""
+        return min((e for e in self.estimates if e.way in UNCOMPRESSED), key=lambda e: e.step)
+
+    @property
+    def best(self) -> Estimate:
+        """The fastest 1-bit exchange."""
+        return min((e for e in self.estimates if e.way not in UNCOMPRESSED), key=lambda e: e.step)
+
+    @property
+    def speedup(self) -> float:
+        """Steps per second of the best 1-bit exchange to those of the best uncompressed one."""
+        return self.uncompressed.step / self.best.step
+
+    @property
+    def verdict(self) -> str:
+        """One sentence."""
+        best, plain = self.best, self.uncompressed
+        if self.job.workers == 1:
+            return "1-bit does not pay: there is one worker, and nothing to send."
+        if self.speedup < 1.05:
+            return (
+                f"1-bit does not pay: {plain.way} takes {1e3 * plain.step:.0f} ms a step, of which "
+                f"{1e3 * plain.exposed:.0f} ms are spent waiting for the network; {best.way} {1e3 * best.step:.0f} ms."
+            )
+        return f"1-bit pays: {best.way} takes {self.speedup:.1f} times as many steps a second as {plain.way}."
+
+    def as_dict(self) -> dict[str, object]:
+        return {"job": asdict(self.job), "estimates": [asdict(e) for e in self.estimates], "verdict": self.verdict}
+
+
+UNCOMPRESSED = ("float32", "float16")
+
+
+def message_bytes(parameters: int, recipe: Recipe | None = None) -> float:
+    """Bytes of all of a worker's messages: a bit for each parameter, a scale for each block, headers."""
+    recipe = recipe or Recipe()
+    scales = 4 * math.ceil(parameters / recipe.block_size) if recipe.block_size else 0
+    return parameters / 8 + scales + HEADER * math.ceil(parameters / recipe.bucket_size)
+
+
+def plan(job: Job) -> Plan:
+    """Estimate a step of ``job`` by every way of exchanging."""
+    n, size = job.workers, job.parameters
+    ring = 2 * (n - 1) / n
+    ways = [
+        _estimate(job, "float32", ring * 4 * size, rounds=1, host=ring * job.device.reduce, codec=0.0, last=0.1),
+        _estimate(job, "float16", ring * 2 * size, rounds=1, host=ring * job.device.half, codec=0.0, last=0.1),
+    ]
+    message = message_bytes(size)
+    direct = (n - job.workers_per_host if job.hosts > 1 else 0) * message
+    ways.append(_estimate(job, "1-bit direct", direct, rounds=1, codec=_codec(job.device, n)))
+    far = n - job.workers_per_host
+    scatter, gather = job.workers_per_host * far / n * message, far / n * message
+    # Serving: each share is decoded for all workers and encoded once more.
+    serve = (job.device.encode + job.device.decode * n) / n
+    two_stage = _codec(job.device, 1) + serve
+    ways.append(_estimate(job, "1-bit two-stage", scatter + gather, rounds=2, codec=two_stage))
+    return Plan(job, tuple(ways))
+
+
+def _codec(device: Device, messages: int) -> float:
+    """Nanoseconds a parameter that a compressed step takes more than the optimizer's own."""
+    return device.encode + device.apply + device.decode * (messages - 1) - device.adam
+
+
+def _estimate(
+    job: Job, way: str, received: float, *, rounds: int, codec: float, host: float = 0.0, last: float | None = None
+) -> Estimate:
+    inside = job.hosts == 1  # nothing crosses a link
+    if inside:
+        received = 0.0
+    waits = 0.0 if job.workers == 1 else rounds * (job.device.wait + 2 * job.latency)
+    if job.workers == 1:
+        host = 0.0
+    stream = received / (job.link * LINE_RATE) + 1e-9 * host * job.parameters
+    transfer = stream + waits
+    # The last bucket is known only when the backward pass ends.
+    share = min(1.0, Recipe().bucket_size / job.parameters) if last is None else last
+    exposed = max(transfer - job.backward * job.compute, share * stream + waits)
+    step = job.compute + 1e-9 * codec * job.parameters + exposed
+    return Estimate(way, received, transfer, exposed, step)
+
+
+_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
+
+
+def number(text: str) -> int:
+    """``110M``, ``1.3B``, ``25_000_000`` -> a whole number."""
+    cleaned = text.strip().lower().replace("_", "").replace(",", "").replace("b", "g")
+    unit = cleaned[-1:] if cleaned[-1:].isalpha() else ""
+    try:
+        return round(float(cleaned.removesuffix(unit)) * _UNITS[unit])
+    except (KeyError, ValueError, OverflowError):
+        raise ConfigurationError(f"{text!r}: expected a number such as 25000000, 110M or 1.3B") from None
+
+
+def rate(text: str) -> float:
+    """``10gbit``, ``100mbit`` (bits per second), ``1.2GB`` (bytes) -> bytes per second."""
+    cleaned = text.strip().removesuffix("/s")
+    lowered = cleaned.lower()
+    for suffix, bits in (("bit", 8), ("bps", 8), ("B", 1)):
+        if (cleaned if suffix == "B" else lowered).endswith(suffix):
+            body = lowered[: -len(suffix)]
+            unit = body[-1:] if body[-1:].isalpha() else ""
+            try:
+                value = float(body.removesuffix(unit)) * _UNITS[unit] / bits
+            except (KeyError, ValueError):
+                break
+            if 0 < value < math.inf:
+                return value
+    raise ConfigurationError(f"link {text!r}: expected a rate such as 1gbit, 100mbit or 1.2GB")

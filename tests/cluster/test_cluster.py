@@ -1,0 +1,43 @@
+"""Several hosts: the bytes that really cross the links, as the network interfaces count them."""
+
+import json
+from functools import cache
+
+import pytest
+
+from tests.cluster.hosts import cluster, unavailable
+
+reason = unavailable()
+pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
+
+
+@cache
+def job(hosts, backend, recipe="robust"):
+    """What each process found."""
+    with cluster(hosts, "1gbit") as made:
+        output = made.horovodrun(backend, "python", "tests/cluster/job.py", recipe, timeout=300)
+    line = next(line for line in output.splitlines() if "RESULT " in line)
+    return json.loads(line.split("RESULT ", 1)[1])
+
+
+@pytest.mark.parametrize(("hosts", "backend"), [(2, "mpi"), (2, "gloo"), (4, "mpi")])
+def test_replicas_on_several_hosts_are_equal_and_their_messages_small(hosts, backend):
+    found = job(hosts, backend)
+    assert len(found) == hosts
+    for one in found:
+        assert one["equal"]
+        assert one["compressed"] < one["exact"] / (25 if hosts == 2 else 30)
+        # The program's own count leaves out framing, acknowledgements, small tensors' frames and Horovod's control.
+        assert 1.0 < one["compressed"] / one["claimed"] < 1.25
+
+
+def test_bytes_hardly_grow_with_hosts():
+    two, four = ([one["compressed"] for one in job(hosts, "mpi")] for hosts in (2, 4))
+    assert max(four) < 1.6 * min(two)
+
+
+def test_all_is_taken_away():
+    with cluster(1, None) as made:
+        assert made.received()[0] >= 0
+    with cluster(2, "10gbit") as made:  # the same names again
+        assert len(made.sent()) == 2
