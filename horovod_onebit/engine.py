@@ -18,13 +18,13 @@ import numpy as np
 
 from horovod_onebit import handshake, wire
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
-from horovod_onebit.exchange import Collectives, Exchange, Handle, Pending, choose
+from horovod_onebit.exchange import Collectives, Exchange, Gradient, Handle, Pending, choose
 from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, denominator
-from horovod_onebit.layout import Layout, TensorSpec, plan
+from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
 from horovod_onebit.schedule import Kind
@@ -37,11 +37,10 @@ logger = logging.getLogger("horovod_onebit")
 class _Sent:
     """A bucket under way, with all that is needed to apply it or to take it back."""
 
-    message: wire.Message
+    bucket: Bucket
     pending: Pending
-    grads: Mapping[int, Array]
     rules: Sequence[Rule]
-    advanced: bool = False
+    advanced: int = 0
 
 
 class Engine:
@@ -81,7 +80,7 @@ class Engine:
         self._rules = list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             return
-        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives.size)
+        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives)
         layout = plan(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout = layout
@@ -142,18 +141,24 @@ class Engine:
         assert self.layout is not None
         self._progress()
         message = self._messages[bucket_index]
-        finite = True
-        with self.times.measure("encode"):
-            for piece in message.bucket.pieces:
-                tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                grad = grads[piece.tensor][piece.start : piece.stop]
-                scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
-                rule = rules[piece.tensor]
-                finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
         stamp = wire.Stamp(self.exchanges, self.layout.digest)
-        message.seal(stamp, finite=finite)
-        pending = self.exchange.start(message, stamp, f"{self.name}.bucket.{bucket_index}.{self._forgotten}")
-        self._sent[bucket_index] = _Sent(message, pending, grads, rules)
+
+        def gradient(piece: Piece) -> Array:
+            return grads[piece.tensor][piece.start : piece.stop]
+
+        def encode(message: wire.Message, gradient: Gradient) -> None:
+            finite = True
+            with self.times.measure("encode"):
+                for piece in message.bucket.pieces:
+                    tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+                    scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
+                    rule, grad = rules[piece.tensor], gradient(piece)
+                    finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
+            message.seal(stamp, finite=finite)
+
+        name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
+        pending = self.exchange.start(message, gradient, encode, stamp, name)
+        self._sent[bucket_index] = _Sent(message.bucket, pending, rules)
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
@@ -249,9 +254,12 @@ class Engine:
                 rules[index].settle(tensor, total / np.float32(self.collectives.size), self.context)
 
     @property
-    def sent_finite(self) -> bool:
+    def sent_finite(self) -> Finite:
         """Whether all that was sent in this step was finite."""
-        return all(item.message.finite for item in self._sent.values())
+        encoded = [item.pending.encoded for item in self._sent.values()]
+        if not all(e.message.finite for e in encoded if e is not None):
+            return Finite.NO
+        return Finite.YES if all(encoded) else Finite.UNKNOWN
 
     def recall(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""
@@ -276,10 +284,11 @@ class Engine:
 
     def _progress(self, *, block: bool = False) -> None:
         """Do what others wait for: where it is due, or, with ``block``, everywhere."""
-        for item in self._sent.values():
-            if not item.advanced and (block or item.pending.ready()):
-                item.pending.advance()
-                item.advanced = True
+        for stage in range(max((item.pending.stages for item in self._sent.values()), default=0)):
+            for item in self._sent.values():
+                if item.advanced == stage < item.pending.stages and (block or item.pending.ready()):
+                    item.pending.advance()
+                    item.advanced += 1
 
     def _restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""
@@ -338,16 +347,19 @@ class Engine:
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
 
     def _apply(self, item: _Sent, messages: wire.Gathered, rules: Sequence[Rule]) -> None:
-        for piece in item.message.bucket.pieces:
+        for piece in item.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
             scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
             rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
 
     def _restore(self, item: _Sent) -> None:
-        for piece in item.message.bucket.pieces:
+        encoded = item.pending.encoded
+        if encoded is None:
+            return
+        message = encoded.message
+        for piece in message.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-            grad = item.grads[piece.tensor][piece.start : piece.stop]
-            scales, bits = item.message.scales[piece.blocks], item.message.bits[piece.bytes]
+            grad, scales, bits = encoded.gradient(piece), message.scales[piece.blocks], message.bits[piece.bytes]
             item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:

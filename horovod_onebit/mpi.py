@@ -50,6 +50,7 @@ class MPICollectives:
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._hosts: tuple[MPICollectives, MPICollectives] | None = None
 
     @property
     def rank(self) -> int:
@@ -66,6 +67,19 @@ class MPICollectives:
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
         result = np.empty_like(array)
         return _Handle(self.comm.Ialltoall(array, result), array, result)
+
+    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
+        result = np.empty(len(array) // self.size, array.dtype)
+        return _Handle(self.comm.Ireduce_scatter_block(array, result, op=MPI.SUM), array, result)
+
+    def hosts(self) -> tuple[MPICollectives, MPICollectives] | None:
+        if self._hosts is None:
+            local = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
+            cross = self.comm.Split(local.Get_rank())
+            self._hosts = (MPICollectives(local), MPICollectives(cross))
+        local_size, hosts = self._hosts[0].size, self._hosts[1].size
+        regular = self.comm.allreduce(local_size * hosts == self.size, op=MPI.LAND)
+        return self._hosts if regular and local_size > 1 and hosts > 1 else None
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Sum:
         result = np.empty_like(array)

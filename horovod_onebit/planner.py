@@ -173,6 +173,11 @@ def plan(job: Job) -> Plan:
     serve = (job.device.encode + job.device.decode * n) / n
     two_stage = _codec(job.device, 1) + serve
     ways.append(_estimate(job, "1-bit two-stage", scatter + gather, rounds=2, codec=two_stage))
+    if job.workers_per_host > 1 and job.hosts > 1:
+        # Each worker encodes its share, of the sum of its host's gradients.
+        own = job.device.encode / job.workers_per_host + job.device.reduce
+        codec = own + _codec(job.device, job.hosts) - job.device.encode
+        ways.append(_estimate(job, "1-bit hierarchical", (job.hosts - 1) * message, rounds=3, codec=codec))
     return Plan(job, tuple(ways))
 
 

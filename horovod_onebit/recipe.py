@@ -14,7 +14,7 @@ from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "mean_abs", "guarded"]
-Exchange = Literal["auto", "direct", "two_stage"]
+Exchange = Literal["auto", "direct", "two_stage", "hierarchical"]
 OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
@@ -46,7 +46,9 @@ class Recipe:
         eps_inside_sqrt: ``D = sqrt(v + eps)`` (Tarasov and Ershov 2022) instead of ``sqrt(v) + eps``.
         exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages;
             ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n, and
-            it compresses twice. ``"auto"`` is direct for up to three workers and for small models, else two-stage.
+            it compresses twice; ``"hierarchical"`` is exact within a host and direct between hosts. ``"auto"`` is
+            hierarchical where hosts have enough workers, direct for up to three workers and for small models, else
+            two-stage.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
         floor: when compression starts, elements whose root of the second moment is less than ``floor`` times the mean

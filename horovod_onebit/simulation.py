@@ -77,9 +77,12 @@ class _Waiting:
 class SimulatedCollectives:
     """One simulated worker's collectives."""
 
-    def __init__(self, world: _World, rank: int) -> None:
+    def __init__(
+        self, world: _World, rank: int, hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None
+    ) -> None:
         self._world = world
         self._rank = rank
+        self._hosts = hosts
         self._calls: dict[str, int] = {}
 
     @property
@@ -89,6 +92,12 @@ class SimulatedCollectives:
     @property
     def size(self) -> int:
         return self._world.size
+
+    def fail(self) -> None:
+        """Stop all who wait, here and on the hosts."""
+        self._world.fail()
+        for one in self._hosts or ():
+            one.fail()
 
     def _start(self, name: str, array: NDArray, combine: Callable[[list[NDArray]], NDArray]) -> _Waiting:
         call = self._calls.get(name, 0)
@@ -106,6 +115,17 @@ class SimulatedCollectives:
 
         return self._start(name, array, own_parts)
 
+    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Waiting:
+        def own_part(arrays: list[NDArray]) -> NDArray:
+            size = len(array) // self.size
+            part = slice(self.rank * size, (self.rank + 1) * size)
+            return np.sum([a[part] for a in arrays], axis=0)
+
+        return self._start(name, array, own_part)
+
+    def hosts(self) -> tuple[SimulatedCollectives, SimulatedCollectives] | None:
+        return self._hosts
+
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Waiting:
         def total(arrays: list[NDArray]) -> NDArray:
             result = arrays[0].copy()
@@ -116,25 +136,46 @@ class SimulatedCollectives:
         return self._start(name, array, total)
 
 
-def run(worker: Callable[[SimulatedCollectives], T], workers: int, *, timeout: float = 60.0) -> list[T]:
+def _make(world: _World, workers: int, workers_per_host: int, timeout: float) -> list[SimulatedCollectives]:
+    """All workers' collectives; with those within and between hosts where there are several of both."""
+    hosts = workers // workers_per_host
+    if hosts == 1 or workers_per_host == 1:
+        return [SimulatedCollectives(world, rank) for rank in range(workers)]
+    local = [_World(workers_per_host, timeout) for _ in range(hosts)]
+    cross = [_World(hosts, timeout) for _ in range(workers_per_host)]
+    made = []
+    for rank in range(workers):
+        host, place = divmod(rank, workers_per_host)
+        own = SimulatedCollectives(local[host], place), SimulatedCollectives(cross[place], host)
+        made.append(SimulatedCollectives(world, rank, own))
+    return made
+
+
+def run(
+    worker: Callable[[SimulatedCollectives], T], workers: int, *, workers_per_host: int = 1, timeout: float = 60.0
+) -> list[T]:
     """Call ``worker(collectives)`` once for each of ``workers`` simulated workers; their results in rank order.
 
     If any of them raises, the others are stopped at their next collective and the first error (by rank, but a
     worker's own before those of workers that were only stopped) is raised here. ``timeout`` is the longest wait for
-    one collective, in seconds.
+    one collective, in seconds. The workers are on hosts of ``workers_per_host``.
     """
-    if workers < 1:
-        raise ConfigurationError(f"workers={workers}: expected at least 1")
+    if workers < 1 or workers_per_host < 1 or workers % workers_per_host:
+        raise ConfigurationError(
+            f"workers={workers}, workers_per_host={workers_per_host}: expected at least 1, and whole hosts"
+        )
     world = _World(workers, timeout)
+    everybody = _make(world, workers, workers_per_host, timeout)
     results: list[Any] = [None] * workers
     errors: list[BaseException | None] = [None] * workers
 
     def body(rank: int) -> None:
         try:
-            results[rank] = worker(SimulatedCollectives(world, rank))
+            results[rank] = worker(everybody[rank])
         except BaseException as error:
             errors[rank] = error
-            world.fail()
+            for one in everybody:
+                one.fail()
 
     threads = [threading.Thread(target=body, args=(rank,), daemon=True) for rank in range(workers)]
     for thread in threads:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.feedback import ErrorFeedback
-from horovod_onebit.layout import Bucket, Layout
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Bucket, Layout, Piece
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context
 from horovod_onebit.wire import Gathered, Message, Stamp
@@ -53,16 +55,51 @@ class Collectives(Protocol):
         """Start summing (k,) float32 or int32 over the workers; ``wait`` gives the sum (k,), the same bits on each."""
         ...
 
+    def reduce_scatter(self, array: Array, name: str) -> Handle:
+        """Start summing (size * k,) float32 over the workers; ``wait`` gives worker i part i of the sum, (k,)."""
+        ...
+
+    def hosts(self) -> tuple[Collectives, Collectives] | None:
+        """The workers of this host, and those that have this one's place on every host; None where ``hierarchical``
+        makes no sense: one host, one worker a host, hosts that differ. Collective."""
+        ...
+
+
+Gradient = Callable[[Piece], Array]
+"""The gradient of a piece, flat float32."""
+
+Encode = Callable[[Message, Gradient], None]
+"""Compress the gradients of a message's pieces into it, and seal it."""
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """What an exchange has compressed, and from what: all that is needed to take it back."""
+
+    message: Message
+    gradient: Gradient
+
 
 class Pending(Protocol):
-    """A bucket's message under way."""
+    """A bucket's message under way.
+
+    Attributes:
+        stages: how often ``advance`` is called before ``wait``.
+        encoded: what was compressed; None as long as nothing is.
+    """
+
+    @property
+    def stages(self) -> int: ...
+
+    @property
+    def encoded(self) -> Encoded | None: ...
 
     def ready(self) -> bool:
         """Whether ``advance`` would not block; False if that is not known."""
         ...
 
     def advance(self) -> None:
-        """Do what this worker owes the others before anybody can ``wait``; called once."""
+        """Do the next of what this worker owes the others before anybody can ``wait``."""
         ...
 
     def wait(self) -> Gathered:
@@ -77,8 +114,8 @@ class Exchange(Protocol):
         """Get ready for the buckets of ``layout``."""
         ...
 
-    def start(self, message: Message, stamp: Stamp, name: str) -> Pending:
-        """Send a sealed message on its way."""
+    def start(self, message: Message, gradient: Gradient, encode: Encode, stamp: Stamp, name: str) -> Pending:
+        """Send the bucket of ``message`` on its way: ``encode`` its gradients, now or when they are summed."""
         ...
 
     def settle(self, taken: bool) -> None:
@@ -95,10 +132,14 @@ SMALL_EXCESS = 128 * 2**10
 millisecond at 1 Gbit/s."""
 
 
-def choose(recipe: Recipe, elements: int, workers: int) -> Recipe:
-    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters."""
+def choose(recipe: Recipe, elements: int, collectives: Collectives) -> Recipe:
+    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective."""
     if recipe.exchange != "auto":
         return recipe
+    workers, hosts = collectives.size, collectives.hosts()
+    # A host receives H - 1 messages, and (L + 1) (H - 1) / H of them in two stages.
+    if hosts is not None and hosts[1].size <= hosts[0].size + 1:
+        return replace(recipe, exchange="hierarchical")
     excess = (workers - 1) * (1 - 2 / workers) * elements / 8
     return replace(recipe, exchange="direct" if workers <= 3 or excess <= SMALL_EXCESS else "two_stage")
 
@@ -106,8 +147,11 @@ def choose(recipe: Recipe, elements: int, workers: int) -> Recipe:
 def make(kind: str, context: Context, collectives: Collectives, feedback: ErrorFeedback) -> Exchange:
     """The exchange named ``kind``."""
     from horovod_onebit.exchange.direct import Direct
+    from horovod_onebit.exchange.hierarchical import Hierarchical
     from horovod_onebit.exchange.two_stage import TwoStage
 
+    if kind == "hierarchical":
+        return Hierarchical(collectives)
     if kind == "two_stage":
         return TwoStage(context, collectives, feedback)
     return Direct(collectives)

@@ -7,13 +7,15 @@ One compression and no server, so nothing but a worker's own residual is owed. A
 from __future__ import annotations
 
 from horovod_onebit import wire
-from horovod_onebit.exchange import Collectives, Handle
+from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
 from horovod_onebit.layout import Bucket, Layout
 
 
 class _Pending:
-    def __init__(self, handle: Handle, bucket: Bucket, stamp: wire.Stamp, workers: int) -> None:
-        self.handle, self.bucket, self.stamp, self.workers = handle, bucket, stamp, workers
+    stages = 0
+
+    def __init__(self, handle: Handle, encoded: Encoded, stamp: wire.Stamp, workers: int) -> None:
+        self.handle, self.encoded, self.stamp, self.workers = handle, encoded, stamp, workers
 
     def ready(self) -> bool:
         return True
@@ -22,7 +24,7 @@ class _Pending:
         pass
 
     def wait(self) -> wire.Gathered:
-        return wire.read(self.handle.wait(), self.bucket, self.stamp, workers=self.workers)
+        return wire.read(self.handle.wait(), self.encoded.message.bucket, self.stamp, workers=self.workers)
 
 
 class Direct:
@@ -32,9 +34,12 @@ class Direct:
     def prepare(self, layout: Layout) -> None:
         pass
 
-    def start(self, message: wire.Message, stamp: wire.Stamp, name: str) -> _Pending:
+    def start(
+        self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
+    ) -> _Pending:
+        encode(message, gradient)
         handle = self.collectives.allgather(message.buffer, name)
-        return _Pending(handle, message.bucket, stamp, self.collectives.size)
+        return _Pending(handle, Encoded(message, gradient), stamp, self.collectives.size)
 
     def settle(self, taken: bool) -> None:
         pass

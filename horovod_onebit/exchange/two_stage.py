@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from horovod_onebit import wire
-from horovod_onebit.exchange import Collectives, Handle
+from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Share, shares
@@ -61,14 +61,17 @@ class TwoStage:
         error = self.feedback.residual(f"{SERVER_PREFIX}{digest:016x}.{bucket.index}", cut[rank].bucket.size)
         return _Served(cut, size, parts, outgoing, own, error, np.zeros_like(error))
 
-    def start(self, message: wire.Message, stamp: wire.Stamp, name: str) -> _Pending:
+    def start(
+        self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
+    ) -> _Pending:
+        encode(message, gradient)
         served = self.served[message.bucket.index]
         for share, part in zip(served.shares, served.parts, strict=True):
             part.scales[:] = message.scales[share.blocks]
             part.bits[:] = message.bits[share.bytes]
             part.seal(stamp, finite=message.finite)
         handle = self.collectives.alltoall(served.outgoing, f"{name}.scatter")
-        return _Pending(self, served, message.bucket, stamp, name, handle)
+        return _Pending(self, served, Encoded(message, gradient), stamp, name, handle)
 
     def settle(self, taken: bool) -> None:
         if taken:
@@ -80,10 +83,12 @@ class TwoStage:
 
 
 class _Pending:
+    stages = 1
+
     def __init__(
-        self, exchange: TwoStage, served: _Served, bucket: Bucket, stamp: wire.Stamp, name: str, handle: Handle
+        self, exchange: TwoStage, served: _Served, encoded: Encoded, stamp: wire.Stamp, name: str, handle: Handle
     ) -> None:
-        self.exchange, self.served, self.bucket = exchange, served, bucket
+        self.exchange, self.served, self.encoded = exchange, served, encoded
         self.stamp, self.name, self.handle = stamp, name, handle
         self.finite = np.ones(0, bool)
 
@@ -120,10 +125,10 @@ class _Pending:
 
     def wait(self) -> wire.Gathered:
         """Put the servers' messages together to one that covers the whole bucket."""
-        served = self.served
+        served, bucket = self.served, self.encoded.message.bucket
         gathered = self.handle.wait()
-        scales = np.empty((1, self.bucket.blocks), np.float32)
-        bits = np.empty((1, self.bucket.bytes), np.uint8)
+        scales = np.empty((1, bucket.blocks), np.float32)
+        bits = np.empty((1, bucket.bytes), np.uint8)
         for j, share in enumerate(served.shares):
             row = gathered[j * served.size : (j + 1) * served.size]
             part = wire.read(row, share.bucket, self.stamp, workers=1, size=served.size)

@@ -73,3 +73,14 @@ class HorovodCollectives:
                 return view(hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
 
         return _Handle(run)
+
+    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
+        def run() -> NDArray:
+            with tf.device("/CPU:0"):
+                tensor = tf.convert_to_tensor(array)
+                return view(hvd.reducescatter(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
+
+        return _Handle(run)
+
+    def hosts(self) -> None:
+        return None

@@ -279,7 +279,7 @@ class Compressor:
         return plain and self.prepared and self.phase is Phase.COMPRESSED
 
     def _agreed(self) -> Verdict:
-        self.agreement.start(Finite.YES if self.engine.sent_finite else Finite.NO)
+        self.agreement.start(self.engine.sent_finite)
         verdict = self.agreement.finish()
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if self._finite else replace(verdict, finite=False)

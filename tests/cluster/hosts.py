@@ -27,6 +27,7 @@ from pathlib import Path
 NAME = "onebit"  # begins the names of the namespaces and of the bridge
 NETWORK = "10.77.0"
 INTERFACE = "e0"
+NAMES = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace's folder there in place of those in /etc
 ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
 
@@ -149,6 +150,8 @@ def _remove() -> None:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
+    for names in NAMES.glob(f"{NAME}*"):
+        shutil.rmtree(names)
     # The kernel takes links away a while after their namespace.
     for link in Path("/sys/class/net").glob(f"{NAME}*"):
         subprocess.run(["ip", "link", "del", link.name], capture_output=True)
@@ -158,10 +161,13 @@ def _network(made: Cluster, rate: str | None) -> None:
     _run("ip", "link", "add", NAME, "type", "bridge")
     _run("ip", "address", "add", f"{NETWORK}.254/24", "dev", NAME)
     _run("ip", "link", "set", NAME, "up")
+    hosts = "127.0.0.1 localhost\n" + "".join(f"{a} {NAME}{i}\n" for i, a in enumerate(made.addresses))
     for i, address in enumerate(made.addresses):
         namespace, outside = f"{NAME}{i}", f"{NAME}v{i}"
         inside = ["ip", "netns", "exec", namespace]
         _run("ip", "netns", "add", namespace)
+        (NAMES / namespace).mkdir(parents=True)
+        (NAMES / namespace / "hosts").write_text(hosts)
         _run("ip", "link", "add", outside, "type", "veth", "peer", "name", INTERFACE, "netns", namespace)
         _run("ip", "link", "set", outside, "master", NAME, "up")
         _run(*inside, "ip", "address", "add", f"{address}/24", "dev", INTERFACE)

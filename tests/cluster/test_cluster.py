@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason
 
 
 @cache
-def job(hosts, backend, recipe="robust"):
+def job(hosts, backend, slots=1):
     """What each process found."""
     with cluster(hosts, "1gbit") as made:
-        output = made.horovodrun(backend, "python", "tests/cluster/job.py", recipe, timeout=300)
+        output = made.horovodrun(backend, "python", "tests/cluster/job.py", slots=slots, timeout=300)
     line = next(line for line in output.splitlines() if "RESULT " in line)
     return json.loads(line.split("RESULT ", 1)[1])
 
@@ -26,6 +26,7 @@ def test_replicas_on_several_hosts_are_equal_and_their_messages_small(hosts, bac
     assert len(found) == hosts
     for one in found:
         assert one["equal"]
+        assert one["exchange"] == ("Direct" if hosts == 2 else "TwoStage")
         assert one["compressed"] < one["exact"] / (25 if hosts == 2 else 30)
         # The program's own count leaves out framing, acknowledgements, small tensors' frames and Horovod's control.
         assert 1.0 < one["compressed"] / one["claimed"] < 1.25
@@ -34,6 +35,15 @@ def test_replicas_on_several_hosts_are_equal_and_their_messages_small(hosts, bac
 def test_bytes_hardly_grow_with_hosts():
     two, four = ([one["compressed"] for one in job(hosts, "mpi")] for hosts in (2, 4))
     assert max(four) < 1.6 * min(two)
+
+
+@pytest.mark.parametrize("backend", ["mpi", "gloo"])
+def test_hosts_of_two_workers_send_one_message_for_both(backend):
+    found = job(2, backend, slots=2)
+    alone = job(2, backend)
+    assert [one["exchange"] for one in found] == ["Hierarchical"] * 4
+    assert all(one["equal"] for one in found)
+    assert found[0]["compressed"] < 1.35 * alone[0]["compressed"]
 
 
 def test_all_is_taken_away():

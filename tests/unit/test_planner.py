@@ -103,14 +103,14 @@ def test_command_line(capsys, tmp_path):
     assert "expected a rate" in capsys.readouterr().err
 
 
-def measured():
+def measurements():
     for result in json.loads(RESULTS.read_text())["results"].values():
         for kind, way in (("float32", "float32"), ("float16", "float16"), ("1 bit", "1-bit direct")):
             row = result["exchange"][kind]
             yield pytest.param(result, way, row, id=f"{result['hosts']}-{result['rate']}-{result['model']}-{kind}")
 
 
-@pytest.mark.parametrize(("result", "way", "row"), measured())
+@pytest.mark.parametrize(("result", "way", "row"), list(measurements()))
 def test_bytes_are_those_that_the_interfaces_counted(result, way, row):
     job = replace(JOB, parameters=result["parameters"], workers=result["workers"], link=RATES[result["rate"]])
     assert estimates(job)[way].received / planner.LINE_RATE == pytest.approx(row["received"], rel=0.05)

@@ -52,6 +52,66 @@ def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
     assert np.abs(fast[0][1] - 1).mean() < 0.75
 
 
+@pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (2, 3), (3, 2), (2, 4)])
+@pytest.mark.parametrize("recipe", [EVERYTHING, dataclasses.replace(PRESETS["paper"], min_compressed_size=8)])
+def test_hierarchical_replicas_are_equal_and_both_kernels_agree(hosts, per_host, recipe):
+    recipe = dataclasses.replace(recipe, exchange="hierarchical")
+    run = functools.partial(simulation.run, workers=hosts * per_host, workers_per_host=per_host)
+    fast, slow = (run(functools.partial(train, recipe=recipe, kernels=kernels)) for kernels in ("cpu", "reference"))
+    for _, weights in fast:
+        np.testing.assert_array_equal(weights, fast[0][1])
+    np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
+    assert np.abs(fast[0][1] - 1).mean() < 0.75
+
+
+@pytest.mark.parametrize("recipe", [EVERYTHING, dataclasses.replace(EVERYTHING, space="momentum", clip=None)])
+def test_a_hierarchy_is_a_direct_exchange_of_the_hosts_mean_gradients(recipe):
+    def worker(collectives, kind, per_host):
+        weights = {name: np.zeros(size, f32) for name, size in SIZES.items()}
+        recipe_here = dataclasses.replace(recipe, exchange=kind)
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=2, recipe=recipe_here)
+        for step in range(12):
+            host = collectives.rank // per_host
+            optimizer.step(gradients(weights, np.random.default_rng(100 * step + host)))
+        return np.concatenate(list(weights.values()))
+
+    flat = simulation.run(functools.partial(worker, kind="direct", per_host=1), 2)
+    tree = simulation.run(functools.partial(worker, kind="hierarchical", per_host=2), 4, workers_per_host=2)
+    np.testing.assert_allclose(tree[0], flat[0], atol=1e-5)
+
+
+def test_auto_follows_the_hosts():
+    def worker(collectives):
+        return train(collectives, EVERYTHING, steps=8)[0].engine.exchange
+
+    def kinds(workers, per_host):
+        return {type(e).__name__ for e in simulation.run(worker, workers, workers_per_host=per_host)}
+
+    assert kinds(2, 1) == {"Direct"}
+    assert kinds(4, 4) == {"Direct"}  # a small model
+    assert kinds(4, 2) == {"Hierarchical"}
+    assert kinds(8, 2) == {"Direct"}  # four hosts of two
+    with pytest.raises(ConfigurationError, match="hierarchical"):
+        simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
+
+
+def test_a_nan_under_a_hierarchy_is_taken_back():
+    def worker(collectives):
+        recipe = dataclasses.replace(EVERYTHING, exchange="hierarchical")
+        optimizer, before = train(collectives, recipe, steps=8)
+        owed = optimizer.engine.feedback.state_dict()
+        weights = {t.name: t.weight for t in optimizer._tensors}
+        grads = gradients(weights, np.random.default_rng(collectives.rank))
+        if collectives.rank == 3:
+            next(iter(grads.values()))[:] = np.nan
+        assert not optimizer.step(grads)
+        np.testing.assert_array_equal(np.concatenate(list(weights.values())), before)
+        for name, value in optimizer.engine.feedback.state_dict().items():
+            np.testing.assert_allclose(value, owed[name], atol=1e-5)
+
+    simulation.run(worker, 4, workers_per_host=2)
+
+
 @pytest.mark.parametrize("rule", [Adam(lr=0.01), LAMB(lr=0.1), SGD(lr=0.1), SGD(lr=0.05, momentum=0.9, nesterov=True)])
 def test_never_leaving_warm_up_is_the_exact_rule(rule):
     _, weights = simulation.run(functools.partial(train, recipe=EVERYTHING, rule=rule, warmup=10**6), 2)[0]
