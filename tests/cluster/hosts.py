@@ -174,7 +174,7 @@ def _network(made: Cluster, rate: str | None) -> None:
         for device in ("lo", INTERFACE):
             _run(*inside, "ip", "link", "set", device, "up")
         if rate:
-            shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "100ms"]
+            shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
             _run("tc", "qdisc", "add", "dev", outside, *shape)
             _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, *shape)
 

@@ -1,0 +1,174 @@
+"""Writes docs/performance.md from benchmarks/results and the planner: `python -m benchmarks.report`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from horovod_onebit import planner
+from studies.report import DOCS, axes, save, table
+
+RESULTS = Path(__file__).parent / "results"
+RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "10gbit": 1.25e9}
+KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
+
+
+def load(name: str) -> dict[str, Any]:
+    return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def job(result: dict[str, Any], compute: float = 0.0) -> planner.Job:
+    """The planner's view of a measurement. A core computes and communicates, so that nothing hides behind anything."""
+    return planner.Job(
+        parameters=result["parameters"],
+        workers=result["workers"],
+        link=RATES[result["rate"]],
+        compute=compute,
+        backward=0.0,
+    )
+
+
+def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, float, float]]:
+    """Measurement, kind of exchange, seconds foretold, seconds measured."""
+    for result in results.values():
+        foretold = {e.way: e for e in planner.plan(job(result)).estimates}
+        for kind, way in KINDS.items():
+            yield result, kind, foretold[way].transfer, result["exchange"][kind]["seconds"]["median"]
+
+
+def _title(result: dict[str, Any]) -> str:
+    rate = result["rate"].replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
+    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {rate}"
+
+
+def _ms(row: dict[str, Any]) -> list[str]:
+    s = row["seconds"]
+    return [f"{1e3 * s['median']:,.0f}", f"{1e3 * s['p10']:,.0f} to {1e3 * s['p90']:,.0f}"]
+
+
+def exchanges(results: dict[str, Any]) -> str:
+    rows = []
+    for result in results.values():
+        found = result["exchange"]
+        base = found["float32"]
+        for kind, row in found.items():
+            faster = base["seconds"]["median"] / row["seconds"]["median"]
+            fewer = base["received"] / row["received"]
+            megabytes = f"{1e-6 * row['received']:.2f}"
+            rows.append([_title(result), kind, *_ms(row), f"{faster:.1f}", megabytes, f"{fewer:.1f}"])
+    return table(["", "exchange of", "ms", "10 to 90 %", "times faster", "MB received", "times fewer"], rows)
+
+
+def trainings(results: dict[str, Any]) -> str:
+    parts = []
+    for result in results.values():
+        found = result["training"]
+        base = found["horovod fp32"]["seconds"]["median"]
+        rows = [
+            [way, *_ms(row), f"{base / row['seconds']['median']:.1f}", f"{1e-6 * row['received']:.2f}"]
+            for way, row in found.items()
+        ]
+        heading = ["way", "ms a step", "10 to 90 %", "times Horovod fp32's speed", "MB received"]
+        parts += [f"### {_title(result)}", table(heading, rows)]
+    return "\n\n".join(parts)
+
+
+def foretold(results: dict[str, Any]) -> str:
+    rows = [
+        [_title(result), kind, f"{1e3 * said:.0f}", f"{1e3 * seen:.0f}", f"{100 * (said / seen - 1):+.0f} %"]
+        for result, kind, said, seen in predictions(results)
+    ]
+    return table(["", "exchange of", "foretold, ms", "measured, ms", "off by"], rows)
+
+
+def ahead() -> str:
+    """Step times to 1,024 workers: 110 M parameters, 250 ms of compute, eight workers on a host."""
+    rows, figure_data = [], []
+    for link in ("1gbit", "10gbit", "100gbit"):
+        for workers in (16, 128, 1024):
+            plan = planner.plan(
+                planner.Job(
+                    parameters=110_000_000, workers=workers, link=planner.rate(link), compute=0.25,
+                    workers_per_host=8, device=planner.GPU,
+                )
+            )  # fmt: skip
+            steps = [f"{1e3 * e.step:,.0f}" for e in plan.estimates]
+            rows.append([link, f"{workers:,}", *steps, f"{plan.speedup:.1f}"])
+            figure_data.append((link, workers, plan))
+    figure, axis = axes(figsize=(6, 4))
+    for link in ("1gbit", "10gbit", "100gbit"):
+        points = [(workers, plan.speedup) for name, workers, plan in figure_data if name == link]
+        axis.plot(*zip(*points, strict=True), marker="o", label=link)
+    axis.set(xscale="log", xlabel="workers", ylabel="best 1-bit to best uncompressed, steps a second")
+    axis.legend()
+    names = ["link", "workers", *(e.way for e in figure_data[0][2].estimates), "times faster"]
+    return table(names, rows) + "\n\n" + save(figure, "ahead")
+
+
+def main() -> None:
+    link, step, codec = load("link"), load("step"), load("codec")
+    small = 1e3 * (step["small"]["onebit"] - step["small"]["plain"])
+    size = step["memory"]["plain"]["parameters"]
+    memory = (step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size
+    text = f"""# Performance
+
+Made by `make bench` and `python -m benchmarks.report` on {link["machine"]}. Hosts are network namespaces of that
+machine, a core for each as far as there are cores; `tc` shapes their links in both directions. All that is compared in
+a table ran in one job, in turns. Times vary with the machine: look at ratios.
+
+## When not to use it
+
+The network must be what you wait for. `horovod-onebit plan` tells, from the number of parameters, the workers, the link
+and the time that a step computes:
+
+    horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
+
+## The exchange alone
+
+{exchanges(link["results"])}
+
+## Training
+
+Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
+single bucket over Gloo, or it crashes.
+
+{trainings(link["results"])}
+
+## Without a slow link
+
+Two processes on one machine (`python -m benchmarks.step`).
+
+| | measured | wanted |
+|---|---|---|
+| compressed step, time to Horovod fp32's | {step["step"]["onebit"] / step["step"]["horovod fp32"]:.2f} | 1.15 |
+| Python's work for 300 small tensors, a step | {small:.1f} ms | 3 ms |
+| peak memory beyond AdamW's, bytes a parameter | {memory:.1f} | 8 |
+
+## The codec
+
+{codec["elements"]:,} elements, one thread (`python benchmarks/codec.py`).
+
+{codec_table(codec)}
+
+## Is the planner right?
+
+{foretold(link["results"])}
+
+## Looking ahead
+
+110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
+an estimate from its memory's bandwidth, and nothing of this was measured.
+
+{ahead()}
+"""
+    (DOCS / "performance.md").write_text(text)
+
+
+def codec_table(codec: dict[str, Any]) -> str:
+    return table(["", "ratio"], [[name, f"{value:.2f}"] for name, value in codec["ratios"].items()])
+
+
+if __name__ == "__main__":
+    main()
