@@ -197,13 +197,13 @@ class Odd(torch.nn.Module):
         super().__init__()
         torch.manual_seed(1)
         self.conv = torch.nn.Conv2d(8, 32, 3).to(memory_format=torch.channels_last)
-        self.half = torch.nn.Linear(32, 64).to(torch.bfloat16)
+        self.narrow = torch.nn.Linear(32, 64).to(torch.bfloat16)
         self.sometimes = torch.nn.Linear(64, 64)
         self.last = torch.nn.Linear(64, 10)
 
     def forward(self, x, step):
         h = self.conv(x.to(memory_format=torch.channels_last)).relu().mean((2, 3))
-        h = self.half(h.to(torch.bfloat16)).float()
+        h = self.narrow(h.to(torch.bfloat16)).float()
         if (step + RANK) % 2:
             h = h + self.sometimes(h)
         return self.last(h)
