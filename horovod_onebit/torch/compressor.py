@@ -27,6 +27,7 @@ from horovod_onebit.torch import progress
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.overlap import Overlap
+from horovod_onebit.torch.replicas import check_replicas
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import Phase, Warmup
@@ -73,6 +74,7 @@ class Compressor:
         self.version = 0  # how often what is trained, or how, has changed
         self.agreement = Agreement(self)
         self.overlap = Overlap(self, overlap)
+        self.check_replicas_every: int | None = None
         if collectives.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
@@ -254,6 +256,8 @@ class Compressor:
                 if self.warmup.wants(self.steps) and self.phase is Phase.WARMUP:
                     progress.observe(self)
                 self._mature()
+                if self.check_replicas_every and self.steps % self.check_replicas_every == 0:
+                    check_replicas(self)
             return taken
         finally:
             self.agreement.reset()

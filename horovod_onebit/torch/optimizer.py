@@ -19,6 +19,7 @@ from horovod_onebit.torch import progress
 from horovod_onebit.torch.arguments import check_arguments, names_of, warmup_of
 from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
+from horovod_onebit.torch.replicas import check_replicas
 from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import Phase
@@ -179,6 +180,15 @@ class _DistributedOptimizer:
         with torch.no_grad():
             self._compressor.flush()
 
+    def check_replicas(self) -> None:
+        """Compare weights and optimizer state with worker 0's, bit by bit. Collective; a pass over memory.
+
+        Raises ``DesyncError`` on all workers, which names the parameters and the workers. ``check_replicas_every`` of
+        ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam, call ``flush()`` before.
+        """
+        if self._participates:
+            check_replicas(self._compressor)
+
     def stats(self, *, norms: bool = True) -> Stats:
         """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective.
 
@@ -245,6 +255,7 @@ def DistributedOptimizer(
     schedule: ZeroOne | None = None,
     recipe: str | Recipe = "robust",
     overlap: bool = True,
+    check_replicas_every: int | None = None,
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -270,6 +281,9 @@ def DistributedOptimizer(
             ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
             they change for the first time after they were sent, ``step`` raises on all workers and names this option.
 
+        check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
+            ``check_replicas``. None is never.
+
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
@@ -287,6 +301,12 @@ def DistributedOptimizer(
     for p, name in names.items():
         if p.requires_grad:
             check_parameter(name, p)
+
+    every = check_replicas_every
+    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
+        raise ConfigurationError(f"check_replicas_every={every!r}: expected a whole number of steps, or None")
+    if every is not None and schedule is not None:
+        raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
     wrapped = _instance(optimizer)
     compressor = Compressor(
@@ -318,6 +338,7 @@ def DistributedOptimizer(
     wrapped._participates = process_set.included()
     wrapped._should_synchronize = True
     wrapped._synchronized = wrapped._arrived = False
+    compressor.check_replicas_every = every
     compressor.check_groups()
     return wrapped
 

@@ -212,3 +212,37 @@ def test_the_collectives_are_what_they_say():
     assert world.alltoall(parts, "check.alltoall").wait().tolist() == [10 * i + RANK for i in range(SIZE)]
     total = world.allreduce(np.full(2, RANK + 1, np.float32), "check.sum").wait()
     assert total.tolist() == [SIZE * (SIZE + 1) / 2] * 2
+
+
+# -- drift ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("steps", [3, 9])
+def test_replicas_that_drift_apart_are_named_on_all_workers(steps):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5, wrapping={"check_replicas_every": 1})
+    train(model, optimizer, steps)
+    optimizer.check_replicas()
+    if RANK == SIZE - 1:
+        with torch.no_grad():
+            model.second.weight[1, 2] += 1e-3
+    with pytest.raises(DesyncError, match=rf"second.weight on worker \[{SIZE - 1}\]"):
+        optimizer.check_replicas()
+    with pytest.raises(DesyncError, match="drifted apart"):
+        train(model, optimizer, 1, start=steps)
+
+
+def test_state_that_drifts_apart_is_found_too():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    if RANK == 0:
+        optimizer.state[model.first.weight]["exp_avg_sq"][0, 0] += 1.0
+    with pytest.raises(DesyncError, match=r"first.weight \(exp_avg_sq\)"):
+        optimizer.check_replicas()
+
+
+@pytest.mark.parametrize("every", [0, -1, 2.0, True])
+def test_bad_intervals_are_refused(every):
+    with pytest.raises(ConfigurationError, match="check_replicas_every"):
+        wrap(Net(), wrapping={"check_replicas_every": every})

@@ -27,6 +27,7 @@ ALLOWED = {
     "rules": {"kernels", "recipe", "schedule"},
     "exchange": {"kernels", "recipe", "layout", "wire", "feedback", "rules"},
     "handshake": set(),
+    "replicas": {"exchange"},
     "engine": {
         "handshake",
         "kernels",
