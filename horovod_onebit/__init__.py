@@ -5,6 +5,7 @@ This package imports neither framework; ``horovod_onebit.torch`` and ``horovod_o
 
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import (
+    CheckpointError,
     ConfigurationError,
     DesyncError,
     NonFiniteError,
@@ -16,6 +17,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 
 __all__ = [
     "PRESETS",
+    "CheckpointError",
     "ConfigurationError",
     "DesyncError",
     "NonFiniteError",

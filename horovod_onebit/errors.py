@@ -28,6 +28,10 @@ class NonFiniteError(OnebitError, ArithmeticError):
     """A gradient held NaN or Inf on some worker and the recipe says to raise."""
 
 
+class CheckpointError(OnebitError, RuntimeError):
+    """A checkpoint cannot be written or read; what was there before is unchanged."""
+
+
 JOINED = (
     "worker {} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
     "batches (drop the rest, or sample some twice)"

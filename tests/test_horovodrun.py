@@ -44,10 +44,8 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return output
 
 
-TORCH = [
-    f"tests/ranks/test_{name}.py"
-    for name in ("torch", "torch_overlap", "torch_state", "torch_algorithms", "torch_faults", "process_sets")
-]
+FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults")
+TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
 KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.
 OF_TWO = "stay_equal or disagree or nan or idiom or zero_one or clip"
@@ -72,6 +70,15 @@ def test_on_every_rank(processes, backend, files, only):
 
 def test_a_communicator_of_mpi4py():
     assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_another_number_of_workers_goes_on_from_a_checkpoint(exchange, tmp_path):
+    for processes in (2, 3):
+        arguments = ["tests/ranks/resize.py", tmp_path, exchange]
+        output = horovodrun(processes, "mpi", *arguments, PYTHONPATH=str(ROOT))
+        assert output.count("went on") == processes
+    assert "shared out anew" in output
 
 
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Protocol
 
@@ -108,7 +108,17 @@ class Pending(Protocol):
 
 
 class Exchange(Protocol):
-    """A way for messages to reach everybody."""
+    """A way for messages to reach everybody.
+
+    Attributes:
+        compressors: how many workers' (or hosts') compressed contributions a mean is of.
+    """
+
+    compressors: int
+
+    def served(self) -> Mapping[str, Bucket]:
+        """The residuals that this worker keeps as a server, by name, and what parts of the tensors they belong to."""
+        ...
 
     def prepare(self, layout: Layout) -> None:
         """Get ready for the buckets of ``layout``."""

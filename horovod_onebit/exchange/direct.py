@@ -30,6 +30,10 @@ class _Pending:
 class Direct:
     def __init__(self, collectives: Collectives) -> None:
         self.collectives = collectives
+        self.compressors = collectives.size
+
+    def served(self) -> dict[str, Bucket]:
+        return {}
 
     def prepare(self, layout: Layout) -> None:
         pass

@@ -43,6 +43,10 @@ class Hierarchical:
             )
         self.local, self.cross = hosts
         self.shared: list[_Shared] = []
+        self.compressors = self.cross.size
+
+    def served(self) -> dict[str, Bucket]:
+        return {}
 
     def prepare(self, layout: Layout) -> None:
         self.shared = [self._share(bucket) for bucket in layout.buckets]

@@ -31,6 +31,7 @@ from horovod_onebit.rules import Context
 class _Served:
     """What this worker keeps for one bucket."""
 
+    name: str  # of the residual
     shares: tuple[Share, ...]
     size: int  # bytes of one part, the same for all
     parts: list[wire.Message]  # to each server, in one buffer
@@ -45,11 +46,15 @@ class TwoStage:
         self.context = context
         self.collectives = collectives
         self.feedback = feedback
-        self.served: list[_Served] = []
+        self._served: list[_Served] = []
+        self.compressors = collectives.size
+
+    def served(self) -> dict[str, Bucket]:
+        return {served.name: served.own.bucket for served in self._served}
 
     def prepare(self, layout: Layout) -> None:
         """Cut every bucket into shares. The server's residual survives as long as the layout does."""
-        self.served = [self._serve(bucket, layout.digest) for bucket in layout.buckets]
+        self._served = [self._serve(bucket, layout.digest) for bucket in layout.buckets]
 
     def _serve(self, bucket: Bucket, digest: int) -> _Served:
         n, rank = self.collectives.size, self.collectives.rank
@@ -58,14 +63,15 @@ class TwoStage:
         outgoing = np.zeros(n * size, np.uint8)
         parts = [wire.Message(share.bucket, outgoing[j * size : (j + 1) * size]) for j, share in enumerate(cut)]
         own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
-        error = self.feedback.residual(f"{SERVER_PREFIX}{digest:016x}.{bucket.index}", cut[rank].bucket.size)
-        return _Served(cut, size, parts, outgoing, own, error, np.zeros_like(error))
+        name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
+        error = self.feedback.residual(name, cut[rank].bucket.size)
+        return _Served(name, cut, size, parts, outgoing, own, error, np.zeros_like(error))
 
     def start(
         self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
     ) -> _Pending:
         encode(message, gradient)
-        served = self.served[message.bucket.index]
+        served = self._served[message.bucket.index]
         for share, part in zip(served.shares, served.parts, strict=True):
             part.scales[:] = message.scales[share.blocks]
             part.bits[:] = message.bits[share.bytes]
@@ -75,11 +81,11 @@ class TwoStage:
 
     def settle(self, taken: bool) -> None:
         if taken:
-            for served in self.served:
+            for served in self._served:
                 served.error[:] = served.next_error
 
     def bytes_sent(self, bucket: Bucket) -> int:
-        return 2 * (self.collectives.size - 1) * self.served[bucket.index].size
+        return 2 * (self.collectives.size - 1) * self._served[bucket.index].size
 
 
 class _Pending:

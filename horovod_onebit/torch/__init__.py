@@ -7,6 +7,7 @@ optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_
 """
 
 from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.torch.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.lamb import LAMB
 from horovod_onebit.torch.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
@@ -20,4 +21,6 @@ __all__ = [
     "ZeroOne",
     "ZeroOneAdam",
     "broadcast_optimizer_state",
+    "load_checkpoint",
+    "save_checkpoint",
 ]
