@@ -27,7 +27,7 @@ ALL = (
     "no communication", "horovod fp32", "horovod fp16", "ddp fp32", "ddp fp16", "ddp powersgd 1", "ddp powersgd 4",
     "onebit", "onebit no overlap",
 )  # fmt: skip
-FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit")
+FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit no overlap")
 MANY = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit direct", "onebit two_stage")
 
 

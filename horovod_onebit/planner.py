@@ -2,7 +2,7 @@
 
     step     = compute + codec + exposed
     exposed  = max(what does not fit behind the backward pass, the last bucket)
-    transfer = a host's bytes / link + waits * latency + host's work on each byte
+    transfer = a host's bytes / (link * efficiency) + waits * latency + the host's work on each byte
 
 The link is a host's network interface, the same in both directions; all of a host's workers share it. A ring allreduce
 takes 2 (n - 1) / n of its data through every link, an allgather (n - 1) messages, an alltoall what is not for this
@@ -35,7 +35,9 @@ class Device:
         decode: each further message.
         adam: the optimizer's own step without compression.
         reduce: an allreduce's copies and sums of a float32 parameter, between two workers.
-        half: the same for float16, with its conversions.
+        half: the same for float16.
+        gather: what a message's arrival costs, a parameter.
+        efficiency, half_efficiency: share of the link that an allreduce of float32 or float16 gets out of it.
         wait: seconds that a collective takes at least, beyond the link's latency.
     """
 
@@ -46,12 +48,21 @@ class Device:
     adam: float
     reduce: float
     half: float
+    gather: float
+    efficiency: float
+    half_efficiency: float
     wait: float
 
 
-CPU = Device("cpu", encode=0.80, apply=0.60, decode=0.03, adam=0.61, reduce=4.5, half=6.0, wait=1e-3)
+CPU = Device(
+    "cpu", encode=0.72, apply=0.56, decode=0.03, adam=0.50, reduce=9.0, half=3.9, gather=0.3,
+    efficiency=0.73, half_efficiency=0.80, wait=1e-3,
+)  # fmt: skip
 # Bytes that pass through memory, at 4 TB/s.
-GPU = Device("gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, wait=1e-4)
+GPU = Device(
+    "gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, gather=0.0001,
+    efficiency=0.9, half_efficiency=0.9, wait=1e-4,
+)  # fmt: skip
 DEVICES = {device.name: device for device in (CPU, GPU)}
 
 
@@ -161,23 +172,23 @@ def plan(job: Job) -> Plan:
     n, size = job.workers, job.parameters
     ring = 2 * (n - 1) / n
     ways = [
-        _estimate(job, "float32", ring * 4 * size, rounds=1, host=ring * job.device.reduce, codec=0.0, last=0.1),
-        _estimate(job, "float16", ring * 2 * size, rounds=1, host=ring * job.device.half, codec=0.0, last=0.1),
+        _uncompressed(job, "float32", ring * 4 * size, ring * job.device.reduce, job.device.efficiency),
+        _uncompressed(job, "float16", ring * 2 * size, ring * job.device.half, job.device.half_efficiency),
     ]
     message = message_bytes(size)
-    direct = (n - job.workers_per_host if job.hosts > 1 else 0) * message
-    ways.append(_estimate(job, "1-bit direct", direct, rounds=1, codec=_codec(job.device, n)))
+    direct = (n - job.workers_per_host) * message
+    ways.append(_compressed(job, "1-bit direct", direct, rounds=1, codec=_codec(job.device, n)))
     far = n - job.workers_per_host
     scatter, gather = job.workers_per_host * far / n * message, far / n * message
     # Serving: each share is decoded for all workers and encoded once more.
     serve = (job.device.encode + job.device.decode * n) / n
     two_stage = _codec(job.device, 1) + serve
-    ways.append(_estimate(job, "1-bit two-stage", scatter + gather, rounds=2, codec=two_stage))
+    ways.append(_compressed(job, "1-bit two-stage", scatter + gather, rounds=2, codec=two_stage))
     if job.workers_per_host > 1 and job.hosts > 1:
         # Each worker encodes its share, of the sum of its host's gradients.
         own = job.device.encode / job.workers_per_host + job.device.reduce
         codec = own + _codec(job.device, job.hosts) - job.device.encode
-        ways.append(_estimate(job, "1-bit hierarchical", (job.hosts - 1) * message, rounds=3, codec=codec))
+        ways.append(_compressed(job, "1-bit hierarchical", (job.hosts - 1) * message, rounds=3, codec=codec))
     return Plan(job, tuple(ways))
 
 
@@ -186,22 +197,30 @@ def _codec(device: Device, messages: int) -> float:
     return device.encode + device.apply + device.decode * (messages - 1) - device.adam
 
 
-def _estimate(
-    job: Job, way: str, received: float, *, rounds: int, codec: float, host: float = 0.0, last: float | None = None
-) -> Estimate:
-    inside = job.hosts == 1  # nothing crosses a link
-    if inside:
-        received = 0.0
-    waits = 0.0 if job.workers == 1 else rounds * (job.device.wait + 2 * job.latency)
-    if job.workers == 1:
-        host = 0.0
-    stream = received / (job.link * LINE_RATE) + 1e-9 * host * job.parameters
-    transfer = stream + waits
+def _uncompressed(job: Job, way: str, received: float, host: float, efficiency: float) -> Estimate:
+    """``host`` is nanoseconds a parameter."""
+    wire = received / (job.link * LINE_RATE * efficiency) if job.hosts > 1 else 0.0
+    work = 1e-9 * host * job.parameters if job.workers > 1 else 0.0
+    return _estimate(job, way, received, wire + work, rounds=1, codec=0.0, last=0.1)
+
+
+def _compressed(job: Job, way: str, received: float, *, rounds: int, codec: float) -> Estimate:
+    """``codec`` is nanoseconds a parameter."""
+    wire = received / (job.link * LINE_RATE) if job.hosts > 1 else 0.0
+    work = 1e-9 * job.device.gather * job.parameters * received / message_bytes(job.parameters)
     # The last bucket is known only when the backward pass ends.
-    share = min(1.0, Recipe().bucket_size / job.parameters) if last is None else last
-    exposed = max(transfer - job.backward * job.compute, share * stream + waits)
+    last = min(1.0, Recipe().bucket_size / job.parameters)
+    return _estimate(job, way, received, wire + work, rounds=rounds, codec=codec, last=last)
+
+
+def _estimate(
+    job: Job, way: str, received: float, stream: float, *, rounds: int, codec: float, last: float
+) -> Estimate:
+    waits = 0.0 if job.workers == 1 else rounds * (job.device.wait + 2 * job.latency)
+    transfer = stream + waits
+    exposed = max(transfer - job.backward * job.compute, last * stream + waits)
     step = job.compute + 1e-9 * codec * job.parameters + exposed
-    return Estimate(way, received, transfer, exposed, step)
+    return Estimate(way, received if job.hosts > 1 else 0.0, transfer, exposed, step)
 
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}

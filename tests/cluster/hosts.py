@@ -174,7 +174,9 @@ def _network(made: Cluster, rate: str | None) -> None:
         for device in ("lo", INTERFACE):
             _run(*inside, "ip", "link", "set", device, "up")
         if rate:
-            shape = ["root", "tbf", "rate", rate, "burst", "64kb", "latency", "400ms"]
+            # What a link lets through at once beyond its rate must be little beside a message.
+            burst = "16kb" if rate.endswith("mbit") else "64kb"
+            shape = ["root", "tbf", "rate", rate, "burst", burst, "latency", "400ms"]
             _run("tc", "qdisc", "add", "dev", outside, *shape)
             _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, *shape)
 
