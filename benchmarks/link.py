@@ -28,7 +28,7 @@ ALL = (
     "onebit", "onebit no overlap",
 )  # fmt: skip
 FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit no overlap")
-MANY = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit direct", "onebit two_stage")
+MANY = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 
 
 @dataclass(frozen=True)

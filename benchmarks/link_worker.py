@@ -110,7 +110,7 @@ WAYS: dict[str, Callable[[str, torch.Tensor], Step]] = {
     "ddp powersgd 4": ddp("powersgd", 4),
     "onebit": ours(exchange="auto"),
     "onebit direct": ours(exchange="direct"),
-    "onebit two_stage": ours(exchange="two_stage"),
+    "onebit two-stage": ours(exchange="two_stage"),
     "onebit no overlap": ours(exchange="auto", overlap=False),
 }
 
