@@ -1,0 +1,114 @@
+"""Messages that are damaged, and configurations that nobody would write: an error that says so, or a right answer."""
+
+import random
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, Recipe, WireError, wire
+from horovod_onebit.kernels import cpu
+from horovod_onebit.kernels.reference import Spec
+from horovod_onebit.layout import TensorSpec, plan
+
+WORKERS = 3
+RECIPE = Recipe(block_size=64, min_compressed_size=1, bucket_size=500)
+
+
+def arrived(rng):
+    """A bucket, its stamp, and what a gather of good messages gives."""
+    layout = plan([TensorSpec("a", 100), TensorSpec("b", 333)], RECIPE, WORKERS)
+    bucket, stamp = layout.buckets[0], wire.Stamp(int(rng.integers(1000)), layout.digest)
+    rows = []
+    for _ in range(WORKERS):
+        message = wire.Message(bucket)
+        message.scales[:] = rng.random(bucket.blocks, np.float32)
+        message.bits[:] = rng.integers(0, 256, bucket.bytes, dtype=np.uint8)
+        rows.append(message.seal(stamp, finite=bool(rng.random() < 0.9)))
+    return bucket, stamp, np.concatenate(rows)
+
+
+def damage(data, rng):
+    """Flip bits, overwrite a stretch, cut, lengthen, or replace all."""
+    kind = rng.integers(5)
+    data = data.copy()
+    if kind == 0:
+        for where in rng.integers(0, data.size, rng.integers(1, 8)):
+            data[where] ^= np.uint8(1 << rng.integers(8))
+    elif kind == 1:
+        start = rng.integers(data.size)
+        part = data[start : start + rng.integers(1, 64)]
+        part[:] = rng.integers(0, 256, part.size, dtype=np.uint8)
+    elif kind == 2:
+        data = data[: rng.integers(data.size)]
+    elif kind == 3:
+        data = np.concatenate([data, rng.integers(0, 256, rng.integers(1, 200), dtype=np.uint8)])
+    else:
+        data = rng.integers(0, 256, rng.integers(0, 2 * data.size), dtype=np.uint8)
+    return data
+
+
+def test_a_hundred_thousand_damaged_messages():
+    """What is let through is of the right shape, and its scales can be used."""
+    rng = np.random.default_rng(0)
+    bucket, stamp, good = arrived(rng)
+    opened = wire.read(good, bucket, stamp, workers=WORKERS)
+    shapes = opened.scales.shape, opened.bits.shape
+    refused = 0
+    for _ in range(100_000):
+        try:
+            found = wire.read(damage(good, rng), bucket, stamp, workers=WORKERS)
+        except WireError:
+            refused += 1
+            continue
+        assert (found.scales.shape, found.bits.shape) == shapes
+        usable = found.scales[found.finite]
+        assert np.isfinite(usable).all()
+        assert (usable >= 0).all()
+    assert 60_000 < refused < 100_000
+
+
+def test_any_bits_can_be_decoded():
+    rng = np.random.default_rng(1)
+    spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, 3.0, "guarded", 64)
+    for _ in range(200):
+        size = int(rng.integers(1, 400))
+        scales = rng.random((WORKERS, cpu.num_blocks(size, 64)), np.float32)
+        bits = rng.integers(0, 256, (WORKERS, cpu.num_bytes(size)), dtype=np.uint8)
+        momentum, weight = np.zeros(size, np.float32), np.zeros(size, np.float32)
+        variance = np.ones(size, np.float32)
+        cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=True, step_size=0.1, decay=1.0)
+        assert np.isfinite(weight).all()
+        assert np.isfinite(momentum).all()
+
+
+NUMBERS = [None, True, False, 0, 1, -1, 7, 8, 16, 1024, 2**31, 0.5, 3.0, -2.0, float("nan"), float("inf"), [], {}]
+TEXTS = ["", "rms", "update", "momentum", "direct", "two_stage", "auto", "hierarchical", "guarded", "skip", "raise"]
+VALUES = [*NUMBERS, *TEXTS]
+FIELDS = list(Recipe.__dataclass_fields__)
+
+
+def test_ten_thousand_random_recipes():
+    """Each is refused with a reason, or lays out tensors without a gap."""
+    chance = random.Random(0)
+    made = 0
+    for _ in range(10_000):
+        options = {field: chance.choice(VALUES) for field in chance.sample(FIELDS, chance.randint(0, 4))}
+        sizes = [chance.choice([0, 1, 7, 8, 9, 1000, 5000]) for _ in range(chance.randint(0, 4))]
+        workers = chance.choice([1, 2, 3, 64])
+        try:
+            recipe = Recipe(**options)
+            layout = plan([TensorSpec(str(i), size) for i, size in enumerate(sizes)], recipe, workers)
+        except ConfigurationError:
+            continue
+        made += 1
+        pieces = [piece for bucket in layout.buckets for piece in bucket.pieces]
+        for i, size in enumerate(sizes):
+            own = [piece for piece in pieces if piece.tensor == i]
+            assert sum(piece.stop - piece.start for piece in own) == size
+    assert made > 500
+
+
+@pytest.mark.parametrize("bad", [{"exchange": "fast"}, {"exchange": None}, {"bucket_size": True}])
+def test_reasons_name_the_field(bad):
+    with pytest.raises(ConfigurationError, match=next(iter(bad))):
+        Recipe(**bad)
