@@ -93,6 +93,8 @@ class Cluster:
             arguments = [*_on(0, 'exec "$@"'), "sh", *arguments]
         path = f"{self.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
         env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (variables or {})
+        if slots * len(self.addresses) > (os.cpu_count() or 1):
+            env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
         return _finish([*arguments, *command], env, timeout)
 
 
