@@ -6,8 +6,10 @@ has a thread of a small pool, and the step goes on meanwhile.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future
+from queue import SimpleQueue
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -21,13 +23,37 @@ def view(tensor: Any) -> NDArray:
     return np.asarray(memoryview(tensor)) if tensor.shape.rank else np.asarray(tensor)
 
 
-# All workers submit in the same order, so that those who wait for a thread cannot keep each other waiting.
-_threads = ThreadPoolExecutor(max_workers=8, thread_name_prefix="onebit-collective")
+THREADS = 8
+"""Collectives under way at once. All workers submit in the same order, so that those that wait for a thread cannot keep
+each other waiting."""
+
+_waiting: SimpleQueue[tuple[Future, Callable[[], NDArray]]] = SimpleQueue()
+_threads: list[threading.Thread] = []
+
+
+def _work() -> None:
+    while True:
+        future, run = _waiting.get()
+        try:
+            future.set_result(run())
+        except BaseException as error:
+            future.set_exception(error)
+
+
+def _submit(run: Callable[[], NDArray]) -> Future:
+    if not _threads:
+        # Daemons: a program that ends by an error must not wait for a collective that will never be done.
+        _threads.extend(threading.Thread(target=_work, name="onebit-collective", daemon=True) for _ in range(THREADS))
+        for thread in _threads:
+            thread.start()
+    future: Future = Future()
+    _waiting.put((future, run))
+    return future
 
 
 class _Handle:
-    def __init__(self, start: Callable[[], NDArray]) -> None:
-        self.future = _threads.submit(start)
+    def __init__(self, run: Callable[[], NDArray]) -> None:
+        self.future = _submit(run)
 
     def ready(self) -> bool:
         return False  # or the order of what follows would depend on when messages come
