@@ -80,7 +80,7 @@ class Engine:
         self._rules = list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             return
-        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives)
+        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives, rules)
         layout = plan(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout = layout

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context
+from horovod_onebit.rules import Context, Rule
 from horovod_onebit.wire import Gathered, Message, Stamp
 
 Bytes = NDArray[np.uint8]
@@ -142,11 +143,14 @@ SMALL_EXCESS = 128 * 2**10
 millisecond at 1 Gbit/s."""
 
 
-def choose(recipe: Recipe, elements: int, collectives: Collectives) -> Recipe:
+def choose(recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule]) -> Recipe:
     """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective."""
+    linear = all(rule.encodes_gradients for rule in rules)
+    if recipe.exchange == "hierarchical" and not linear:
+        raise UnsupportedError("0/1 Adam's workers differ within a host too: use exchange='direct' or 'two_stage'")
     if recipe.exchange != "auto":
         return recipe
-    workers, hosts = collectives.size, collectives.hosts()
+    workers, hosts = collectives.size, collectives.hosts() if linear else None
     # A host receives H - 1 messages, and (L + 1) (H - 1) / H of them in two stages.
     if hosts is not None and hosts[1].size <= hosts[0].size + 1:
         return replace(recipe, exchange="hierarchical")

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from types import ModuleType
+from typing import ClassVar
 
 import numpy as np
 
@@ -82,6 +83,8 @@ class Rule:
 
     name: str
     lr: float
+    encodes_gradients: ClassVar[bool] = True
+    """Whether a message of several workers' mean gradient is as good as a message of each."""
 
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import ClassVar
 
 import numpy as np
 
@@ -39,6 +40,7 @@ class ZeroOneAdam(Adam):
 
     kind: Kind = Kind.GRADIENT
     name: str = "zero_one_adam"
+    encodes_gradients: ClassVar[bool] = False
 
     def init(self, tensor: Tensor) -> None:
         tensor.layer = np.array([0, 1, 0], f32)

@@ -6,12 +6,21 @@ import functools
 import numpy as np
 import pytest
 
-from horovod_onebit import PRESETS, ConfigurationError, DesyncError, NonFiniteError, Recipe, simulation
+from horovod_onebit import (
+    PRESETS,
+    ConfigurationError,
+    DesyncError,
+    NonFiniteError,
+    Recipe,
+    UnsupportedError,
+    simulation,
+)
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import ZeroOne
 
 f32 = np.float32
 SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
@@ -93,6 +102,22 @@ def test_auto_follows_the_hosts():
     assert kinds(8, 2) == {"Direct"}  # four hosts of two
     with pytest.raises(ConfigurationError, match="hierarchical"):
         simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
+
+
+def test_zero_one_adam_has_no_hierarchy():
+    def worker(collectives, exchange):
+        recipe = dataclasses.replace(EVERYTHING, exchange=exchange)
+        weights = {"w": np.zeros(100, f32)}
+        schedule = ZeroOne(var_freeze_step=4, var_update_scaler=2)
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, recipe=recipe, schedule=schedule)
+        for _ in range(6):
+            optimizer.step({"w": np.ones(100, f32)})
+        return type(optimizer.engine.exchange).__name__
+
+    run = functools.partial(simulation.run, workers=4, workers_per_host=2)
+    assert run(functools.partial(worker, exchange="auto")) == ["Direct"] * 4
+    with pytest.raises(UnsupportedError, match="0/1 Adam"):
+        run(functools.partial(worker, exchange="hierarchical"))
 
 
 def test_a_nan_under_a_hierarchy_is_taken_back():
