@@ -106,7 +106,7 @@ def _plot(job: planner.Job, path: str) -> None:
     figure, axes = pyplot.subplots(constrained_layout=True)
     for i, estimate in enumerate(plans[0].estimates):
         axes.plot(counts, [1e3 * plan.estimates[i].step for plan in plans], marker="o", label=estimate.way)
-    axes.set(xscale="log", yscale="log", xlabel="workers", ylabel="milliseconds a step")
+    axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
     axes.set_xscale("log", base=2)
     axes.legend()
     save: Any = figure.savefig

@@ -14,7 +14,7 @@ from horovod_onebit.exchange import Collectives
 
 def checksum(array: NDArray) -> int:
     """CRC-32 of the bytes of ``array``, as an unsigned number."""
-    return zlib.crc32(np.ascontiguousarray(array).tobytes())
+    return zlib.crc32(np.ascontiguousarray(array).data)
 
 
 def check(checksums: Mapping[str, int], collectives: Collectives, name: str) -> None:

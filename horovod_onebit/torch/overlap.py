@@ -134,7 +134,9 @@ class Overlap:
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
         if changed or self._version != compressor.version:
             return True
-        return [_coding(rule) for rule in compressor.rules(1.0, Kind.ONEBIT)] != [_coding(rule) for rule in self._rules]
+        # All parameters of a group have the same rule.
+        pairs = set(zip(self._rules, compressor.rules(1.0, Kind.ONEBIT), strict=True))
+        return any(_coding(sent) != _coding(now) for sent, now in pairs)
 
     def disable(self, reason: str) -> None:
         """From the next step on, send in ``step``: the gradients are not final during backward."""
