@@ -21,6 +21,7 @@ from rich.table import Table
 
 from studies.__main__ import processor
 from tests.cluster.hosts import cluster, unavailable
+from tests.processes import result
 
 RESULTS = Path(__file__).parent / "results" / "link.json"
 ALL = (
@@ -68,15 +69,13 @@ def run(setting: Setting) -> dict[str, Any]:
             "--ways", ways, "--rounds", str(setting.rounds), "--steps", str(setting.steps),
             "--exchange-rounds", str(setting.exchanges), timeout=1800,
         )  # fmt: skip
-    line = next(line for line in output.splitlines() if "RESULT " in line)
-    result = json.loads(line.split("RESULT ", 1)[1])
-    return {"hosts": setting.hosts, "rate": setting.rate, **result}
+    return {"hosts": setting.hosts, "rate": setting.rate, **result(output)}
 
 
-def show(console: Console, result: dict[str, Any]) -> None:
+def show(console: Console, found: dict[str, Any]) -> None:
     for part, baseline in (("exchange", "float32"), ("training", "horovod fp32")):
-        rows = result.get(part, {})
-        title = f"{part}: {result['parameters']:,} parameters, {result['hosts']} hosts, {result['rate']}"
+        rows = found.get(part, {})
+        title = f"{part}: {found['parameters']:,} parameters, {found['hosts']} hosts, {found['rate']}"
         table = Table("", "ms", "10 % to 90 %", "times faster", "MB received", title=title)
         for way, row in rows.items():
             s = row["seconds"]

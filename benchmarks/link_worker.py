@@ -191,7 +191,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[hvd.rank() % len(os.sched_getaffinity(0))]})
-    ways = [way.replace("_", " ") if way.replace("_", " ") in WAYS else way for way in options.ways.split(",")]
+    ways = [way.replace("_", " ") for way in options.ways.split(",")]
     if any(way.startswith("ddp") for way in ways):
         if RX.exists():
             os.environ["GLOO_SOCKET_IFNAME"] = "e0"

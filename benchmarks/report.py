@@ -11,7 +11,6 @@ from horovod_onebit import planner
 from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
-RATES = {"100mbit": 12.5e6, "1gbit": 125e6, "10gbit": 1.25e9}
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
 
 
@@ -24,7 +23,7 @@ def job(result: dict[str, Any], compute: float = 0.0) -> planner.Job:
     return planner.Job(
         parameters=result["parameters"],
         workers=result["workers"],
-        link=RATES[result["rate"]],
+        link=planner.rate(result["rate"]),
         compute=compute,
         backward=0.0,
     )

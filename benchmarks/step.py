@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -21,8 +20,8 @@ from rich.console import Console
 from rich.table import Table
 
 from studies.__main__ import processor
+from tests.processes import result, run
 
-ROOT = Path(__file__).resolve().parents[1]
 RESULTS = Path(__file__).parent / "results" / "step.json"
 
 
@@ -32,11 +31,7 @@ def job(*arguments: str) -> dict[str, Any]:
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
     environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
     command = [runner, "-np", "2", "--mpi", sys.executable, "benchmarks/step_worker.py", *arguments]
-    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=1200)
-    if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with status {done.returncode}\n{done.stdout}\n{done.stderr}")
-    line = next(line for line in done.stdout.splitlines() if "RESULT " in line)
-    return json.loads(line.split("RESULT ", 1)[1])
+    return result(run(command, environment, timeout=1200))
 
 
 def main() -> None:

@@ -3,7 +3,6 @@
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-ROOT = Path(__file__).resolve().parents[1]
+from tests.processes import ROOT, run
+
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 MPI = {"OMPI_MCA_mpi_yield_when_idle": "1"}  # more processes than cores
@@ -24,24 +24,7 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **MPI} | variables
     arguments = [str(HOROVODRUN), "-np", str(processes), f"--{backend}", sys.executable, *map(str, command)]
-    job = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        pytest.fail(f"{arguments} did not end within {timeout} s\n{output[-6000:]}")
-    if job.returncode != 0:
-        pytest.fail(f"{arguments} ended with status {job.returncode}\n{output[:6000]}\n...\n{output[-2000:]}")
-    return output
+    return run(arguments, env, timeout)
 
 
 FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults")

@@ -19,16 +19,17 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+
+from tests.processes import ROOT, run
 
 NAME = "onebit"  # begins the names of the namespaces and of the bridge
 NETWORK = "10.77.0"
 INTERFACE = "e0"
 NAMES = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace's folder there in place of those in /etc
-ROOT = Path(__file__).resolve().parents[2]
 TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
 
 
@@ -76,9 +77,7 @@ class Cluster:
         command = ["ip", "netns", "exec", f"{NAME}{host}", "cat", path]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    def horovodrun(
-        self, backend: str, *command: str, slots: int = 1, timeout: float = 600, variables: dict[str, str] | None = None
-    ) -> str:
+    def horovodrun(self, backend: str, *command: str, slots: int = 1, timeout: float = 600) -> str:
         """Run ``command`` on ``slots`` processes of every host by horovodrun over ``"mpi"`` or ``"gloo"``.
 
         Returns its output; raises ``RuntimeError`` with the end of it if it fails or does not end in time.
@@ -92,10 +91,10 @@ class Cluster:
         else:
             arguments = [*_on(0, 'exec "$@"'), "sh", *arguments]
         path = f"{self.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | (variables or {})
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
         if slots * len(self.addresses) > (os.cpu_count() or 1):
             env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
-        return _finish([*arguments, *command], env, timeout)
+        return run([*arguments, *command], env, timeout)
 
 
 def _on(host: int, script: str) -> list[str]:
@@ -103,27 +102,6 @@ def _on(host: int, script: str) -> list[str]:
     # A name of its own for each: MPI takes processes on hosts of one name for neighbours.
     script = f"hostname {NAME}{host} && {script}"
     return ["ip", "netns", "exec", f"{NAME}{host}", "unshare", "--uts", "sh", "-c", script]
-
-
-def _finish(arguments: Sequence[str], env: dict[str, str], timeout: float) -> str:
-    job = subprocess.Popen(
-        arguments,
-        cwd=ROOT,
-        env=env,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        text=True,
-        start_new_session=True,
-    )
-    try:
-        output, _ = job.communicate(timeout=timeout)
-    except subprocess.TimeoutExpired:
-        os.killpg(job.pid, signal.SIGKILL)
-        output, _ = job.communicate()
-        raise RuntimeError(f"{' '.join(arguments)} did not end within {timeout:.0f} s\n{output[-6000:]}") from None
-    if job.returncode:
-        raise RuntimeError(f"{' '.join(arguments)} ended with status {job.returncode}\n{output[-6000:]}")
-    return output
 
 
 @contextmanager

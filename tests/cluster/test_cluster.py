@@ -1,11 +1,11 @@
 """Several hosts: the bytes that really cross the links, as the network interfaces count them."""
 
-import json
 from functools import cache
 
 import pytest
 
 from tests.cluster.hosts import cluster, unavailable
+from tests.processes import result
 
 reason = unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -16,8 +16,7 @@ def job(hosts, backend, slots=1):
     """What each process found."""
     with cluster(hosts, "1gbit") as made:
         output = made.horovodrun(backend, "python", "tests/cluster/job.py", slots=slots, timeout=300)
-    line = next(line for line in output.splitlines() if "RESULT " in line)
-    return json.loads(line.split("RESULT ", 1)[1])
+    return result(output)
 
 
 @pytest.mark.parametrize(("hosts", "backend"), [(2, "mpi"), (4, "mpi")])
