@@ -104,14 +104,14 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
     pending: list[Cut] = []
     room = capacity
     for index, spec in enumerate(tensors):
-        length = _piece_length(spec.size, longest, recipe, workers)
-        for start in range(0, spec.size, length):
-            stop = min(start + length, spec.size)
-            cost = _message_bytes(stop - start, recipe)
+        for start in range(0, spec.size, longest):
+            stop = min(start + longest, spec.size)
+            block_size = _block_size(stop - start, recipe, workers)
+            cost = 4 * num_blocks(stop - start, block_size) + num_bytes(stop - start)
             if pending and cost > room:
                 buckets.append(_bucket(len(buckets), pending))
                 pending, room = [], capacity
-            pending.append((index, start, stop, recipe.block_size_for(stop - start)))
+            pending.append((index, start, stop, block_size))
             room -= cost
     if pending:
         buckets.append(_bucket(len(buckets), pending))
@@ -140,21 +140,17 @@ def _overlap(piece: Piece, lo: int, hi: int) -> list[Cut]:
     return [(piece.tensor, start, min(piece.start + last * piece.block_size, piece.stop), piece.block_size)]
 
 
-def _message_bytes(size: int, recipe: Recipe) -> int:
-    return 4 * num_blocks(size, recipe.block_size_for(size)) + num_bytes(size)
-
-
-def _piece_length(size: int, longest: int, recipe: Recipe, workers: int) -> int:
+def _block_size(size: int, recipe: Recipe, workers: int) -> int:
     if recipe.block_size is None and recipe.exchange == "two_stage":
         # Servers' shares are cut at scales: give each server a scale of its own in every tensor.
-        return min(longest, max(-(-size // workers) + 7, 8) // 8 * 8)
-    return longest
+        return max(-(-size // workers) + 7, 8) // 8 * 8
+    return recipe.block_size_for(size)
 
 
 def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
     """Bytes of scales and bits that a bucket should hold, and the longest piece, in elements."""
     unit = recipe.block_size or 8
-    per_unit = _message_bytes(unit, recipe)
+    per_unit = 4 + num_bytes(unit)
     gather = GATHER_LIMIT // workers - 64
     if gather < per_unit:
         raise ConfigurationError(

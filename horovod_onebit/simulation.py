@@ -24,51 +24,69 @@ from horovod_onebit.errors import ConfigurationError, DesyncError
 T = TypeVar("T")
 
 
+class _Call:
+    """One collective: what each worker gave, and what all of them get."""
+
+    def __init__(self, size: int) -> None:
+        self.posted: list[NDArray | None] = [None] * size
+        self.missing = self.left = size
+        self.complete = threading.Event()
+        self.lock = threading.Lock()
+        self.common: NDArray | None = None
+
+    def arrays(self) -> list[NDArray]:
+        return [array for array in self.posted if array is not None]
+
+    def shared(self, combine: Callable[[list[NDArray]], NDArray]) -> NDArray:
+        """What is the same for all, made once."""
+        with self.lock:
+            if self.common is None:
+                self.common = combine(self.arrays())
+            return self.common
+
+
 class _World:
     def __init__(self, size: int, timeout: float) -> None:
         self.size = size
         self.timeout = timeout
-        self.lock = threading.Condition()
-        self.posted: dict[tuple[str, int], list[NDArray | None]] = {}
-        self.taken: dict[tuple[str, int], int] = {}
+        self.lock = threading.Lock()
+        self.calls: dict[tuple[str, int], _Call] = {}
         self.failed = False
 
-    def post(self, key: tuple[str, int], rank: int, array: NDArray) -> None:
+    def post(self, key: tuple[str, int], rank: int, array: NDArray) -> _Call:
         with self.lock:
-            self.posted.setdefault(key, [None] * self.size)[rank] = array.copy()
-            self.lock.notify_all()
+            call = self.calls.setdefault(key, _Call(self.size))
+            call.posted[rank] = array.copy()
+            call.missing -= 1
+            if self.failed or not call.missing:
+                call.complete.set()
+            return call
 
-    def collect(self, key: tuple[str, int]) -> list[NDArray]:
+    def collect(self, key: tuple[str, int]) -> _Call:
+        call = self.calls[key]
+        ready = call.complete.wait(self.timeout)
         with self.lock:
-            ready = self.lock.wait_for(lambda: self.failed or self._complete(key), self.timeout)
             if self.failed or not ready:
-                missing = [i for i, a in enumerate(self.posted[key]) if a is None]
+                missing = [i for i, a in enumerate(call.posted) if a is None]
                 raise DesyncError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
-            arrays = [a for a in self.posted[key] if a is not None]
-            self.taken[key] = self.taken.get(key, 0) + 1
-            if self.taken[key] == self.size:
-                del self.posted[key], self.taken[key]
-            return arrays
-
-    def _complete(self, key: tuple[str, int]) -> bool:
-        return all(array is not None for array in self.posted[key])
-
-    def is_complete(self, key: tuple[str, int]) -> bool:
-        with self.lock:
-            return self._complete(key)
+            call.left -= 1
+            if not call.left:
+                del self.calls[key]
+        return call
 
     def fail(self) -> None:
         with self.lock:
             self.failed = True
-            self.lock.notify_all()
+            for call in self.calls.values():
+                call.complete.set()
 
 
 class _Waiting:
-    def __init__(self, world: _World, key: tuple[str, int], combine: Callable[[list[NDArray]], NDArray]) -> None:
-        self.world, self.key, self.combine = world, key, combine
+    def __init__(self, world: _World, key: tuple[str, int], call: _Call, combine: Callable[[_Call], NDArray]) -> None:
+        self.world, self.key, self.call, self.combine = world, key, call, combine
 
     def ready(self) -> bool:
-        return self.world.is_complete(self.key)
+        return self.call.complete.is_set()
 
     def wait(self) -> NDArray:
         return self.combine(self.world.collect(self.key))
@@ -99,41 +117,39 @@ class SimulatedCollectives:
         for one in self._hosts or ():
             one.fail()
 
-    def _start(self, name: str, array: NDArray, combine: Callable[[list[NDArray]], NDArray]) -> _Waiting:
-        call = self._calls.get(name, 0)
-        self._calls[name] = call + 1
-        self._world.post((name, call), self._rank, array)
-        return _Waiting(self._world, (name, call), combine)
+    def _start(self, name: str, array: NDArray, combine: Callable[[_Call], NDArray]) -> _Waiting:
+        count = self._calls.get(name, 0)
+        self._calls[name] = count + 1
+        key = name, count
+        return _Waiting(self._world, key, self._world.post(key, self._rank, array), combine)
 
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Waiting:
-        return self._start(name, array, np.concatenate)
+        return self._start(name, array, lambda call: call.shared(np.concatenate))
 
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Waiting:
-        def own_parts(arrays: list[NDArray]) -> NDArray:
-            size = len(array) // self.size
-            return np.concatenate([a[self.rank * size : (self.rank + 1) * size] for a in arrays])
-
-        return self._start(name, array, own_parts)
+        part = self._part(array)
+        return self._start(name, array, lambda call: np.concatenate([a[part] for a in call.arrays()]))
 
     def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Waiting:
-        def own_part(arrays: list[NDArray]) -> NDArray:
-            size = len(array) // self.size
-            part = slice(self.rank * size, (self.rank + 1) * size)
-            return np.sum([a[part] for a in arrays], axis=0)
+        part = self._part(array)
+        return self._start(name, array, lambda call: np.sum([a[part] for a in call.arrays()], axis=0))
 
-        return self._start(name, array, own_part)
+    def _part(self, array: NDArray) -> slice:
+        size = len(array) // self.size
+        return slice(self.rank * size, (self.rank + 1) * size)
 
     def hosts(self) -> tuple[SimulatedCollectives, SimulatedCollectives] | None:
         return self._hosts
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Waiting:
-        def total(arrays: list[NDArray]) -> NDArray:
-            result = arrays[0].copy()
-            for other in arrays[1:]:
-                result += other
-            return result
+        return self._start(name, array, lambda call: call.shared(_total).copy())
 
-        return self._start(name, array, total)
+
+def _total(arrays: list[NDArray]) -> NDArray:
+    result = arrays[0].copy()
+    for other in arrays[1:]:
+        result += other
+    return result
 
 
 def _make(world: _World, workers: int, workers_per_host: int, timeout: float) -> list[SimulatedCollectives]:

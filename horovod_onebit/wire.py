@@ -8,13 +8,14 @@ then        zeros up to a multiple of 16 bytes (unaligned gathers are slow on NC
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import JOINED, WireError
-from horovod_onebit.layout import Bucket
+from horovod_onebit.layout import Bucket, Share
 
 MAGIC = 0x5449_4231  # "1BIT"
 VERSION = 1
@@ -70,6 +71,13 @@ class Message:
         return self.buffer
 
 
+def seal_rows(rows: NDArray[np.uint8], blocks: NDArray[np.integer], index: int, stamp: Stamp, finite: bool) -> None:
+    """Write the headers of several messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
+    headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
+    headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, FINITE if finite else 0
+    headers["step"], headers["layout"], headers["bucket"], headers["blocks"] = stamp.step, stamp.layout, index, blocks
+
+
 @dataclass(frozen=True)
 class Gathered:
     """k messages of one bucket: ``scales`` (k, blocks), ``bits`` (k, bytes), ``finite`` (n,), for each worker.
@@ -92,35 +100,80 @@ def read(
     claims to be finite is refused as well.
     """
     size = message_size(bucket) if size is None else size
-    step = stamp.step
-    if gathered.dtype != np.uint8 or gathered.shape != (workers * size,):
+    rows, finite = _open(gathered, bucket.index, np.full(workers, bucket.blocks), stamp, size, np.arange(workers))
+    scales, bits = _body(rows, bucket)
+    bad = finite & _corrupt(scales)
+    if bad.any():
+        raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
+    return Gathered(scales, bits, finite)
+
+
+def read_shares(
+    gathered: NDArray[np.uint8], bucket: Bucket, shares: Sequence[Share], stamp: Stamp, *, hosts: int, size: int
+) -> Gathered:
+    """Check and put together the shares of a bucket: (shares * hosts * size,) uint8, for each share one a host.
+
+    ``finite`` is that of each share of each host, (hosts * shares,). Raises as ``read``.
+    """
+    count = len(shares)
+    senders = np.arange(hosts * count).reshape(hosts, count).T.reshape(-1)
+    blocks = np.repeat([share.bucket.blocks for share in shares], hosts)
+    rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
+    rows, finite = rows.reshape(count, hosts, size), finite.reshape(count, hosts)
+    scales = np.empty((hosts, bucket.blocks), np.float32)
+    bits = np.empty((hosts, bucket.bytes), np.uint8)
+    for row, share in zip(rows, shares, strict=True):
+        scales[:, share.blocks], bits[:, share.bytes] = _body(row, share.bucket)
+    if _corrupt(scales).any():
+        for j, share in enumerate(shares):
+            bad = finite[j] & _corrupt(scales[:, share.blocks])
+            if bad.any():
+                raise _corruption(bucket.index, stamp, senders[j * hosts + np.flatnonzero(bad)[0]])
+    return Gathered(scales, bits, finite.T.reshape(-1))
+
+
+def _open(
+    gathered: NDArray[np.uint8],
+    index: int,
+    blocks: NDArray[np.integer],
+    stamp: Stamp,
+    size: int,
+    senders: NDArray[np.integer],
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """The messages as rows, and which are finite; their headers are as expected."""
+    if gathered.dtype != np.uint8 or gathered.shape != (len(blocks) * size,):
         raise WireError(
-            f"bucket {bucket.index}: {gathered.shape} {gathered.dtype} arrived, expected ({workers} * {size},) uint8: "
+            f"bucket {index}: {gathered.shape} {gathered.dtype} arrived, expected ({len(blocks)} * {size},) uint8: "
             "the workers do not have the same model, recipe or version"
         )
-    rows = np.ascontiguousarray(gathered).reshape(workers, size)
+    rows = np.ascontiguousarray(gathered).reshape(len(blocks), size)
     headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
-    joined = np.flatnonzero(headers["magic"] == 0)  # Horovod lets zeros stand for a worker that has left
+    joined = senders[headers["magic"] == 0]  # Horovod lets zeros stand for a worker that has left
     if joined.size:
         raise WireError(JOINED.format(joined.tolist()))
-    expected = {"magic": MAGIC, "version": VERSION, "step": step, "layout": stamp.layout}
-    expected |= {"bucket": bucket.index, "blocks": bucket.blocks}
-    for field, value in expected.items():
-        wrong = np.flatnonzero(headers[field] != value)
-        if wrong.size:
+    expected = {"magic": MAGIC, "version": VERSION, "step": stamp.step, "layout": stamp.layout, "bucket": index}
+    for field, values in (expected | {"blocks": blocks}).items():
+        wrong = headers[field] != values
+        if wrong.any():
+            first = np.flatnonzero(wrong)[0]
             raise WireError(
-                f"bucket {bucket.index}, step {step}: the message of worker {wrong[0]} has {field} "
-                f"{headers[field][wrong[0]]}, expected {value} (workers that differ: {wrong.tolist()})"
+                f"bucket {index}, step {stamp.step}: the message of worker {senders[first]} has {field} "
+                f"{headers[field][first]}, expected {np.broadcast_to(values, len(blocks))[first]} "
+                f"(workers that differ: {senders[wrong].tolist()})"
             )
-    finite = (headers["flags"] & FINITE).astype(bool)
-    scales, bits = _body(rows, bucket)
-    bad = finite & ~(np.isfinite(scales) & (scales >= 0)).all(axis=1)
-    if bad.any():
-        raise WireError(
-            f"bucket {bucket.index}, step {step}: the message of worker {np.flatnonzero(bad)[0]} is corrupt: it says "
-            "that it is finite and has a scale that is not a finite number >= 0"
-        )
-    return Gathered(scales, bits, finite)
+    return rows, (headers["flags"] & FINITE).astype(bool)
+
+
+def _corrupt(scales: NDArray[np.float32]) -> NDArray[np.bool_]:
+    """Of each row, whether it has a scale that is none."""
+    return np.asarray((~(np.isfinite(scales) & (scales >= 0))).any(axis=1))
+
+
+def _corruption(index: int, stamp: Stamp, worker: np.integer) -> WireError:
+    return WireError(
+        f"bucket {index}, step {stamp.step}: the message of worker {worker} is corrupt: it says that it is finite and "
+        "has a scale that is not a finite number >= 0"
+    )
 
 
 def _body(buffer: NDArray[np.uint8], bucket: Bucket) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import argparse
+import os
+import sys
 from pathlib import Path
 from statistics import mean
 
-from jobs import demo
-from jobs.report import Run
+from jobs.report import read
 from studies import report
+from tests.processes import run as run_job
 
 STEPS = 300
 TASKS = ("digits", "vgg", "charlm")
@@ -20,19 +21,22 @@ PAPER = (
 )
 
 
-def train(task: str, recipe: str, start: int, seed: int, output: Path) -> Run:
-    """One job; ``recipe`` "none" is uncompressed."""
-    compression = "none" if recipe == "none" else "onebit"
-    args = argparse.Namespace(
-        framework="torch", task=task, steps=STEPS, warmup_steps=start, np=2, backend="gloo", output=output,
-        recipe="robust" if recipe == "none" else recipe, more=[],
-    )  # fmt: skip
-    output.mkdir(parents=True, exist_ok=True)
-    return demo.run(args, compression, seed)
+def metrics(folder: Path, recipe: str, start: int, seed: int) -> Path:
+    """The file of one run."""
+    return folder / f"{recipe}-{start}-{seed}.jsonl"
+
+
+def train(task: str, folder: Path) -> None:
+    """All runs of ``task`` in one job."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tools = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    worker = [sys.executable, "-m", "studies.early_worker", task, str(folder)]
+    run_job([str(tools / "horovodrun"), "-np", "2", "--gloo", *worker], env, timeout=3600)
 
 
 def plan() -> list[tuple[str, int, tuple[int, ...]]]:
-    """Recipe, first compressed step, seeds."""
+    """Recipe, first compressed step, seeds; recipe "none" is uncompressed."""
     robust = [("robust", start, SEEDS if start in (24, 60) else SEEDS[:1]) for start in STARTS]
     others = [(name, start, SEEDS[:1]) for name in ("paper", "fixed") for start in (24, 100)]
     return [("none", STEPS, SEEDS), *robust, *others]
@@ -47,9 +51,11 @@ def run() -> str:
     ]
     figure, panels = report.axes(ncols=len(TASKS), figsize=(12, 3.8))
     for panel, task in zip(panels, TASKS, strict=True):
+        folder = report.ROOT / "build" / "studies" / task
+        train(task, folder)
         rows = []
         for recipe, start, seeds in plan():
-            runs = [train(task, recipe, start, seed, report.ROOT / "build" / "studies") for seed in seeds]
+            runs = [read(metrics(folder, recipe, start, seed)) for seed in seeds]
             finals = [r.final for r in runs]
             label = recipe if recipe == "none" else f"{recipe}, after {start}"
             style = {"none": "k-", "robust": "C0-", "paper": "C3:", "fixed": "C1--"}[recipe]

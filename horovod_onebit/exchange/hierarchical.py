@@ -123,13 +123,5 @@ class _Pending:
 
     def wait(self) -> wire.Gathered:
         """Put the hosts' messages for all shares together."""
-        local, hosts = self.exchange.local.size, self.exchange.cross.size
-        rows = self.handle.wait().reshape(local, -1)
-        size = self.shared.own.buffer.size
-        scales = np.empty((hosts, self.bucket.blocks), np.float32)
-        bits = np.empty((hosts, self.bucket.bytes), np.uint8)
-        finite = np.ones((hosts, local), bool)
-        for j, (row, share) in enumerate(zip(rows, self.shared.shares, strict=True)):
-            found = wire.read(row, share.bucket, self.stamp, workers=hosts, size=size)
-            scales[:, share.blocks], bits[:, share.bytes], finite[:, j] = found.scales, found.bits, found.finite
-        return wire.Gathered(scales, bits, finite.reshape(-1))
+        hosts, size = self.exchange.cross.size, self.shared.own.buffer.size
+        return wire.read_shares(self.handle.wait(), self.bucket, self.shared.shares, self.stamp, hosts=hosts, size=size)

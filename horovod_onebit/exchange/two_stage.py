@@ -15,7 +15,7 @@ have the same scales and the result is laid out like a worker's own message.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -75,7 +75,8 @@ class TwoStage:
         for share, part in zip(served.shares, served.parts, strict=True):
             part.scales[:] = message.scales[share.blocks]
             part.bits[:] = message.bits[share.bytes]
-            part.seal(stamp, finite=message.finite)
+        blocks = np.array([share.bucket.blocks for share in served.shares])
+        wire.seal_rows(served.outgoing.reshape(len(blocks), -1), blocks, served.own.bucket.index, stamp, message.finite)
         handle = self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         return _Pending(self, served, Encoded(message, gradient), stamp, name, handle)
 
@@ -132,11 +133,5 @@ class _Pending:
     def wait(self) -> wire.Gathered:
         """Put the servers' messages together to one that covers the whole bucket."""
         served, bucket = self.served, self.encoded.message.bucket
-        gathered = self.handle.wait()
-        scales = np.empty((1, bucket.blocks), np.float32)
-        bits = np.empty((1, bucket.bytes), np.uint8)
-        for j, share in enumerate(served.shares):
-            row = gathered[j * served.size : (j + 1) * served.size]
-            part = wire.read(row, share.bucket, self.stamp, workers=1, size=served.size)
-            scales[:, share.blocks], bits[:, share.bytes] = part.scales, part.bits
-        return wire.Gathered(scales, bits, self.finite)
+        found = wire.read_shares(self.handle.wait(), bucket, served.shares, self.stamp, hosts=1, size=served.size)
+        return replace(found, finite=self.finite)
