@@ -44,7 +44,7 @@ LIBRARY_DONE := $(VENV)/.library
 .PHONY: help
 help: ## this list
 	@echo "make TARGET, where TARGET is one of:"
-	@sed -n 's/^\([a-z]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
 
 .PHONY: demo
 demo: setup ## set everything up, train on two processes with and without compression, compare
@@ -53,6 +53,11 @@ demo: setup ## set everything up, train on two processes with and without compre
 .PHONY: test
 test: lint ## set everything up, check the code, run all tests
 	$(BIN)/python -m pytest
+
+.PHONY: test-gpu
+test-gpu: setup ## the tests that want an NVIDIA GPU, and the kernels' speed on it
+	$(BIN)/python -m pytest -rs tests/cuda
+	$(BIN)/python -m benchmarks.gpu
 
 .PHONY: lint
 lint: setup ## ruff (rules and format) and mypy

@@ -13,6 +13,7 @@ EXTRAS = {
     "torch": ["torch>=2.1"],
     "tensorflow": ["tensorflow>=2.16", "keras>=3"],
     "cuda": ["numba-cuda[cu13]"],
+    "cuda12": ["numba-cuda[cu12]"],
     "mpi": ["mpi4py>=4"],
     "plot": ["matplotlib"],
 }

@@ -35,7 +35,7 @@ class NumpyOptimizer:
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; ``warmup_steps`` is then not looked at.
-        kernels: ``"cpu"`` or ``"reference"``.
+        kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
     """
 
     def __init__(

@@ -1,0 +1,146 @@
+"""The CUDA kernels on a GPU: their share of the bandwidth of a copy, and against Adam and separate operations.
+
+    python -m benchmarks.gpu            writes benchmarks/results/gpu.json
+
+Medians by CUDA events over inputs larger than the second-level cache. Each byte is counted once: encode reads gradient,
+momentum and residual, and the second moment in update space, and writes the residual and a bit; decode and Adam read a
+bit of each worker, second moment and weight, and write weight and momentum. Without a GPU it says so and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+RESULTS = Path(__file__).parent / "results" / "gpu.json"
+BLOCK = 1024
+
+
+def milliseconds(torch: Any, work: Callable[[], object], rounds: int = 30) -> float:
+    """The median time of ``work`` on the device."""
+    times = []
+    for i in range(rounds + 5):
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        work()
+        end.record()
+        end.synchronize()
+        if i >= 5:
+            times.append(begin.elapsed_time(end))
+    return statistics.median(times)
+
+
+def host_microseconds(torch: Any, work: Callable[[], object], rounds: int = 200) -> float:
+    """The median time that the host spends in ``work``."""
+    times = []
+    for _ in range(rounds):
+        torch.cuda.synchronize()
+        start = time.perf_counter()
+        work()
+        times.append(time.perf_counter() - start)
+    return 1e6 * statistics.median(times)
+
+
+class Bench:
+    """``size`` parameters and the messages of ``workers``, all on the device."""
+
+    def __init__(self, torch: Any, size: int, workers: int) -> None:
+        from horovod_onebit.kernels import cuda as kernels
+        from horovod_onebit.kernels.reference import Spec
+
+        self.torch, self.kernels, self.size = torch, kernels, size
+        kernels.use_stream(lambda: torch.cuda.current_stream().cuda_stream)
+        self.g, self.m, self.e, self.w = (torch.randn(size, device="cuda") for _ in range(4))
+        self.v = torch.rand(size, device="cuda")
+        self.scales = torch.ones((workers, -(-size // BLOCK)), device="cuda")
+        self.bits = torch.randint(0, 256, (workers, -(-size // 8)), device="cuda", dtype=torch.uint8)
+        self.spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, clip=3.0, scale="guarded", block_size=BLOCK)
+
+    def encode(self, variance: bool) -> None:
+        v = self.v if variance else None
+        self.kernels.encode(self.g, self.m, v, None, self.e, self.scales[0], self.bits[0], self.spec)
+
+    def apply(self) -> None:
+        self.kernels.apply(
+            self.scales, self.bits, self.m, self.v, self.w, self.spec, update_space=True, step_size=1e-9, decay=1.0
+        )
+
+    def separate(self) -> None:
+        """The same compression and step as operations of PyTorch, one after the other."""
+        torch, n = self.torch, self.size // BLOCK * BLOCK
+        u = ((0.9 * self.m + 0.1 * self.g) / (self.v.sqrt() + 1e-8)).clamp(-3, 3) + self.e
+        x = u[:n].view(-1, BLOCK)
+        size = x.abs()
+        scale = torch.minimum((x * x).mean(1).sqrt(), 1.5 * size.mean(1))
+        negative = x < 0
+        self.e[:n] = (x - torch.where(negative, -scale[:, None], scale[:, None])).view(-1)
+        weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device="cuda", dtype=torch.uint8)
+        (negative.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
+        mean = torch.zeros(n, device="cuda")
+        for worker in range(len(self.scales)):
+            bits = (self.bits[worker, : n // 8, None] & weights) != 0
+            share = (self.scales[worker, : n // BLOCK] / len(self.scales)).repeat_interleave(BLOCK)
+            mean += torch.where(bits.view(-1), -share, share)
+        self.m[:n] = mean * (self.v[:n].sqrt() + 1e-8)
+        self.w[:n] -= 1e-9 * mean
+
+
+def measure(torch: Any, size: int, workers: int) -> dict[str, Any]:
+    bench, target = Bench(torch, size, workers), torch.empty(size, device="cuda")
+    copy = milliseconds(torch, lambda: target.copy_(bench.g))
+    bandwidth = 8 * size / copy
+    found: dict[str, Any] = {"parameters": size, "workers": workers, "copy": {"ms": copy, "TB/s": bandwidth / 1e9}}
+    parts = {
+        "encode, momentum space": (lambda: bench.encode(False), 16 + 1 / 8),
+        "encode, update space": (lambda: bench.encode(True), 20 + 1 / 8),
+        "decode and Adam": (bench.apply, 16 + workers / 8),
+    }
+    for name, (work, counted) in parts.items():
+        ms = milliseconds(torch, work)
+        found[name] = {"ms": ms, "share of the copy's bandwidth": counted * size / ms / bandwidth}
+    parameter = torch.nn.Parameter(bench.w)
+    parameter.grad = bench.g
+    adam = torch.optim.Adam([parameter], lr=1e-9, fused=True)
+    own = found["encode, update space"]["ms"] + found["decode and Adam"]["ms"]
+    fused, separate = milliseconds(torch, adam.step), milliseconds(torch, bench.separate)
+    found["both, as a multiple of fused Adam"] = own / fused
+    found["separate operations, as a multiple of both"] = separate / own
+    small = Bench(torch, BLOCK, workers)
+    found["host microseconds a launch"] = {
+        "encode": host_microseconds(torch, lambda: small.encode(True)),
+        "decode and Adam": host_microseconds(torch, small.apply),
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parameters", type=int, default=100_000_000)
+    parser.add_argument("--workers", type=int, default=2)
+    options, console = parser.parse_args(), Console()
+    import torch
+
+    from horovod_onebit.kernels import has_gpu
+
+    if not (torch.cuda.is_available() and has_gpu()):
+        console.print("benchmarks.gpu: skipped, for want of an NVIDIA GPU, of PyTorch's CUDA build or of numba-cuda")
+        return
+    found = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
+    found |= measure(torch, options.parameters, options.workers)
+    table = Table("", "", title=f"{options.parameters:,} parameters, {found['card']}")
+    for name, value in found.items():
+        table.add_row(name, json.dumps(value))
+    console.print(table)
+    RESULTS.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
