@@ -87,14 +87,9 @@ class Engine:
         self.exchange = make_exchange(recipe.exchange, self.context, self.collectives, self.feedback)
         self.exchange.prepare(layout)
         self._messages = [wire.Message(bucket) for bucket in layout.buckets]
-        logger.log(
-            logging.INFO if self.collectives.rank == 0 else logging.DEBUG,
-            "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange",
-            f"{layout.size:,}",
-            len(specs),
-            len(layout.buckets),
-            recipe.exchange,
-        )
+        text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
+        level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
+        logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
@@ -274,6 +269,11 @@ class Engine:
         """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
         self._forgotten += bool(self._sent)
         self._sent = {}
+
+    def forget_world(self) -> None:
+        """There are other workers now (Horovod was started anew): lay out and shake hands again. Local."""
+        self.layout, self._sent, self._forgotten = None, {}, 0
+        self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 
     def _send_all(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
         assert self.layout is not None

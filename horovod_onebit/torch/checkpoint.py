@@ -22,10 +22,10 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit.errors import CheckpointError, ConfigurationError
-from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
+from horovod_onebit.torch.world import owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def save_checkpoint(
 
     def write() -> None:
         place.mkdir(parents=True, exist_ok=True)
-        own = {"format": FORMAT, "key": key, "worker": rank, **_feedback(compressor)}
+        own = {"format": FORMAT, "key": key, "worker": rank, **owed_by(compressor)}
         _write(own, _worker_file(place, key, rank))
         if rank == 0:
             shared = {"format": FORMAT, "key": key, "model": model.state_dict(), "extra": extra or {}}
@@ -89,7 +89,7 @@ def load_checkpoint(
         shared = _read(place / f"{key}.shared.pt", key) if hvd.rank() == 0 else None
         if same:
             return shared, _read(_worker_file(place, key, hvd.rank()), key)["feedback"]
-        return shared, _owed([_read(_worker_file(place, key, rank), key) for rank in range(workers)])
+        return shared, owed([_read(_worker_file(place, key, rank), key) for rank in range(workers)])
 
     shared, feedback = _all(read, "load")
 
@@ -109,33 +109,6 @@ def load_checkpoint(
             hvd.size(),
         )
     return hvd.broadcast_object(None if shared is None else shared["extra"], root_rank=0, name="onebit.extra")
-
-
-def _feedback(compressor: Compressor) -> dict[str, Any]:
-    """This worker's residuals, and what they mean: how many of them are averaged, where servers' parts belong."""
-    engine, layout = compressor.engine, compressor.engine.layout
-    served = {}
-    if layout is not None:
-        for key, bucket in engine.exchange.served().items():
-            served[key] = [(layout.tensors[p.tensor].name, p.start, p.stop) for p in bucket.pieces]
-    feedback = {name: torch.from_numpy(value) for name, value in engine.feedback.state_dict().items()}
-    return {"feedback": feedback, "served": served, "divisor": engine.exchange.compressors}
-
-
-def _owed(saved: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
-    """What all workers together owe to the weights, by parameter: each new worker owes that much to the mean."""
-    total: dict[str, torch.Tensor] = {}
-    for one in saved:
-        for name, residual in one["feedback"].items():
-            if not name.startswith(SERVER_PREFIX):
-                total[name] = total.get(name, torch.zeros_like(residual)) + residual / one["divisor"]
-    for one in saved:
-        for key, places in one["served"].items():
-            start = 0
-            for name, lo, hi in places:
-                total[name][lo:hi] += one["feedback"][key][start : start + hi - lo]
-                start += hi - lo
-    return total
 
 
 def _compressor(optimizer: Any) -> Compressor:

@@ -16,14 +16,13 @@ import torch
 
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch import progress
+from horovod_onebit.torch import progress, world
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.overlap import Overlap
@@ -75,6 +74,7 @@ class Compressor:
         self.agreement = Agreement(self)
         self.overlap = Overlap(self, overlap)
         self.check_replicas_every: int | None = None
+        self.left: dict[str, Any] | None = None  # what was owed in a world of other workers
         if collectives.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
@@ -94,6 +94,8 @@ class Compressor:
     def check_groups(self) -> None:
         """Take notice of parameters that are new, newly trained, or gone; new ones warm up first."""
         self.adopt()
+        if self.engine.context.workers != self.engine.collectives.size:
+            world.leave(self)
         fresh = []
         for index, group in enumerate(self.optimizer.param_groups):
             for position, p in enumerate(group["params"]):
@@ -214,6 +216,7 @@ class Compressor:
             details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in self.bindings.values()]
             self.engine.prepare([b.tensor for b in self.bindings.values()], rules, details)
             self.prepared = True
+            world.settle(self)
 
     def _spoil(self) -> None:
         """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
@@ -389,9 +392,3 @@ class Compressor:
         self.changed()
         progress.load(self, own, whole, keep_feedback=keep_feedback)
         self._mature()
-
-    def load_feedback(self, state: Mapping[str, Array]) -> None:
-        unknown = sorted(n for n in set(state) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))
-        if unknown:
-            raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
-        self.engine.feedback.load_state_dict(state)

@@ -203,7 +203,7 @@ class _DistributedOptimizer:
 
     def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``."""
-        self._compressor.load_feedback({name: value.numpy() for name, value in state.items()})
+        progress.load_feedback(self._compressor, {name: value.numpy() for name, value in state.items()})
 
     # -- state ----------------------------------------------------------------------------------------------------
 

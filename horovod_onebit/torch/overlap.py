@@ -82,6 +82,8 @@ class Overlap:
         """At the first gradient of a step: whether its messages may leave before ``step``."""
         compressor = self._compressor
         engine, schedule = compressor.engine, compressor.schedule
+        if engine.context.workers != engine.collectives.size:
+            return False
         if not isinstance(schedule, EveryStep) or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT:
             return False
         if engine.recipe.rescale_error or not compressor.prepared or compressor.phase is Phase.WARMUP:

@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.warmup import Phase
 
 if TYPE_CHECKING:
@@ -88,3 +90,11 @@ def observe(compressor: Compressor) -> None:
     beta2 = float(groups[0]["betas"][1]) if key else 0.0
     norm = math.sqrt(squares) / (1 - beta2 ** max(seen, 1)) if key else None
     compressor.warmup.observe(compressor.steps, norm, max(float(group["lr"]) for group in groups), beta2)
+
+
+def load_feedback(compressor: Compressor, state: Mapping[str, Array]) -> None:
+    """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave."""
+    unknown = sorted(n for n in set(state) - set(compressor.names.values()) if not n.startswith(SERVER_PREFIX))
+    if unknown:
+        raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
+    compressor.engine.feedback.load_state_dict(state)

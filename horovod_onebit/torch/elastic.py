@@ -1,0 +1,72 @@
+"""Horovod elastic with 1-bit optimizers: workers may die, leave and join, and what is owed to the weights is kept.
+
+    import horovod_onebit.torch.elastic as elastic
+
+    @elastic.run
+    def train(state):
+        while state.step < steps:
+            ...
+            state.optimizer.step()
+            state.step += 1
+            if state.step % 10 == 0:
+                state.commit()
+
+    train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
+
+Start it with ``horovodrun --gloo --min-np ... --max-np ... --host-discovery-script ...``. All is as in
+``horovod.torch.elastic``; its own ``TorchState`` works as well, once this module is imported.
+"""
+
+from __future__ import annotations
+
+import copy
+
+import horovod.torch.elastic as hvd_elastic
+from horovod.torch.elastic import ElasticSampler, run
+from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
+
+from horovod_onebit.torch import progress, world
+from horovod_onebit.torch.functions import broadcast_optimizer_state
+from horovod_onebit.torch.optimizer import _DistributedOptimizer
+
+__all__ = ["ElasticSampler", "TorchState", "run"]
+
+
+class _OptimizerHandler(StateHandler):
+    """Keeps, takes back and hands on the state of one optimizer, and the error feedback of this worker."""
+
+    value: _DistributedOptimizer
+
+    def __init__(self, optimizer: _DistributedOptimizer) -> None:
+        super().__init__(optimizer)
+        self.save()
+
+    def save(self) -> None:
+        self._state = copy.deepcopy(self.value.state_dict())
+        self._feedback = self.value._compressor.engine.feedback.state_dict()
+
+    def restore(self) -> None:
+        self.value.load_state_dict(self._state)
+        progress.load_feedback(self.value._compressor, self._feedback)
+
+    def sync(self) -> None:
+        """After Horovod was started anew: worker 0's state, and what all still owe. Collective."""
+        compressor = self.value._compressor
+        world.leave(compressor)
+        broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
+        world.share_out(compressor, compressor.left)
+        self.save()
+
+
+set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_registry()])
+
+
+class TorchState(hvd_elastic.TorchState):
+    """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam) are brought
+    together before they are saved."""
+
+    def save(self) -> None:
+        for handler in self._handlers.values():
+            if isinstance(handler, _OptimizerHandler):
+                handler.value.flush()
+        super().save()

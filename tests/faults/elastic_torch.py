@@ -1,0 +1,62 @@
+"""An elastic job of a few hundred small steps; tests kill and add workers while it runs.
+
+elastic_torch.py FOLDER STEPS EXCHANGE: each worker leaves its process id and its host in FOLDER, worker 0 how far it
+is, and all of them, at the end, their weights.
+"""
+
+import os
+import sys
+import time
+from pathlib import Path
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import Recipe
+from horovod_onebit.torch import elastic
+
+folder, steps, exchange = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
+hvd.init()
+torch.manual_seed(hvd.rank())
+model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
+teacher = torch.from_numpy(np.random.default_rng(0).standard_normal((24, 8)).astype(np.float32))
+optimizer = onebit.DistributedOptimizer(
+    torch.optim.AdamW(model.parameters(), lr=3e-3),
+    named_parameters=model.named_parameters(),
+    warmup_steps=5,
+    recipe=Recipe(block_size=64, min_compressed_size=64, exchange=exchange),
+    check_replicas_every=1,
+)
+(folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}.pid").touch()
+
+
+def note(text):
+    with (folder / "log").open("a") as log:
+        log.write(f"{hvd.rank()} {os.getpid()} {text}\n")
+
+
+@elastic.run
+def train(state):
+    owed = sum(float(np.abs(r).sum()) for r in optimizer._compressor.engine.feedback.state_dict().values())
+    note(f"trains from step {state.step} with {hvd.size()} workers, owing {owed:.6f}")
+    while state.step < steps:
+        data = torch.Generator().manual_seed(1000 * state.step + hvd.rank())
+        x = torch.randn(16, 24, generator=data)
+        optimizer.zero_grad()
+        loss = ((model(x) - x @ teacher) ** 2).mean()
+        loss.backward()
+        optimizer.step()
+        state.step += 1
+        if hvd.rank() == 0:
+            (folder / "step").write_text(f"{state.step} {hvd.size()} {float(loss)}")
+        if state.step % 5 == 0:
+            state.commit()
+        time.sleep(0.02)
+    return float(loss)
+
+
+loss = train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
+np.savez(folder / f"weights-{hvd.rank()}.npz", *[p.detach().numpy() for p in model.parameters()])
+note(f"done with {hvd.size()} workers, loss {loss:.4f}, {optimizer.stats().phase}")
