@@ -59,6 +59,10 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, and the kernels' speed on 
 	$(BIN)/python -m pytest -rs tests/cuda
 	$(BIN)/python -m benchmarks.gpu
 
+.PHONY: soak
+soak: setup ## train for half an hour while workers are killed, delayed, given NaN, added, removed and restarted
+	$(BIN)/python -m tests.faults.soak
+
 .PHONY: lint
 lint: setup ## ruff (rules and format) and mypy
 	$(BIN)/ruff check .

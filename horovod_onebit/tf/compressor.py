@@ -16,6 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.engine import Engine
+from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
@@ -60,9 +61,18 @@ class Compressor:
         plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
         return plain and size >= self.engine.recipe.min_compressed_size
 
+    def name_of(self, index: int, variable: Any) -> str:
+        """Not its path: Keras numbers layers by how many there were before in this process."""
+        return f"{index}.{variable.name}"
+
     def agree(self, trained: Sequence[int], steps: Any, exact_steps: Any, learning_rate: Any) -> bool:
         """Raise ``DesyncError`` on every worker if they do not mean the same by the step that begins, else True."""
         optimizer, wrapping = self.optimizer, self.optimizer._wrapping
+        if self.engine.context.workers != self.engine.collectives.size:
+            raise DesyncError(
+                f"there were {self.engine.context.workers} workers and there are {self.engine.collectives.size}: "
+                "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"
+            )
         variables = [optimizer._trainable_variables[i] for i in trained]
         rows = [(i, v.name, tuple(v.shape), str(v.dtype)) for i, v in zip(trained, variables, strict=True)]
         rule = self.adapter.rule(optimizer, float(learning_rate), optimizer.weight_decay or 0.0, int(exact_steps), 1.0)
@@ -93,8 +103,7 @@ class Compressor:
         empty = np.empty(0, np.float32)
         for i in indices:
             variable = self.optimizer._trainable_variables[i]
-            # Not its path: Keras numbers layers by how many there were before in this process.
-            name = f"{i}.{variable.name}"
+            name = self.name_of(i, variable)
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
             tensor = Tensor(name, empty, empty, None, residual)
             self.adapter.init(tensor)

@@ -25,7 +25,7 @@ from horovod_onebit.errors import CheckpointError, ConfigurationError
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
-from horovod_onebit.torch.world import owed, owed_by
+from horovod_onebit.world import Owed, owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -52,7 +52,7 @@ def save_checkpoint(
 
     def write() -> None:
         place.mkdir(parents=True, exist_ok=True)
-        own = {"format": FORMAT, "key": key, "worker": rank, **owed_by(compressor)}
+        own = {"format": FORMAT, "key": key, "worker": rank, **_saved(compressor)}
         _write(own, _worker_file(place, key, rank))
         if rank == 0:
             shared = {"format": FORMAT, "key": key, "model": model.state_dict(), "extra": extra or {}}
@@ -89,7 +89,8 @@ def load_checkpoint(
         shared = _read(place / f"{key}.shared.pt", key) if hvd.rank() == 0 else None
         if same:
             return shared, _read(_worker_file(place, key, hvd.rank()), key)["feedback"]
-        return shared, owed([_read(_worker_file(place, key, rank), key) for rank in range(workers)])
+        everybody = owed([_arrays(_read(_worker_file(place, key, rank), key)) for rank in range(workers)])
+        return shared, {name: torch.from_numpy(value) for name, value in everybody.items()}
 
     shared, feedback = _all(read, "load")
 
@@ -109,6 +110,16 @@ def load_checkpoint(
             hvd.size(),
         )
     return hvd.broadcast_object(None if shared is None else shared["extra"], root_rank=0, name="onebit.extra")
+
+
+def _saved(compressor: Compressor) -> dict[str, Any]:
+    """What this worker owes, in types that ``torch.load(weights_only=True)`` reads."""
+    own = owed_by(compressor.engine)
+    return own | {"feedback": {name: torch.from_numpy(value) for name, value in own["feedback"].items()}}
+
+
+def _arrays(saved: dict[str, Any]) -> Owed:
+    return saved | {"feedback": {name: value.numpy() for name, value in saved["feedback"].items()}}
 
 
 def _compressor(optimizer: Any) -> Compressor:

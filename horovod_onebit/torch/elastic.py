@@ -14,15 +14,20 @@
     train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
 
 Start it with ``horovodrun --gloo --min-np ... --max-np ... --host-discovery-script ...``. All is as in
-``horovod.torch.elastic``; its own ``TorchState`` works as well, once this module is imported.
+``horovod.torch.elastic``; its own ``TorchState`` and ``run`` work as well, once this module is imported, but ``run``
+of here does not hang when one worker leaves while another joins.
 """
 
 from __future__ import annotations
 
 import copy
+import functools
+from collections.abc import Callable
+from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
-from horovod.torch.elastic import ElasticSampler, run
+from horovod.common.exceptions import HostsUpdatedInterrupt
+from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from horovod_onebit.torch import progress, world
@@ -54,11 +59,28 @@ class _OptimizerHandler(StateHandler):
         compressor = self.value._compressor
         world.leave(compressor)
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
-        world.share_out(compressor, compressor.left)
+        world.settle(compressor)
         self.save()
 
 
 set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_registry()])
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """``horovod.torch.elastic.run``: call ``function(state, ...)`` again whenever the workers have changed.
+
+    Horovod's own lets workers that were told of a removal skip ``state.sync()``; if another worker joins them in the
+    same moment, it waits there for ever. Here all of them synchronize every time.
+    """
+
+    @functools.wraps(function)
+    def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(state, *args, **kwargs)
+        except HostsUpdatedInterrupt as interrupt:
+            raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
+
+    return hvd_elastic.run(in_step)
 
 
 class TorchState(hvd_elastic.TorchState):

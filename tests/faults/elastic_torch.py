@@ -1,7 +1,8 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
 elastic_torch.py FOLDER STEPS EXCHANGE: each worker leaves its process id and its host in FOLDER, worker 0 how far it
-is, and all of them, at the end, their weights.
+is, and all of them, at the end, their weights. A worker that finds a file HOST.nan there gives one NaN. With a file
+"checkpoints" there, the job saves one every 50 steps, and goes on from the last one.
 """
 
 import os
@@ -28,8 +29,10 @@ optimizer = onebit.DistributedOptimizer(
     warmup_steps=5,
     recipe=Recipe(block_size=64, min_compressed_size=64, exchange=exchange),
     check_replicas_every=1,
+    overlap=False,  # a NaN is put in after backward()
 )
-(folder / f"{os.environ['HOROVOD_HOSTNAME']}.{os.getpid()}.pid").touch()
+(folder / f"{os.environ['HOROVOD_HOSTNAME']}+{os.getpid()}.pid").touch()
+poison = folder / f"{os.environ['HOROVOD_HOSTNAME']}.nan"
 
 
 def note(text):
@@ -41,20 +44,30 @@ def note(text):
 def train(state):
     owed = sum(float(np.abs(r).sum()) for r in optimizer._compressor.engine.feedback.state_dict().values())
     note(f"trains from step {state.step} with {hvd.size()} workers, owing {owed:.6f}")
+    if state.step == 0 and (folder / "checkpoint" / "latest.json").exists():
+        state.step = onebit.load_checkpoint(folder / "checkpoint", model, optimizer)["step"]
+        note(f"resumes at step {state.step}")
     while state.step < steps:
         data = torch.Generator().manual_seed(1000 * state.step + hvd.rank())
         x = torch.randn(16, 24, generator=data)
         optimizer.zero_grad()
-        loss = ((model(x) - x @ teacher) ** 2).mean()
-        loss.backward()
+        error = ((model(x) - x @ teacher) ** 2).mean()
+        error.backward()
+        loss = error.item()
+        if poison.exists():
+            poison.unlink()
+            model[0].weight.grad[0, 0] = float("nan")
+            note(f"gives NaN in step {state.step}")
         optimizer.step()
         state.step += 1
         if hvd.rank() == 0:
-            (folder / "step").write_text(f"{state.step} {hvd.size()} {float(loss)}")
+            (folder / "step").write_text(f"{state.step} {hvd.size()} {loss}")
         if state.step % 5 == 0:
             state.commit()
+        if state.step % 50 == 0 and (folder / "checkpoints").exists():
+            onebit.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"step": state.step})
         time.sleep(0.02)
-    return float(loss)
+    return loss
 
 
 loss = train(elastic.TorchState(model=model, optimizer=optimizer, step=0))

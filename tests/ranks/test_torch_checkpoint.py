@@ -4,11 +4,14 @@ import json
 from pathlib import Path
 
 import horovod.torch as hvd
+import numpy as np
 import pytest
 import torch
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import CheckpointError, ConfigurationError, Recipe
+from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
+from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.torch import world as torch_world
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, train, weights, wrap
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -96,3 +99,28 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_workers(folder):
         onebit.save_checkpoint(folder / "file", model, optimizer)
     with pytest.raises(ConfigurationError, match="expected what"):
         onebit.save_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+@pytest.mark.parametrize("recipe", ["robust", TWO_STAGE])
+def test_other_workers_owe_together_what_these_did(recipe):
+    """As after Horovod was started anew; here the new world has the same number of workers."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=recipe)
+    train(model, optimizer, 6)
+    compressor = optimizer._compressor
+    torch_world.leave(compressor)
+    torch_world.leave(compressor)  # twice is once
+    assert not any(name.startswith(SERVER_PREFIX) for name in compressor.engine.feedback.state_dict())
+    train(model, optimizer, 1, start=6)  # settles
+    assert compressor.left is None
+    train(model, optimizer, 3, start=7)
+    assert_replicas_equal(model)
+
+    torch_world.leave(compressor)
+    expected = world.owed(hvd.allgather_object(compressor.left, name="saved again"))
+    torch_world.settle(compressor)
+    for name, residual in compressor.engine.feedback.state_dict().items():
+        np.testing.assert_allclose(residual, expected[name], rtol=1e-5, atol=1e-7)
+    assert expected
+    train(model, optimizer, 3, start=10)
+    assert_replicas_equal(model)

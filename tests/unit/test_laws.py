@@ -42,6 +42,7 @@ ALLOWED = {
     },
     "optimizer": {"handshake", "schedule", "engine", "kernels", "recipe", "rules", "exchange", "stats", "warmup"},
     "simulation": set(),
+    "world": {"engine", "feedback", "kernels"},
     "mpi": set(),
 }
 

@@ -1,0 +1,122 @@
+"""Horovod elastic for Keras 3: workers may die, leave and join, and what is owed to the weights is kept.
+
+    import horovod_onebit.tf.elastic as elastic
+
+    model.compile(optimizer=onebit.DistributedOptimizer(...), ...)
+    model.optimizer.build(model.trainable_variables)
+
+    @elastic.run
+    def train(state):
+        while state.step < steps:
+            model.train_on_batch(x, y)
+            state.step += 1
+            if state.step % 10 == 0:
+                state.commit()
+
+    train(elastic.KerasState(model, step=0))
+
+Horovod's own ``KerasState`` fails under Keras 3.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import numpy as np
+import tensorflow as tf
+from horovod.common.elastic import ObjectState, run_fn
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.tensorflow.functions import broadcast_object
+
+from horovod_onebit import world
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.optimizer import _DistributedOptimizer
+from horovod_onebit.warmup import Phase
+
+__all__ = ["KerasState", "run"]
+
+
+class KerasState(ObjectState):
+    """A built Keras model, its ``DistributedOptimizer``, and any other values as keywords, which become attributes.
+
+    ``commit`` saves them in memory, ``restore`` takes them back, ``sync`` gives all workers those of worker 0, and
+    shares out what the error feedback of all of them owes.
+    """
+
+    def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
+        self.model = model
+        self.optimizer = model.optimizer if optimizer is None else optimizer
+        if not isinstance(self.optimizer, _DistributedOptimizer):
+            raise ConfigurationError(
+                f"optimizer is {type(self.optimizer).__name__}; expected what "
+                "horovod_onebit.tf.DistributedOptimizer returned"
+            )
+        if not model.built or not self.optimizer.built:
+            raise ConfigurationError(
+                "build the model and the optimizer first: model.build(shape), "
+                "optimizer.build(model.trainable_variables)"
+            )
+        super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
+        self._save()
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def _save(self) -> None:
+        engine = self.optimizer._compressor.engine
+        self._values = [np.array(variable) for variable in self._variables()]
+        self._feedback = engine.feedback.state_dict()
+        self._counts = engine.exchanges, engine.skipped
+
+    def save(self) -> None:
+        self._save()
+        super().save()
+
+    def restore(self) -> None:
+        engine = self.optimizer._compressor.engine
+        for variable, value in zip(self._variables(), self._values, strict=True):
+            variable.assign(value)
+        engine.feedback.load_state_dict(self._feedback)
+        engine.exchanges, engine.skipped = self._counts
+        super().restore()
+
+    def sync(self) -> None:
+        optimizer, compressor = self.optimizer, self.optimizer._compressor
+        engine = compressor.engine
+        left = world.leave(engine)
+        broadcast_variables(self._variables())
+        counts = engine.exchanges, engine.skipped
+        engine.exchanges, engine.skipped = broadcast_object(counts, root_rank=0, name="onebit.counts")
+        if optimizer.phase is Phase.COMPRESSED:
+            large = [(i, v) for i, v in enumerate(optimizer._trainable_variables) if compressor.is_compressed(v)]
+            world.share_out(engine, left, {compressor.name_of(i, v): math.prod(v.shape) for i, v in large})
+        self._save()
+        super().sync()
+
+
+def run(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Call ``function(state, ...)`` again whenever the workers have changed, each time after ``state.sync()``."""
+
+    @functools.wraps(function)
+    def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return function(state, *args, **kwargs)
+        except HostsUpdatedInterrupt as interrupt:
+            # Horovod lets survivors skip sync(), and a worker that joins at that moment waits for ever.
+            raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
+        except tf.errors.OpError as error:
+            if "Horovod" in str(error):  # from inside of a graph
+                raise HorovodInternalError(str(error)) from error
+            raise
+
+    return run_fn(in_step, _reset)
+
+
+def _reset() -> None:
+    hvd.shutdown()
+    hvd.init()
