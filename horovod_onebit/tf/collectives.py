@@ -67,6 +67,7 @@ class HorovodCollectives:
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         self.process_set = process_set
+        self._functions: dict[tuple[str, str], Any] = {}
 
     @property
     def rank(self) -> int:
@@ -76,37 +77,46 @@ class HorovodCollectives:
     def size(self) -> int:
         return self.process_set.size()
 
-    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
+    def _start(self, kind: str, name: str, array: NDArray, operation: Callable[[Any], Any]) -> _Handle:
+        """Run ``operation`` in a graph of its own: eager operations of Horovod have no names that tell them apart, so
+        that two of a kind under way at once are refused, or taken for each other."""
+        found = self._functions.get((kind, name))
+        if found is None:
+            signature = [tf.TensorSpec([None], array.dtype)]
+            found = self._functions[kind, name] = tf.function(operation, input_signature=signature, autograph=False)
+
         def run() -> NDArray:
             with tf.device("/CPU:0"):
-                return view(hvd.allgather(tf.convert_to_tensor(array), name=name, process_set=self.process_set))
+                return view(found(tf.convert_to_tensor(array)))
 
         return _Handle(run)
+
+    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
+        def operation(tensor: Any) -> Any:
+            return hvd.allgather(tensor, name=name, process_set=self.process_set)
+
+        return self._start("allgather", name, array, operation)
 
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
-        def run() -> NDArray:
-            with tf.device("/CPU:0"):
-                splits = tf.fill([self.size], len(array) // self.size)
-                tensor = tf.convert_to_tensor(array)
-                return view(hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)[0])
+        def operation(tensor: Any) -> Any:
+            # Not a constant: with Horovod elastic the number of workers changes.
+            workers = hvd.size_op(process_set_id=self.process_set.process_set_id)
+            splits = tf.fill([workers], tf.size(tensor) // workers)
+            return hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)[0]
 
-        return _Handle(run)
+        return self._start("alltoall", name, array, operation)
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
-        def run() -> NDArray:
-            with tf.device("/CPU:0"):
-                tensor = tf.convert_to_tensor(array)
-                return view(hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
+        def operation(tensor: Any) -> Any:
+            return hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
 
-        return _Handle(run)
+        return self._start(f"allreduce of {array.dtype}", name, array, operation)
 
     def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
-        def run() -> NDArray:
-            with tf.device("/CPU:0"):
-                tensor = tf.convert_to_tensor(array)
-                return view(hvd.reducescatter(tensor, name=name, op=hvd.Sum, process_set=self.process_set))
+        def operation(tensor: Any) -> Any:
+            return hvd.reducescatter(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
 
-        return _Handle(run)
+        return self._start("reduce_scatter", name, array, operation)
 
     def hosts(self) -> None:
         return None

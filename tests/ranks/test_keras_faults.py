@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit.tf import collectives as onebit_collectives
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -165,3 +166,35 @@ def test_ranks_that_disagree_are_told_at_once(what, graph):
     kind = tf.errors.OpError if graph else DesyncError
     with pytest.raises(kind, match="differs between workers"):
         (tf.function(step) if graph else step)()
+
+
+def test_many_collectives_of_one_kind_at_once_keep_apart():
+    collectives = onebit_collectives.HorovodCollectives()
+    for turn in range(5):
+        handles = []
+        for i in range(12):
+            array = np.full(1000, 10 * turn + i + RANK, np.float32)
+            handles += [
+                collectives.allreduce(array, f"many.{i}"),
+                collectives.allgather(array.view(np.uint8), f"m.{i}"),
+            ]
+        for i in range(12):
+            total, gathered = (handle.wait() for handle in handles[2 * i : 2 * i + 2])
+            assert (total == sum(10 * turn + i + rank for rank in range(SIZE))).all()
+            expected = np.repeat([10 * turn + i + rank for rank in range(SIZE)], 1000)
+            np.testing.assert_array_equal(gathered.view(np.float32), expected)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_model_of_many_buckets(exchange, graph):
+    recipe = Recipe(exchange=exchange, bucket_size=512, block_size=64)
+    model, whole = build(), build()
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=3, recipe=recipe)
+    one_bucket = wrap(OPTIMIZERS["adam"](), warmup_steps=3, recipe=Recipe(exchange="direct", block_size=64))
+    train(model, optimizer, 30, graph=graph)
+    train(whole, one_bucket, 30, graph=graph)
+    assert len(optimizer._compressor.engine.layout.buckets) > 8
+    assert_replicas_equal(model)
+    if exchange == "direct":
+        np.testing.assert_array_equal(weights(model), weights(whole))
