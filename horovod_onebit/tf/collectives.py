@@ -82,8 +82,9 @@ class HorovodCollectives:
         that two of a kind under way at once are refused, or taken for each other."""
         found = self._functions.get((kind, name))
         if found is None:
-            signature = [tf.TensorSpec([None], array.dtype)]
-            found = self._functions[kind, name] = tf.function(operation, input_signature=signature, autograph=False)
+            function = tf.function(operation, autograph=False)
+            found = function.get_concrete_function(tf.TensorSpec([None], array.dtype))
+            self._functions[kind, name] = found
 
         def run() -> NDArray:
             with tf.device("/CPU:0"):
