@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from horovod_onebit import planner
+from horovod_onebit import doctor, planner
 from horovod_onebit._version import __version__
 from horovod_onebit.diagnostics import Report
 from horovod_onebit.errors import OnebitError
@@ -18,17 +18,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The exit status."""
     args = _parser().parse_args(argv)
     try:
-        sys.stdout.write(args.run(args) + "\n")
+        answer = args.run(args)
     except OnebitError as error:
         sys.stderr.write(f"horovod-onebit: {error}\n")
         return 2
-    return 0
+    text, status = answer if isinstance(answer, tuple) else (answer, 0)
+    sys.stdout.write(text + "\n")
+    return status
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="horovod-onebit", description=__doc__)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True)
+
+    ill = commands.add_parser("doctor", help="is everything there? Versions, what does not fit together, what to do")
+    ill.add_argument("--json", action="store_true", help="for programs")
+    ill.set_defaults(run=lambda args: doctor.report(as_json=args.json))
 
     diagnose = commands.add_parser("diagnose", help="will it work? Show a report that Report.save wrote")
     diagnose.add_argument("report", help="the JSON file")

@@ -1,0 +1,132 @@
+"""Is everything there that a job needs, and does it fit together?"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+PACKAGES = ("numpy", "numba", "horovod", "torch", "tensorflow", "keras", "mpi4py", "numba-cuda")
+OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-gpu", "tf-nightly")}
+PROBE = """
+import json, sys, horovod.{face} as hvd
+built = [name for name in ("mpi", "gloo", "nccl") if getattr(hvd, name + "_built")()]
+extra = {{}}
+if "{face}" == "torch":
+    import torch
+    extra = {{"cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}}
+print("RESULT " + json.dumps({{"built": built, **extra}}))
+"""
+BUILD = "build it with docker/install_horovod.py"
+
+
+@dataclass(frozen=True)
+class Finding:
+    """One line: ``level`` is "ok", "note" (works, but ...) or "error" (a job would not run)."""
+
+    level: str
+    what: str
+    advice: str = ""
+
+
+def versions() -> dict[str, str]:
+    """What is installed, by name; what is not is left out."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        for distribution in (name, *OTHER_NAMES.get(name, ())):
+            try:
+                found[name] = version(distribution)
+            except PackageNotFoundError:
+                continue
+            break
+    return found
+
+
+def probe(face: str) -> dict[str, Any] | str:
+    """What Horovod was built with for "torch" or "tensorflow", asked in a process of its own; or why it cannot say."""
+    try:
+        command = [sys.executable, "-c", PROBE.format(face=face)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    except subprocess.TimeoutExpired:
+        return "it did not answer within two minutes"
+    for line in done.stdout.splitlines():
+        if line.startswith("RESULT "):
+            return json.loads(line.removeprefix("RESULT "))
+    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+
+
+def examine(
+    found: dict[str, str] | None = None, ask: Callable[[str], dict[str, Any] | str] = probe
+) -> tuple[dict[str, str], list[Finding]]:
+    """The versions of everything, and what is to be said about them."""
+    found = versions() if found is None else found
+    findings = [Finding("ok", ", ".join(f"{name} {number}" for name, number in found.items()))]
+    if "horovod" not in found:
+        findings.append(Finding("error", "Horovod is not installed", BUILD))
+        return found, findings
+    faces = [face for face in ("torch", "tensorflow") if face in found]
+    if not faces:
+        findings.append(Finding("error", "neither PyTorch nor TensorFlow is installed", "pip install torch"))
+    controllers: set[str] = set()
+    for face in faces:
+        answer = ask(face)
+        if isinstance(answer, str):
+            findings.append(Finding("error", f"Horovod does not work with {face}: {answer}", BUILD))
+            continue
+        controllers |= set(answer["built"])
+        findings += _of_face(face, answer)
+    findings += _of_launching(found, controllers)
+    if int(found.get("keras", "0").split(".")[0]) >= 3:
+        text = "Horovod's own optimizer does not synchronise under Keras 3"
+        findings.append(Finding("note", text, "use horovod_onebit.tf.DistributedOptimizer, and its callbacks"))
+    if "mpi4py" not in found:
+        findings.append(Finding("note", "mpi4py is not installed", "only horovod_onebit.mpi needs it"))
+    return found, findings
+
+
+def _of_face(face: str, answer: dict[str, Any]) -> list[Finding]:
+    built = answer["built"]
+    findings = [Finding("ok", f"Horovod works with {face}, built with {', '.join(built) or 'no controller'}")]
+    if not {"mpi", "gloo"} & set(built):
+        findings.append(Finding("error", f"Horovod has neither Gloo nor MPI for {face}", BUILD))
+    if answer.get("gpus") and "nccl" not in built:
+        text = f"{answer['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
+        findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
+    if answer.get("gpus") and importlib.util.find_spec("numba_cuda") is None:
+        findings.append(Finding("note", "GPUs, and no numba-cuda", "pip install 'horovod-onebit[cuda]'"))
+    return findings
+
+
+def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]:
+    findings = []
+    tools = f"{Path(sys.executable).parent}"
+    if shutil.which("horovodrun") is None:
+        beside = Path(tools, "horovodrun").exists()
+        advice = f"put {tools} on PATH" if beside else BUILD
+        findings.append(Finding("note" if beside else "error", "horovodrun is not on PATH", advice))
+    if "mpi" in controllers and shutil.which("mpirun") is None and not Path(tools, "mpirun").exists():
+        text = "Horovod has MPI and there is no mpirun"
+        findings.append(Finding("note", text, "horovodrun --gloo works; for --mpi, install Open MPI"))
+    minor = int(found["python"].split(".")[1])
+    if minor >= 12 and importlib.util.find_spec("setuptools") is None:
+        text = "horovodrun imports distutils, which Python has no more since 3.12"
+        findings.append(Finding("error", text, "pip install setuptools"))
+    return findings
+
+
+def report(*, as_json: bool = False) -> tuple[str, int]:
+    """The text to show, and the exit status: 1 if a job would not run."""
+    found, findings = examine()
+    status = int(any(finding.level == "error" for finding in findings))
+    if as_json:
+        return json.dumps({"versions": found, "findings": [asdict(f) for f in findings]}, indent=2), status
+    lines = [f"{f.level:6}{f.what}" + (f"\n      -> {f.advice}" if f.advice else "") for f in findings]
+    return "\n".join([*lines, "", "A job would not run." if status else "A job can run."]), status

@@ -1,0 +1,44 @@
+"""The doctor: this environment is well, and ill ones are told what to do."""
+
+import json
+
+import pytest
+
+from horovod_onebit import doctor
+from horovod_onebit.cli import main
+
+HERE = {"python": "3.11.7", "numpy": "2.4", "numba": "0.68", "horovod": "0.28.1", "torch": "2.13"}
+
+
+def levels(found, answer):
+    _, findings = doctor.examine(found, lambda face: answer)
+    return [(finding.level, finding.what) for finding in findings[1:]]
+
+
+def test_a_job_can_run_here(capsys):
+    assert main(["doctor", "--json"]) == 0
+    answer = json.loads(capsys.readouterr().out)
+    assert {"horovod", "torch", "tensorflow", "keras"} <= answer["versions"].keys()
+    whats = [finding["what"] for finding in answer["findings"]]
+    assert sum("Horovod works with" in what for what in whats) == 2
+    assert any("does not synchronise under Keras 3" in what for what in whats)
+
+
+@pytest.mark.parametrize(
+    ("found", "answer", "expected"),
+    [
+        ({"python": "3.11.7", "numpy": "2.4"}, {}, "Horovod is not installed"),
+        ({"python": "3.11.7", "horovod": "0.28.1"}, {}, "neither PyTorch nor TensorFlow"),
+        (HERE, "ImportError: no extension", "does not work with torch: ImportError"),
+        (HERE, {"built": ["nccl"]}, "neither Gloo nor MPI"),
+    ],
+)
+def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
+    assert any(level == "error" and expected in what for level, what in levels(found, answer))
+
+
+def test_gpus_without_nccl_are_worth_a_note():
+    told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo"], "cuda": "13.0", "gpus": 8})
+    assert ("ok", "Horovod works with torch, built with gloo") in told
+    assert any(level == "note" and "8 GPUs, and Horovod without NCCL" in what for level, what in told)
+    assert not [what for level, what in told if level == "error" and "horovodrun" not in what]
