@@ -47,9 +47,9 @@ class Soak:
         return Job(self.folder, "elastic_torch.py", HOSTS, FOREVER, self.exchange, limit=180, options=options)
 
     def kill(self) -> None:
-        """One worker, if another is left."""
-        if len(self.job.workers()) > 1:
-            self.job.kill(self.rng.choice(sorted(self.job.workers())))
+        """One worker; another must be left."""
+        self.job.wait(lambda: len(self.job.workers()) > 1, "second worker to be left after a kill")
+        self.job.kill(self.rng.choice(sorted(self.job.workers())))
 
     def delay(self) -> None:
         """One worker does nothing for a while."""
