@@ -18,9 +18,9 @@ def owed(optimizer, servers):
     for name, value in sorted(optimizer.feedback_state_dict().items()):
         if not name.startswith("onebit.server."):
             total[name] = hvd.allreduce(value, name=f"owed.{name}")
-    from horovod_onebit.torch.checkpoint import _feedback
+    from horovod_onebit.torch.checkpoint import _saved
 
-    own = _feedback(optimizer._compressor)
+    own = _saved(optimizer._compressor)
     for one in hvd.allgather_object(own, name="servers") if servers else []:
         for key, places in one["served"].items():
             start = 0
