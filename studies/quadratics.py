@@ -58,6 +58,8 @@ class Cell:
         """SGD has no denominator, so that its gradients must be of one magnitude; 16 workers and more take long."""
         if self.rule == "SGD":
             return self.recipe in ("exact", "paper", "robust") and self.spread == "none"
+        if self.workers > 4 and self.spread in ("layers 1e4", "5 % cold"):
+            return False
         return self.workers <= 4 or self.recipe in ("exact", "paper", "fixed", "robust", "robust, two-stage")
 
 

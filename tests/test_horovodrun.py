@@ -29,7 +29,7 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
 
 FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults")
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
-KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults")]
+KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults", "keras_checkpoint")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.
 OF_TWO = "stay_equal or disagree or nan or idiom or zero_one or clip"
 OF_FOUR = "(stay_equal and arguments1) or (every_recipe and paper) or nan or sets or alone or idiom"

@@ -9,7 +9,16 @@ model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
 from horovod_onebit.tf import callbacks
+from horovod_onebit.tf.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import DistributedOptimizer
+from horovod_onebit.tf.replicas import check_replicas
 
-__all__ = ["DistributedOptimizer", "broadcast_variables", "callbacks"]
+__all__ = [
+    "DistributedOptimizer",
+    "broadcast_variables",
+    "callbacks",
+    "check_replicas",
+    "load_checkpoint",
+    "save_checkpoint",
+]

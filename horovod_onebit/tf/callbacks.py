@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -170,3 +171,22 @@ class StatsCallback(keras.callbacks.Callback):
                 if not isinstance(value, str):
                     tf.summary.scalar(f"horovod_onebit/{name}", value)
         self.writer.flush()
+
+
+class ReplicaCheckCallback(keras.callbacks.Callback):
+    """Every ``every`` batches, compare weights and optimizer state of all workers bit by bit.
+
+    If they have drifted apart, ``DesyncError`` on all workers names the variables and the workers.
+    """
+
+    def __init__(self, every: int = 100) -> None:
+        super().__init__()
+        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
+            raise ConfigurationError(f"every={every!r}: expected a whole number of batches, at least 1")
+        self.every = every
+        self.batches = 0
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self.batches += 1
+        if self.batches % self.every == 0:
+            check_replicas(self.model.optimizer)

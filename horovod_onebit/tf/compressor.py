@@ -6,6 +6,7 @@ wrapped optimizer updates them in the graph. All others are *compressed*: the en
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,6 +28,8 @@ from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.warmup import AutoWarmup, Phase
 
+_used = itertools.count()
+
 
 @dataclass(frozen=True)
 class Values:
@@ -45,15 +48,23 @@ class Compressor:
     """Belongs to one Keras ``DistributedOptimizer``; made when the optimizer is built."""
 
     def __init__(
-        self, optimizer: Any, adapter: Adapter, recipe: Recipe, process_set: Any, sum_gradients: bool, name: str
+        self, optimizer: Any, adapter: Adapter, recipe: Recipe, process_set: Any, sum_gradients: bool, name: str | None
     ) -> None:
         self.optimizer = optimizer
         self.adapter = adapter
         self.process_set = process_set
         self.sum_gradients = sum_gradients
-        self.engine = Engine(recipe, HorovodCollectives(process_set), name=name)
+        self.engine = Engine(recipe, HorovodCollectives(process_set), name=name or "")
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
+
+    def take_name(self) -> None:
+        """Name the collectives, before the first one: by the optimizers used before in this process.
+
+        Used, not made: worker 0 may load a model alone, to read it.
+        """
+        if not self.engine.name:
+            self.engine.name = f"onebit.{type(self.optimizer).__name__}.{next(_used)}"
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""

@@ -61,6 +61,9 @@ class KerasState(ObjectState):
                 "build the model and the optimizer first: model.build(shape), "
                 "optimizer.build(model.trainable_variables)"
             )
+        if self.optimizer._wrapping.process_set.process_set_id != 0:
+            raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
+        self._left: world.Owed | None = None  # owed in a world that is no more, until it is shared out
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
 
@@ -87,14 +90,18 @@ class KerasState(ObjectState):
 
     def sync(self) -> None:
         optimizer, compressor = self.optimizer, self.optimizer._compressor
+        compressor.take_name()
         engine = compressor.engine
-        left = world.leave(engine)
+        self._left = self._left or world.leave(engine)
+        engine.forget_world()
         broadcast_variables(self._variables())
         counts = engine.exchanges, engine.skipped
         engine.exchanges, engine.skipped = broadcast_object(counts, root_rank=0, name="onebit.counts")
         if optimizer.phase is Phase.COMPRESSED:
             large = [(i, v) for i, v in enumerate(optimizer._trainable_variables) if compressor.is_compressed(v)]
-            world.share_out(engine, left, {compressor.name_of(i, v): math.prod(v.shape) for i, v in large})
+            sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
+            world.share_out(engine, self._left, sizes)
+        self._left = None
         self._save()
         super().sync()
 

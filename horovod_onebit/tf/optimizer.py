@@ -24,6 +24,7 @@ from horovod_onebit.warmup import AutoWarmup, Phase
 from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
+ACCUMULATED = "onebit_accumulated"
 
 PACKAGE = "horovod_onebit"
 CONFIG_KEY = "horovod_onebit"
@@ -55,6 +56,7 @@ class _DistributedOptimizer:
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        self._compressor.take_name()
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
@@ -226,7 +228,7 @@ class _DistributedOptimizer:
         self._compressor.adapter.build(self)
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
-            self._accumulated = self.add_optimizer_variables(reference, "onebit_accumulated")
+            self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
@@ -336,9 +338,8 @@ def DistributedOptimizer(
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
-    label = name or f"onebit.{kind.__name__}.{_next_number()}"
     wrapped._compressor = Compressor(
-        wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=label
+        wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=name
     )
     counters = {
         "_exact_steps": "onebit_exact_steps",
@@ -356,14 +357,6 @@ def DistributedOptimizer(
 
 
 _classes: dict[type, type] = {}
-_created = 0
-
-
-def _next_number() -> int:
-    """How many were made before in this process: the same on all workers, so that names of collectives agree."""
-    global _created
-    _created += 1
-    return _created - 1
 
 
 def _class_of(kind: type) -> type:

@@ -1,17 +1,10 @@
 """Checkpoints that lose nothing: weights and optimizer state once, the error feedback of every worker.
 
-A folder holds, for the last complete checkpoint,
-
-    latest.json                       which one is complete: written last, in one go
-    KEY.shared.pt                     model, optimizer, and what else the caller keeps; by worker 0
-    KEY.worker-0003.pt                the error feedback of one worker
-
-A run that dies while it saves leaves the one before. All files are read by ``torch.load(..., weights_only=True)``.
+The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from collections.abc import Callable
@@ -21,7 +14,9 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit.errors import CheckpointError, ConfigurationError
+from horovod_onebit import checkpoints
+from horovod_onebit.checkpoints import FORMAT
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
@@ -29,7 +24,6 @@ from horovod_onebit.world import Owed, owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
-FORMAT = 1
 
 
 def save_checkpoint(
@@ -60,11 +54,7 @@ def save_checkpoint(
 
     def finish() -> None:
         if rank == 0:
-            text = json.dumps({"format": FORMAT, "key": key, "workers": workers, "step": compressor.steps})
-            _replace(place / "latest.json", lambda path: path.write_text(text))
-            for old in place.glob("*.pt"):
-                if not old.name.startswith(key):
-                    old.unlink()
+            checkpoints.complete(place, key, workers, compressor.steps, ("pt",))
 
     _all(write, "save")
     _all(finish, "save")
@@ -81,7 +71,7 @@ def load_checkpoint(
     """
     _compressor(optimizer)
     place = Path(folder)
-    latest = _all(lambda: _latest(place), "load")
+    latest = _all(lambda: checkpoints.latest(place), "load")
     key, workers = latest["key"], latest["workers"]
     same = workers == hvd.size()
 
@@ -133,44 +123,15 @@ def _compressor(optimizer: Any) -> Compressor:
 
 
 def _all(action: Callable[[], T], what: str) -> T:
-    """Do ``action`` on every worker; if it fails on one, raise on all. Collective."""
-    result, error = None, ""
-    try:
-        result = action()
-    except Exception as caught:
-        error = f"{type(caught).__name__}: {caught}"
-    errors = hvd.allgather_object(error, name="onebit.checkpoint.errors")
-    failed = [f"worker {rank}: {text}" for rank, text in enumerate(errors) if text]
-    if failed:
-        raise CheckpointError(f"cannot {what} the checkpoint; {'; '.join(failed[:3])}")
-    return result  # type: ignore[return-value]
+    return checkpoints.on_all(action, what, lambda text: hvd.allgather_object(text, name="onebit.checkpoint.errors"))
 
 
 def _worker_file(place: Path, key: str, rank: int) -> Path:
-    return place / f"{key}.worker-{rank:04d}.pt"
+    return checkpoints.worker_file(place, key, rank, "pt")
 
 
 def _write(value: dict[str, Any], path: Path) -> None:
-    _replace(path, lambda temporary: torch.save(value, temporary))
-
-
-def _replace(path: Path, write: Callable[[Path], object]) -> None:
-    """Put a file in its place in one go, on the disk before it is there."""
-    temporary = path.with_name(path.name + ".tmp")
-    write(temporary)
-    with temporary.open("rb") as file:
-        os.fsync(file.fileno())
-    temporary.replace(path)
-
-
-def _latest(place: Path) -> dict[str, Any]:
-    path = place / "latest.json"
-    if not path.exists():
-        raise FileNotFoundError(f"{path} does not exist: there is no complete checkpoint")
-    latest = json.loads(path.read_text())
-    if not isinstance(latest, dict) or latest.get("format") != FORMAT:
-        raise ValueError(f"{path} is not of this library, or of another version of it")
-    return latest
+    checkpoints.replace(path, lambda temporary: torch.save(value, temporary))
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:

@@ -30,6 +30,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch import progress, world
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
@@ -43,6 +44,8 @@ class _OptimizerHandler(StateHandler):
     value: _DistributedOptimizer
 
     def __init__(self, optimizer: _DistributedOptimizer) -> None:
+        if optimizer._compressor.process_set.process_set_id != 0:
+            raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
         super().__init__(optimizer)
         self.save()
 

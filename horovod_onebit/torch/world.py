@@ -12,12 +12,12 @@ if TYPE_CHECKING:
 
 def leave(compressor: Compressor) -> None:
     """Forget what is under way, remember what is owed. Local."""
-    if compressor.left is None:
-        compressor.left = world.leave(compressor.engine)
+    # If the world changes again before it is shared out, what the first one left counts.
+    compressor.left = compressor.left or world.leave(compressor.engine)
+    compressor.engine.forget_world()
     compressor.synchronizer.reset()
     compressor.agreement.reset()
     compressor.overlap.reset()
-    compressor.engine.forget_world()
     compressor.changed()
 
 

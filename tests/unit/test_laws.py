@@ -43,6 +43,7 @@ ALLOWED = {
     },
     "optimizer": {"handshake", "schedule", "engine", "kernels", "recipe", "rules", "exchange", "stats", "warmup"},
     "simulation": set(),
+    "checkpoints": set(),
     "world": {"engine", "feedback", "kernels"},
     "mpi": set(),
 }

@@ -73,9 +73,12 @@ class _Staging:
     def __init__(self) -> None:
         self.host: NDArray[np.uint8] = np.zeros(0, np.uint8)
         self.device: Any = self.host
+        self._sent: Any = None  # an event: what was sent last has left the host
 
     def reserve(self, size: int) -> int:
-        """The address of ``size`` bytes on the device."""
+        """The address of ``size`` bytes on the device; the host's may be written to."""
+        if self._sent is not None:
+            self._sent.synchronize()
         if self.host.size < size:
             self.host = np.zeros(size, np.uint8) if SIMULATED else cuda.pinned_array(size, np.uint8)
             self.device = np.zeros(size, np.uint8) if SIMULATED else cuda.device_array(size, np.uint8)
@@ -83,6 +86,9 @@ class _Staging:
 
     def send(self, size: int, stream: Any) -> None:
         self._copy(self.device, self.host, 0, size, stream)
+        if not SIMULATED:
+            self._sent = self._sent or cuda.event(timing=False)
+            self._sent.record(stream)
 
     def fetch(self, start: int, stop: int, stream: Any) -> None:
         """Waits until the bytes are there."""

@@ -1,0 +1,32 @@
+"""Weights and optimizer state of all workers, compared bit by bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from horovod_onebit import replicas
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.optimizer import ACCUMULATED, _DistributedOptimizer
+
+
+def check_replicas(optimizer: Any) -> None:
+    """Raise ``DesyncError`` on all workers if their trained weights or optimizer state are not the same. Collective.
+
+    ``optimizer`` is built, and what ``DistributedOptimizer`` returned. Variables that are not trained (moving averages
+    of BatchNormalization, seeds) are each worker's own and are not compared.
+    """
+    if not isinstance(optimizer, _DistributedOptimizer) or not optimizer.built:
+        raise ConfigurationError(
+            f"optimizer is {type(optimizer).__name__}; expected what horovod_onebit.tf.DistributedOptimizer returned, "
+            "built"
+        )
+    variables = [*optimizer._trainable_variables, *optimizer.variables]  # type: ignore[attr-defined]
+    checksums: dict[str, int] = {}
+    for index, variable in enumerate(variables):
+        if ACCUMULATED not in variable.name:
+            checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable.value))
+    optimizer._compressor.take_name()
+    engine = optimizer._compressor.engine
+    replicas.check(checksums, engine.collectives, f"{engine.name}.replicas")
