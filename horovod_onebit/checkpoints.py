@@ -21,6 +21,7 @@ from horovod_onebit.errors import CheckpointError
 
 T = TypeVar("T")
 FORMAT = 1
+OTHER_WORKERS = "the checkpoint is of %d workers and there are %d: what their errors owe together is shared out anew"
 
 
 def on_all(action: Callable[[], T], what: str, gather: Callable[[str], list[str]]) -> T:

@@ -62,8 +62,7 @@ class _World:
                 call.complete.set()
             return call
 
-    def collect(self, key: tuple[str, int]) -> _Call:
-        call = self.calls[key]
+    def collect(self, key: tuple[str, int], call: _Call) -> _Call:
         ready = call.complete.wait(self.timeout)
         with self.lock:
             if self.failed or not ready:
@@ -89,7 +88,7 @@ class _Waiting:
         return self.call.complete.is_set()
 
     def wait(self) -> NDArray:
-        return self.combine(self.world.collect(self.key))
+        return self.combine(self.world.collect(self.key, self.call))
 
 
 class SimulatedCollectives:

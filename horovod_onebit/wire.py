@@ -64,15 +64,15 @@ class Message:
 
     def seal(self, stamp: Stamp, *, finite: bool) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent."""
-        header = self.buffer[: HEADER.itemsize].view(HEADER)
-        flags = FINITE if finite else 0
-        header[0] = (MAGIC, VERSION, flags, stamp.step, stamp.layout, self.bucket.index, self.bucket.blocks)
+        seal_rows(self.buffer[None], self.bucket.blocks, self.bucket.index, stamp, finite)
         self.finite = finite
         return self.buffer
 
 
-def seal_rows(rows: NDArray[np.uint8], blocks: NDArray[np.integer], index: int, stamp: Stamp, finite: bool) -> None:
-    """Write the headers of several messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
+def seal_rows(
+    rows: NDArray[np.uint8], blocks: NDArray[np.integer] | int, index: int, stamp: Stamp, finite: bool
+) -> None:
+    """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
     headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
     headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, FINITE if finite else 0
     headers["step"], headers["layout"], headers["bucket"], headers["blocks"] = stamp.step, stamp.layout, index, blocks

@@ -42,12 +42,21 @@ def owed(saved: Sequence[Owed]) -> dict[str, Array]:
     return total
 
 
-def leave(engine: Engine) -> Owed:
-    """Horovod was started anew, with other workers: forget what is under way; returns what is owed. Local."""
-    left = owed_by(engine)
-    for name in left["feedback"]:
-        if name.startswith(SERVER_PREFIX):
-            engine.feedback.discard(name)
+def workers_changed(engine: Engine) -> bool:
+    """Whether Horovod was started anew with another number of workers, and the engine was not told."""
+    return engine.context.workers != engine.collectives.size
+
+
+def leave(engine: Engine, left: Owed | None) -> Owed:
+    """Horovod was started anew, with other workers: forget what is under way; returns what is owed. Local.
+
+    ``left`` is what an earlier call returned and nobody has shared out yet: then that is what counts.
+    """
+    if left is None:
+        left = owed_by(engine)
+        for name in left["feedback"]:
+            if name.startswith(SERVER_PREFIX):
+                engine.feedback.discard(name)
     engine.forget_world()
     return left
 

@@ -33,6 +33,7 @@ class _Served:
 
     name: str  # of the residual
     shares: tuple[Share, ...]
+    blocks: np.ndarray  # of each share
     size: int  # bytes of one part, the same for all
     parts: list[wire.Message]  # to each server, in one buffer
     outgoing: np.ndarray
@@ -65,7 +66,8 @@ class TwoStage:
         own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
         name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
         error = self.feedback.residual(name, cut[rank].bucket.size)
-        return _Served(name, cut, size, parts, outgoing, own, error, np.zeros_like(error))
+        blocks = np.array([share.bucket.blocks for share in cut])
+        return _Served(name, cut, blocks, size, parts, outgoing, own, error, np.zeros_like(error))
 
     def start(
         self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
@@ -75,8 +77,8 @@ class TwoStage:
         for share, part in zip(served.shares, served.parts, strict=True):
             part.scales[:] = message.scales[share.blocks]
             part.bits[:] = message.bits[share.bytes]
-        blocks = np.array([share.bucket.blocks for share in served.shares])
-        wire.seal_rows(served.outgoing.reshape(len(blocks), -1), blocks, served.own.bucket.index, stamp, message.finite)
+        rows = served.outgoing.reshape(-1, served.size)
+        wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
         handle = self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         return _Pending(self, served, Encoded(message, gradient), stamp, name, handle)
 

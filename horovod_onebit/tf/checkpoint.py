@@ -23,7 +23,7 @@ from horovod_onebit.checkpoints import FORMAT
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.functions import broadcast_variables
-from horovod_onebit.tf.optimizer import _DistributedOptimizer
+from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Owed, owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
@@ -94,8 +94,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model) -> Any:
     _all(lambda: engine.feedback.load_state_dict(feedback), "load")
     engine.exchanges, engine.skipped = first["exchanges"], first["skipped"]
     if not same and hvd.rank() == 0:
-        text = "the checkpoint is of %d workers and there are %d: what their errors owe together is shared out anew"
-        logger.warning(text, workers, hvd.size())
+        logger.warning(checkpoints.OTHER_WORKERS, workers, hvd.size())
     return first["extra"]
 
 
@@ -110,12 +109,8 @@ def _read(place: Path, key: str, rank: int) -> Owed:
 
 
 def _optimizer(model: keras.Model) -> Any:
-    optimizer = getattr(model, "optimizer", None)
-    if not isinstance(optimizer, _DistributedOptimizer):
-        raise ConfigurationError(
-            f"the model's optimizer is {type(optimizer).__name__}; expected what "
-            "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
-        )
+    optimizer: Any = getattr(model, "optimizer", None)
+    check_ours(optimizer)
     if not model.built:
         raise ConfigurationError("the model is not built: model.build(shape)")
     if not optimizer.built:

@@ -27,6 +27,7 @@ from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.warmup import AutoWarmup, Phase
+from horovod_onebit.world import workers_changed
 
 _used = itertools.count()
 
@@ -79,7 +80,7 @@ class Compressor:
     def agree(self, trained: Sequence[int], steps: Any, exact_steps: Any, learning_rate: Any) -> bool:
         """Raise ``DesyncError`` on every worker if they do not mean the same by the step that begins, else True."""
         optimizer, wrapping = self.optimizer, self.optimizer._wrapping
-        if self.engine.context.workers != self.engine.collectives.size:
+        if workers_changed(self.engine):
             raise DesyncError(
                 f"there were {self.engine.context.workers} workers and there are {self.engine.collectives.size}: "
                 "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"

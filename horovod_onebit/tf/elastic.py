@@ -35,7 +35,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod_onebit import world
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.functions import broadcast_variables
-from horovod_onebit.tf.optimizer import _DistributedOptimizer
+from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
 
 __all__ = ["KerasState", "run"]
@@ -51,11 +51,7 @@ class KerasState(ObjectState):
     def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
         self.model = model
         self.optimizer = model.optimizer if optimizer is None else optimizer
-        if not isinstance(self.optimizer, _DistributedOptimizer):
-            raise ConfigurationError(
-                f"optimizer is {type(self.optimizer).__name__}; expected what "
-                "horovod_onebit.tf.DistributedOptimizer returned"
-            )
+        check_ours(self.optimizer)
         if not model.built or not self.optimizer.built:
             raise ConfigurationError(
                 "build the model and the optimizer first: model.build(shape), "
@@ -92,8 +88,7 @@ class KerasState(ObjectState):
         optimizer, compressor = self.optimizer, self.optimizer._compressor
         compressor.take_name()
         engine = compressor.engine
-        self._left = self._left or world.leave(engine)
-        engine.forget_world()
+        self._left = world.leave(engine, self._left)
         broadcast_variables(self._variables())
         counts = engine.exchanges, engine.skipped
         engine.exchanges, engine.skipped = broadcast_object(counts, root_rank=0, name="onebit.counts")

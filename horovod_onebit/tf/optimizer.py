@@ -268,6 +268,15 @@ class _DistributedOptimizer:
         return DistributedOptimizer(plain.from_config(config), **Wrapping.arguments(own))
 
 
+def check_ours(optimizer: Any) -> None:
+    """Raise ``ConfigurationError`` unless ``optimizer`` is what ``DistributedOptimizer`` returned."""
+    if not isinstance(optimizer, _DistributedOptimizer):
+        raise ConfigurationError(
+            f"the model's optimizer is {type(optimizer).__name__}; expected what "
+            "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
+        )
+
+
 def DistributedOptimizer(
     optimizer: Any,
     name: str | None = None,

@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_onebit import replicas
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.tf.optimizer import ACCUMULATED, _DistributedOptimizer
+from horovod_onebit.tf.optimizer import ACCUMULATED, check_ours
 
 
 def check_replicas(optimizer: Any) -> None:
@@ -17,12 +17,10 @@ def check_replicas(optimizer: Any) -> None:
     ``optimizer`` is built, and what ``DistributedOptimizer`` returned. Variables that are not trained (moving averages
     of BatchNormalization, seeds) are each worker's own and are not compared.
     """
-    if not isinstance(optimizer, _DistributedOptimizer) or not optimizer.built:
-        raise ConfigurationError(
-            f"optimizer is {type(optimizer).__name__}; expected what horovod_onebit.tf.DistributedOptimizer returned, "
-            "built"
-        )
-    variables = [*optimizer._trainable_variables, *optimizer.variables]  # type: ignore[attr-defined]
+    check_ours(optimizer)
+    if not optimizer.built:
+        raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+    variables = [*optimizer._trainable_variables, *optimizer.variables]
     checksums: dict[str, int] = {}
     for index, variable in enumerate(variables):
         if ACCUMULATED not in variable.name:

@@ -94,11 +94,7 @@ def load_checkpoint(
     broadcast_optimizer_state(optimizer, root_rank=0)
     _all(lambda: optimizer.load_feedback_state_dict(feedback), "load")  # type: ignore[attr-defined]
     if not same and hvd.rank() == 0:
-        logger.warning(
-            "the checkpoint is of %d workers and there are %d: what their errors owe together is shared out anew",
-            workers,
-            hvd.size(),
-        )
+        logger.warning(checkpoints.OTHER_WORKERS, workers, hvd.size())
     return hvd.broadcast_object(None if shared is None else shared["extra"], root_rank=0, name="onebit.extra")
 
 

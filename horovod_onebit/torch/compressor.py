@@ -30,6 +30,7 @@ from horovod_onebit.torch.replicas import check_replicas
 from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import Phase, Warmup
+from horovod_onebit.world import workers_changed
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -94,7 +95,7 @@ class Compressor:
     def check_groups(self) -> None:
         """Take notice of parameters that are new, newly trained, or gone; new ones warm up first."""
         self.adopt()
-        if self.engine.context.workers != self.engine.collectives.size:
+        if workers_changed(self.engine):
             world.leave(self)
         fresh = []
         for index, group in enumerate(self.optimizer.param_groups):

@@ -18,6 +18,7 @@ from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import EveryStep, Kind
 from horovod_onebit.warmup import Phase
+from horovod_onebit.world import workers_changed
 
 if TYPE_CHECKING:
     from horovod_onebit.torch.compressor import Compressor
@@ -82,9 +83,11 @@ class Overlap:
         """At the first gradient of a step: whether its messages may leave before ``step``."""
         compressor = self._compressor
         engine, schedule = compressor.engine, compressor.schedule
-        if engine.context.workers != engine.collectives.size:
-            return False
-        if not isinstance(schedule, EveryStep) or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT:
+        if (
+            workers_changed(engine)
+            or not isinstance(schedule, EveryStep)
+            or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT
+        ):
             return False
         if engine.recipe.rescale_error or not compressor.prepared or compressor.phase is Phase.WARMUP:
             return False

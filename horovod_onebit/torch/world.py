@@ -12,9 +12,7 @@ if TYPE_CHECKING:
 
 def leave(compressor: Compressor) -> None:
     """Forget what is under way, remember what is owed. Local."""
-    # If the world changes again before it is shared out, what the first one left counts.
-    compressor.left = compressor.left or world.leave(compressor.engine)
-    compressor.engine.forget_world()
+    compressor.left = world.leave(compressor.engine, compressor.left)
     compressor.synchronizer.reset()
     compressor.agreement.reset()
     compressor.overlap.reset()

@@ -53,8 +53,7 @@ class Soak:
 
     def delay(self) -> None:
         """One worker does nothing for a while."""
-        pid = self.rng.choice(sorted(self.job.workers().values()))
-        host = next(host for host, other in self.job.workers().items() if other == pid)
+        host = self.rng.choice(sorted(self.job.workers()))
         self.job.signal(host, signal.SIGSTOP)
         time.sleep(self.rng.uniform(1, 5))
         self.job.signal(host, signal.SIGCONT)
@@ -80,7 +79,7 @@ class Soak:
         getattr(self, fault)()
         self.injected[fault] += 1
         self.job.wait(lambda: self.job.state()[0] > 0, f"step after {fault}")
-        first, _, loss = self.job.state()
+        first = self.job.state()[0]
         back = SAVE if fault == "restart" else COMMIT
         if first < before - back - 1:
             raise AssertionError(f"after {fault}: step {first}, and {before} before, so that more than {back} are lost")

@@ -139,7 +139,9 @@ def encode(
     there, fetched = _outputs(scales, bits)
     row |= _numbers(spec) | there | {Column.OUT_ERROR: row[Column.ERROR]}
     _by_block("encode", row, {}, fetched)
-    return not (fetched and not _launcher.collecting) or bool(np.isfinite(scales).all())
+    if _launcher.collecting or not fetched:
+        return True
+    return bool(np.isfinite(scales).all())
 
 
 def restore(

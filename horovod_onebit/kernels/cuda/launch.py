@@ -85,24 +85,20 @@ class _Staging:
         return _address(self.device)
 
     def send(self, size: int, stream: Any) -> None:
-        self._copy(self.device, self.host, 0, size, stream)
-        if not SIMULATED:
+        if SIMULATED:
+            self.device[:size] = self.host[:size]
+        else:
+            self.device[:size].copy_to_device(self.host[:size], stream=stream)
             self._sent = self._sent or cuda.event(timing=False)
             self._sent.record(stream)
 
     def fetch(self, start: int, stop: int, stream: Any) -> None:
         """Waits until the bytes are there."""
-        self._copy(self.host, self.device, start, stop, stream)
-        if not SIMULATED:
-            stream.synchronize()
-
-    def _copy(self, to: Any, of: Any, start: int, stop: int, stream: Any) -> None:
         if SIMULATED:
-            to[start:stop] = of[start:stop]
-        elif of is self.host:
-            to[start:stop].copy_to_device(of[start:stop], stream=stream)
+            self.host[start:stop] = self.device[start:stop]
         else:
-            of[start:stop].copy_to_host(to[start:stop], stream=stream)
+            self.device[start:stop].copy_to_host(self.host[start:stop], stream=stream)
+            stream.synchronize()
 
 
 def _address(array: Any) -> int:
