@@ -20,9 +20,10 @@ Horovod's own ``KerasState`` fails under Keras 3.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -30,6 +31,7 @@ import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
 from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import broadcast_object
 
 from horovod_onebit import world
@@ -85,6 +87,12 @@ class KerasState(ObjectState):
         super().restore()
 
     def sync(self) -> None:
+        with _lost_workers():
+            self._sync()
+            super().sync()
+        self._save()
+
+    def _sync(self) -> None:
         optimizer, compressor = self.optimizer, self.optimizer._compressor
         compressor.take_name()
         engine = compressor.engine
@@ -97,8 +105,6 @@ class KerasState(ObjectState):
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
             world.share_out(engine, self._left, sizes)
         self._left = None
-        self._save()
-        super().sync()
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -107,16 +113,30 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
         try:
-            return function(state, *args, **kwargs)
+            with _lost_workers():
+                return function(state, *args, **kwargs)
         except HostsUpdatedInterrupt as interrupt:
             # Horovod lets survivors skip sync(), and a worker that joins at that moment waits for ever.
             raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
-        except tf.errors.OpError as error:
-            if "Horovod" in str(error):  # from inside of a graph
-                raise HorovodInternalError(str(error)) from error
-            raise
 
     return run_fn(in_step, _reset)
+
+
+@contextlib.contextmanager
+def _lost_workers() -> Iterator[None]:
+    """What an operation of Horovod raises when a worker is lost, as the error that Horovod elastic waits for."""
+    try:
+        yield
+    except tf.errors.OpError as error:
+        if of_horovod(error):
+            raise HorovodInternalError(str(error)) from error
+        raise
+
+
+def of_horovod(error: tf.errors.OpError) -> bool:
+    """Whether an operation of Horovod failed. The message has the kind of an eager operation; one of a graph has the
+    name that we gave it, and tells where it was made."""
+    return any(mark in str(error) for mark in ("Horovod", mpi_ops.__file__))
 
 
 def _reset() -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.tf import collectives as onebit_collectives
+from horovod_onebit.tf import elastic
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -198,3 +199,22 @@ def test_a_model_of_many_buckets(exchange, graph):
     assert_replicas_equal(model)
     if exchange == "direct":
         np.testing.assert_array_equal(weights(model), weights(whole))
+
+
+@pytest.mark.parametrize("where", ["eager", "graph", "host"])
+def test_elastic_tells_errors_of_horovod_from_others(where):
+    collectives = onebit_collectives.HorovodCollectives()
+
+    def of_another_shape_on_each_rank(x):
+        if where == "host":
+            array = np.zeros(RANK + 1, np.float32)
+            return tf.py_function(lambda: collectives.allreduce(array, "unequal").wait(), [], tf.float32)
+        return hvd.allreduce(tf.zeros([RANK + 1]) + x, name=f"unequal.{where}", op=hvd.Sum)
+
+    def wrong_by_itself(x):
+        return tf.py_function(lambda: tf.zeros([2]) + tf.zeros([3]), [], tf.float32) + x
+
+    for call, ours in ((of_another_shape_on_each_rank, True), (wrong_by_itself, False)):
+        with pytest.raises(tf.errors.OpError) as caught:
+            (call if where == "eager" else tf.function(call))(tf.constant(0.0))
+        assert elastic.of_horovod(caught.value) is ours
