@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -56,13 +57,16 @@ def replace(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def complete(place: Path, key: str, workers: int, step: int, suffixes: tuple[str, ...]) -> None:
-    """All files of ``key`` are there: from now on it is the last one, and those before are removed."""
+    """All files of ``key`` are there: from now on it is the last one, and those before are removed.
+
+    What else the folder has is the user's.
+    """
     text = json.dumps({"format": FORMAT, "key": key, "workers": workers, "step": step})
     replace(place / "latest.json", lambda path: path.write_text(text))
-    for suffix in suffixes:
-        for old in place.glob(f"*.{suffix}"):
-            if not old.name.startswith(key):
-                old.unlink()
+    ours = re.compile(rf"(tmp\.)?[0-9a-f]{{16}}\.(shared|worker-\d+)\.({'|'.join(suffixes)})")
+    for old in place.iterdir():
+        if ours.fullmatch(old.name) and not old.name.startswith(key):
+            old.unlink()
 
 
 def latest(place: Path) -> dict[str, Any]:

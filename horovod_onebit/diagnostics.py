@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import PRESETS, Recipe
@@ -153,7 +154,7 @@ class Collector:
 
     def add(self, gradients: Mapping[str, NDArray[Any]]) -> None:
         """One step's gradients, by name of the parameter. A name that is missing had none in this step."""
-        for name, gradient in gradients.items():
+        for name, gradient in mapping("gradients", gradients, "names to arrays").items():
             g = np.abs(np.asarray(gradient, np.float32).reshape(-1))
             if not np.isfinite(g).all():
                 raise ConfigurationError(f"the gradient of {name!r} has NaN or Inf: expected finite ones")

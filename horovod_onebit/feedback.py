@@ -10,6 +10,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 
@@ -55,12 +56,14 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take over residuals that ``state_dict`` of the same worker gave; others become zero."""
-        for name, value in state.items():
+        for name, value in mapping("state", state, "names to arrays").items():
             value = np.asarray(value)
             if value.dtype != np.float32 or value.ndim != 1:
                 raise ConfigurationError(
                     f"error feedback of {name!r}: got {value.dtype} of shape {value.shape}, expected flat float32"
                 )
+            if not np.isfinite(value).all():
+                raise ConfigurationError(f"error feedback of {name!r} has NaN or Inf: it would go into the weights")
             known = self._residuals.get(name)
             if known is not None and known.size != value.size:
                 raise ConfigurationError(

@@ -12,6 +12,7 @@ from collections.abc import Mapping
 import numpy as np
 
 from horovod_onebit import warmup as warmups
+from horovod_onebit.checks import mapping
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.exchange import Collectives
@@ -50,9 +51,13 @@ class NumpyOptimizer:
         schedule: ZeroOne | None = None,
         kernels: str = "cpu",
     ) -> None:
-        if not weights:
+        if not isinstance(rule, Rule):
+            raise ConfigurationError(f"rule={rule!r}: expected one of horovod_onebit.rules, such as adam.Adam(1e-3)")
+        if not mapping("weights", weights, "names to arrays"):
             raise ConfigurationError("weights is empty: expected at least one named array")
         for name, array in weights.items():
+            if not isinstance(array, np.ndarray):
+                raise ConfigurationError(f"weights[{name!r}] is {type(array).__name__}: expected a NumPy array")
             if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
                 raise ConfigurationError(
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
@@ -64,6 +69,7 @@ class NumpyOptimizer:
             warmup_steps = self.schedule.var_update_scaler
         self.warmup = warmups.make(warmup_steps, total_steps)
         self.step_count = 0
+        self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
         self._large = [t for t in self._tensors if t.weight.size >= smallest]
@@ -100,13 +106,22 @@ class NumpyOptimizer:
 
         Returns False if all workers skipped it because one had NaN or Inf.
         """
-        flat = {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
+        flat = self._flat(grads)
         try:
             taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
         finally:
             self.engine.end_step()
         self.step_count += taken
         return taken
+
+    def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
+        expected = sorted(self._shapes)
+        if sorted(mapping("grads", grads, "names to arrays")) != expected:
+            raise ConfigurationError(f"grads are of {sorted(grads)}: expected one for each of {expected}")
+        for name, shape in self._shapes.items():
+            if np.shape(grads[name]) != shape:
+                raise ConfigurationError(f"grads[{name!r}] has shape {np.shape(grads[name])}: expected {shape}")
+        return {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
 
     def flush(self) -> None:
         """After local steps of 0/1 Adam, bring all workers to the same weights. Collective."""

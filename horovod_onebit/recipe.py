@@ -10,6 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+from horovod_onebit.checks import flag, whole
 from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
@@ -85,17 +86,14 @@ class Recipe:
                 "bytes), or None for one scale per tensor"
             )
         for name in ("eps_inside_sqrt", "rescale_error"):
-            if not isinstance(getattr(self, name), bool):
-                raise ConfigurationError(f"{name}={getattr(self, name)!r}: expected True or False")
+            flag(name, getattr(self, name))
         if self.floor is not None and (not isinstance(self.floor, float) or not 0 < self.floor < 1):
             raise ConfigurationError(f"floor={self.floor!r}: expected a number between 0 and 1, or None")
         self._check_clip()
-        if self.refresh is not None and (not _is_int(self.refresh) or self.refresh < 1):
-            raise ConfigurationError(f"refresh={self.refresh!r}: expected a whole number of steps, at least 1, or None")
+        if self.refresh is not None:
+            whole("refresh", self.refresh, "None or a whole number of steps")
         for name in ("min_compressed_size", "bucket_size"):
-            value = getattr(self, name)
-            if not _is_int(value) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: expected a whole number of elements, at least 1")
+            whole(name, getattr(self, name), "a whole number of elements")
 
     def _check_clip(self) -> None:
         if self.clip is None:

@@ -6,7 +6,7 @@ import functools
 from dataclasses import dataclass
 from enum import StrEnum
 
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.checks import whole
 
 
 class Kind(StrEnum):
@@ -63,9 +63,7 @@ class ZeroOne:
 
     def __post_init__(self) -> None:
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise ConfigurationError(f"{name}={value!r}: expected a whole number, at least 1")
+            whole(name, getattr(self, name))
 
     def kind(self, step: int) -> Kind:
         """The kind of step number ``step`` (from 1) after the ``var_update_scaler`` steps of warm-up."""

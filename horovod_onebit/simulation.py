@@ -19,6 +19,7 @@ from typing import Any, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, DesyncError
 
 T = TypeVar("T")
@@ -175,10 +176,8 @@ def run(
     worker's own before those of workers that were only stopped) is raised here. ``timeout`` is the longest wait for
     one collective, in seconds. The workers are on hosts of ``workers_per_host``.
     """
-    if workers < 1 or workers_per_host < 1 or workers % workers_per_host:
-        raise ConfigurationError(
-            f"workers={workers}, workers_per_host={workers_per_host}: expected at least 1, and whole hosts"
-        )
+    if whole("workers", workers) % whole("workers_per_host", workers_per_host):
+        raise ConfigurationError(f"{workers} workers do not fill hosts of {workers_per_host}: expected a multiple")
     world = _World(workers, timeout)
     everybody = _make(world, workers, workers_per_host, timeout)
     results: list[Any] = [None] * workers

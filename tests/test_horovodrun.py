@@ -27,7 +27,7 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return run(arguments, env, timeout)
 
 
-FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults")
+FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults", "_bad_input")
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
 KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults", "keras_checkpoint")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.
@@ -55,9 +55,10 @@ def test_a_communicator_of_mpi4py():
     assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
 
 
-def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path):
+@pytest.mark.parametrize("program", ["resize.py", "resize_keras.py"])
+def test_another_number_of_workers_goes_on_from_a_checkpoint(program, tmp_path):
     for processes in (2, 3):
-        arguments = ["tests/ranks/resize.py", tmp_path, "two_stage"]
+        arguments = [f"tests/ranks/{program}", tmp_path, "two_stage"]
         output = horovodrun(processes, "mpi", *arguments, PYTHONPATH=str(ROOT))
         assert output.count("went on") == processes
     assert "shared out anew" in output

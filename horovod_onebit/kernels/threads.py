@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from typing import Any
 
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.checks import whole
 from horovod_onebit.kernels.reference import num_blocks
 
 MIN_ELEMENTS_PER_THREAD = 1 << 15
@@ -38,8 +38,7 @@ _pool = _Pool()
 
 def set_num_threads(count: int) -> None:
     """Let at most ``count`` threads work on one tensor. Results do not depend on it."""
-    if not isinstance(count, int) or count < 1:
-        raise ConfigurationError(f"set_num_threads({count!r}): expected a whole number, at least 1")
+    whole("count", count)
     _pool.count, _pool.executor = count, None
 
 

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array, Bytes, Spec
 from horovod_onebit.rules import Context, Rule, Tensor
@@ -46,7 +47,7 @@ class Adam(Rule):
 
     def __post_init__(self) -> None:
         for field, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("lr", 0, np.inf), ("eps", 0, np.inf)):
-            if not low <= getattr(self, field) < high:
+            if not low <= number(field, getattr(self, field)) < high:
                 raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected {low} <= {field} < {high}")
 
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array, Bytes, Spec
 from horovod_onebit.rules import Context, Rule, Tensor
@@ -39,8 +40,9 @@ class SGD(Rule):
     name: str = "sgd"
 
     def __post_init__(self) -> None:
-        if not 0 <= self.lr < np.inf:
-            raise ConfigurationError(f"lr={self.lr!r}: expected 0 <= lr")
+        for field in ("lr", "momentum"):
+            if not 0 <= number(field, getattr(self, field)) < np.inf:
+                raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected 0 <= {field} < inf")
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigurationError("nesterov=True needs momentum > 0 and dampening = 0, as in torch.optim.SGD")
 

@@ -11,8 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -77,12 +79,12 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
                 "momentum_correction=True: Keras 3 compiles SGD's momentum into the step, so that it cannot follow the "
                 "learning rate; leave it out"
             )
-        if not initial_lr > 0:
-            raise ConfigurationError(f"initial_lr={initial_lr!r}: expected a positive number")
-        self.initial_lr = initial_lr
+        self.initial_lr = positive("initial_lr", initial_lr)
         self.start_epoch, self.end_epoch = start_epoch, end_epoch
         self.staircase = staircase
         self.steps_per_epoch = steps_per_epoch
+        if not callable(multiplier):
+            number("multiplier", multiplier)
         self.multiplier = multiplier if callable(multiplier) else (lambda epoch, factor=multiplier: factor)
         self.epoch = 0
 
@@ -122,6 +124,7 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
             epoch += 1.0 / (self.steps_per_epoch or self.params.get("steps") or 1)
             return 1.0 / hvd.size() * (epoch * (hvd.size() - 1) / warmup_epochs + 1)
 
+        positive("warmup_epochs", warmup_epochs)
         super().__init__(
             initial_lr,
             multiplier,
@@ -163,6 +166,7 @@ class StatsCallback(keras.callbacks.Callback):
         self.writer: Any = None
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        check_ours(self.model.optimizer)
         if hvd.rank() != 0:
             return
         self.writer = self.writer or tf.summary.create_file_writer(self.log_dir)
@@ -181,9 +185,7 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100) -> None:
         super().__init__()
-        if isinstance(every, bool) or not isinstance(every, int) or every < 1:
-            raise ConfigurationError(f"every={every!r}: expected a whole number of batches, at least 1")
-        self.every = every
+        self.every = whole("every", every, "a whole number of batches")
         self.batches = 0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -18,7 +18,7 @@ import keras
 import numpy as np
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
-from horovod_onebit import checkpoints
+from horovod_onebit import checkpoints, checks
 from horovod_onebit.checkpoints import FORMAT
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
@@ -37,7 +37,7 @@ def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra
     is complete. Raises ``CheckpointError`` on all workers if one of them cannot write; the one before is then there.
     """
     engine = _optimizer(model)._compressor.engine
-    place, rank = Path(folder), hvd.rank()
+    place, rank = checks.folder(folder), hvd.rank()
     key = broadcast_object(os.urandom(8).hex(), root_rank=0, name="onebit.checkpoint")
 
     def write() -> None:
@@ -68,7 +68,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model) -> Any:
     Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else.
     """
     optimizer = _optimizer(model)
-    place = Path(folder)
+    place = checks.folder(folder)
     latest = _all(lambda: checkpoints.latest(place), "load")
     key, workers = latest["key"], latest["workers"]
     same = workers == hvd.size()

@@ -16,8 +16,10 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit.checks import mapping
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
@@ -226,6 +228,14 @@ class Compressor:
         )
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
+        known = {self.name_of(i, v) for i, v in enumerate(self.optimizer._trainable_variables)}
+        given = set(mapping("state", state, "names to arrays"))
+        unknown = sorted(n for n in given - known if not n.startswith(SERVER_PREFIX))
+        if unknown:
+            raise ConfigurationError(
+                f"error feedback of variables that this optimizer does not have: {unknown}. Build it first: "
+                "optimizer.build(model.trainable_variables)"
+            )
         self.engine.feedback.load_state_dict(state)
 
 

@@ -52,7 +52,9 @@ class KerasState(ObjectState):
 
     def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
         self.model = model
-        self.optimizer = model.optimizer if optimizer is None else optimizer
+        self.optimizer: Any = optimizer
+        if optimizer is None:
+            self.optimizer = getattr(model, "optimizer", None)
         check_ours(self.optimizer)
         if not model.built or not self.optimizer.built:
             raise ConfigurationError(

@@ -6,7 +6,11 @@ from collections.abc import Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import tensorflow as tf
+
+from horovod_onebit.checks import whole
+from horovod_onebit.errors import ConfigurationError
 
 
 def broadcast_variables(
@@ -17,9 +21,15 @@ def broadcast_variables(
     For custom loops, once after the model and the optimizer are built: ``model.variables`` and
     ``optimizer.variables``.
     """
+    if whole("root_rank", root_rank, "a rank", least=0) >= hvd.size():
+        raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
+    listed = list(variables) if isinstance(variables, Iterable) else [variables]
+    strange = [type(v).__name__ for v in listed if not isinstance(v, (keras.Variable, tf.Variable))]
+    if strange:
+        raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
     if not process_set.included():
         return
-    for index, variable in enumerate(variables):
+    for index, variable in enumerate(listed):
         target = variable.value if hasattr(variable, "path") else variable
         value = tf.convert_to_tensor(target)
         kind = tf.uint8 if value.dtype in (tf.bool, tf.bfloat16) else value.dtype

@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
@@ -65,6 +66,9 @@ class _DistributedOptimizer:
             with keras.src.backend.name_scope(self.name, caller=self):
                 self.build(variables)
         self._check_variables_are_known(variables)
+        grads = list(grads)
+        if len(grads) != len(variables):
+            raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
         self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
         if not self._wrapping.process_set.included():
@@ -335,13 +339,16 @@ def DistributedOptimizer(
         raise UnsupportedError("Recipe(refresh=..., floor=...) are for PyTorch and NumPy so far: leave them out")
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
+    for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
+        if getattr(optimizer, field) is not None:
+            positive(field, getattr(optimizer, field))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
     wrapping = Wrapping(
-        make_warmup(warmup_steps, total_steps), resolve(recipe), compression, bool(sparse_as_dense), op,
-        gradient_predivide_factor, backward_passes_per_step, bool(average_aggregated_gradients), process_set,
+        make_warmup(warmup_steps, total_steps), resolve(recipe), compression, sparse_as_dense, op,
+        gradient_predivide_factor, backward_passes_per_step, average_aggregated_gradients, process_set,
     )  # fmt: skip
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)

@@ -8,6 +8,7 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
+from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.warmup import AutoWarmup, Warmup
@@ -34,11 +35,15 @@ class Wrapping:
             )
         if self.op not in (hvd.Average, hvd.Sum):
             raise UnsupportedError(f"op={self.op!r}: expected hvd.Average or hvd.Sum")
-        passes, factor = self.backward_passes_per_step, self.gradient_predivide_factor
-        if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-            raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
-        if not factor > 0 or (factor != 1.0 and self.op != hvd.Average):
-            raise ConfigurationError("gradient_predivide_factor: expected a positive number, with op=hvd.Average")
+        whole("backward_passes_per_step", self.backward_passes_per_step)
+        flag("sparse_as_dense", self.sparse_as_dense)
+        flag("average_aggregated_gradients", self.average_aggregated_gradients)
+        if positive("gradient_predivide_factor", self.gradient_predivide_factor) != 1.0 and self.op != hvd.Average:
+            raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
+        if not isinstance(self.process_set, hvd.ProcessSet):
+            raise ConfigurationError(f"process_set={self.process_set!r}: expected what hvd.add_process_set returned")
+        if self.process_set.process_set_id is None:
+            raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
 
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""

@@ -8,6 +8,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from horovod_onebit.checks import positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.warmup import Warmup
@@ -28,14 +29,13 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> 
 def check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process_set: Any) -> None:
     if not hvd.is_initialized():
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
-    if not isinstance(passes, int) or isinstance(passes, bool) or passes < 1:
-        raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
+    whole("backward_passes_per_step", passes)
     if op not in (hvd.Average, hvd.Sum):
         raise UnsupportedError(f"op={op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
-    if predivide != 1.0 and op != hvd.Average:
+    if positive("gradient_predivide_factor", predivide) != 1.0 and op != hvd.Average:
         raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
-    if not predivide > 0:
-        raise ConfigurationError(f"gradient_predivide_factor={predivide!r}: expected a positive number")
+    if not isinstance(process_set, hvd.ProcessSet):
+        raise ConfigurationError(f"process_set={process_set!r}: expected what hvd.add_process_set returned")
     if process_set.process_set_id is None:
         raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
@@ -45,6 +45,13 @@ def check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process
     members = [id(p) for group in groups for p in group]
     if len(set(members)) != len(members):
         raise ConfigurationError("groups: a parameter can only appear once")
+
+
+def check_compression(compression: Any) -> None:
+    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
+        raise ConfigurationError(
+            f"compression={compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for the warm-up"
+        )
 
 
 def names_of(
@@ -60,8 +67,11 @@ def names_of(
             for i, group in enumerate(optimizer.param_groups)
             for j, p in enumerate(group["params"])
         }
-    pairs = list(named_parameters)
-    if any(not isinstance(pair, tuple) or len(pair) != 2 for pair in pairs):
+    pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
+    if not all(
+        isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
+        for pair in pairs
+    ):
         raise ConfigurationError(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit import checkpoints
+from horovod_onebit import checkpoints, checks
 from horovod_onebit.checkpoints import FORMAT
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.compressor import Compressor
@@ -41,7 +41,7 @@ def save_checkpoint(
     """
     compressor = _compressor(optimizer)
     optimizer.flush()  # type: ignore[attr-defined]
-    place, rank, workers = Path(folder), hvd.rank(), hvd.size()
+    place, rank, workers = checks.folder(folder), hvd.rank(), hvd.size()
     key = hvd.broadcast_object(os.urandom(8).hex(), root_rank=0, name="onebit.checkpoint")
 
     def write() -> None:
@@ -70,7 +70,7 @@ def load_checkpoint(
     of something else.
     """
     _compressor(optimizer)
-    place = Path(folder)
+    place = checks.folder(folder)
     latest = _all(lambda: checkpoints.latest(place), "load")
     key, workers = latest["key"], latest["workers"]
     same = workers == hvd.size()

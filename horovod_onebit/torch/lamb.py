@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 
 
@@ -44,6 +45,11 @@ class LAMB(torch.optim.Optimizer):
         factor_threshold: float = 0.1,
         maximize: bool = False,
     ) -> None:
+        numbers = {"lr": lr, "eps": eps, "weight_decay": weight_decay, "coeff_beta": coeff_beta}
+        for name, value in numbers.items():
+            number(name, value)
+        if not isinstance(betas, (tuple, list)) or len(betas) != 2:
+            raise ConfigurationError(f"betas={betas!r}: expected two numbers")
         if not (lr >= 0 and eps >= 0 and weight_decay >= 0 and all(0 <= b < 1 for b in (*betas, coeff_beta))):
             raise ConfigurationError(
                 f"LAMB(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, coeff_beta={coeff_beta}): "

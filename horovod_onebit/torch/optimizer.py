@@ -11,16 +11,17 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
+from horovod_onebit.checks import flag, mapping, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import EveryStep, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
-from horovod_onebit.torch.arguments import check_arguments, names_of, warmup_of
+from horovod_onebit.torch.arguments import check_arguments, check_compression, names_of, warmup_of
 from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.replicas import check_replicas
-from horovod_onebit.torch.rules import adapter_for, check_parameter
+from horovod_onebit.torch.rules import HYPERPARAMETERS, adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import Phase
 
@@ -76,8 +77,7 @@ class _DistributedOptimizer:
         ``synchronize(); torch.nn.utils.clip_grad_norm_(...)``; afterwards it is the root mean square over the workers
         of the norms of their own gradients, which is not smaller. Returns the norm. Collective.
         """
-        if not max_norm > 0:
-            raise ConfigurationError(f"max_norm={max_norm!r}: expected a positive number")
+        positive("max_norm", max_norm)
         if not self._participates:
             return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
         if self._synchronizer.pending() or not self._arrived:
@@ -203,7 +203,9 @@ class _DistributedOptimizer:
 
     def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``."""
-        progress.load_feedback(self._compressor, {name: value.numpy() for name, value in state.items()})
+        mapping("state", state, "names to tensors")
+        arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in state.items()}
+        progress.load_feedback(self._compressor, arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -221,8 +223,13 @@ class _DistributedOptimizer:
         self._load(state_dict, keep_feedback=False)
 
     def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
-        for group in state_dict["param_groups"]:
+        if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
+            raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
+        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
             self._compressor.adapter.check(group)
+            missing = sorted(HYPERPARAMETERS & own.keys() - group.keys())
+            if missing:
+                raise ConfigurationError(f"the state has no {', '.join(missing)}: it is of another optimizer")
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # In place: schedulers that were made before wrapping hold the old objects.
@@ -289,10 +296,13 @@ def DistributedOptimizer(
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
     _check_plain(optimizer)
-    check_arguments(backward_passes_per_step, op, gradient_predivide_factor, groups, process_set)
     if num_groups:
         warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
         groups = num_groups if groups is None else groups
+    check_arguments(backward_passes_per_step, op, gradient_predivide_factor, groups, process_set)
+    check_compression(compression)
+    flag("sparse_as_dense", sparse_as_dense)
+    flag("overlap", overlap)
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     adapter = adapter_for(optimizer, chosen, schedule)
     names = names_of(optimizer, named_parameters)
@@ -303,8 +313,8 @@ def DistributedOptimizer(
             check_parameter(name, p)
 
     every = check_replicas_every
-    if every is not None and (not isinstance(every, int) or isinstance(every, bool) or every < 1):
-        raise ConfigurationError(f"check_replicas_every={every!r}: expected a whole number of steps, or None")
+    if every is not None:
+        whole("check_replicas_every", every, "None or a whole number of steps")
     if every is not None and schedule is not None:
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 

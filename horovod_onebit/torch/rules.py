@@ -20,6 +20,7 @@ from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import LAMB, init_state
 
 ParamGroup = dict[str, Any]
+HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -201,6 +202,8 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
             f"parameter {name!r} is {p.dtype}; expected one of {', '.join(map(str, DTYPES))}. "
             "Freeze it (requires_grad=False), or store complex weights as two real tensors"
         )
+    if p.device.type == "meta":
+        raise UnsupportedError(f"parameter {name!r} is on the meta device: give it memory first (to_empty, then load)")
     if p.layout is not torch.strided:
         raise UnsupportedError(f"parameter {name!r} has layout {p.layout}; expected a dense (strided) tensor")
 

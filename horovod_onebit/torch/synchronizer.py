@@ -14,6 +14,7 @@ import horovod.torch as hvd
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
@@ -135,9 +136,7 @@ class Synchronizer:
             self._group_of.update(dict.fromkeys(group, group))
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        if not isinstance(passes, int) or passes < 1:
-            raise ConfigurationError(f"backward_passes_per_step={passes!r}: expected a whole number, at least 1")
-        self.backward_passes_per_step = passes
+        self.backward_passes_per_step = whole("backward_passes_per_step", passes)
         self.reset()
 
     def reset(self) -> None:

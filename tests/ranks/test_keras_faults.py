@@ -96,6 +96,10 @@ def test_what_cannot_work_is_refused():
         (ConfigurationError, "backward_passes", keras.optimizers.Adam(), {"backward_passes_per_step": 0}),
         (ConfigurationError, "predivide", keras.optimizers.Adam(), {"gradient_predivide_factor": -1.0}),
         (ConfigurationError, "warmup_steps", keras.optimizers.Adam(), {"warmup_steps": 0}),
+        (ConfigurationError, "clipnorm=-1", keras.optimizers.Adam(clipnorm=-1), {}),
+        (ConfigurationError, "sparse_as_dense='no'", keras.optimizers.Adam(), {"sparse_as_dense": "no"}),
+        (ConfigurationError, "process_set=0", keras.optimizers.Adam(), {"process_set": 0}),
+        (ConfigurationError, "not registered", keras.optimizers.Adam(), {"process_set": hvd.ProcessSet([0])}),
     ]
     for kind, message, optimizer, arguments in refused:
         with pytest.raises(kind, match=message):
@@ -111,6 +115,19 @@ def test_what_cannot_work_is_refused():
         model.fit(*batch(0), verbose=0)
     with pytest.raises(UnsupportedError, match="momentum_correction"):
         onebit.callbacks.LearningRateWarmupCallback(0.1, momentum_correction=True)
+    bad_calls = [
+        (lambda: onebit.broadcast_variables(5), "variables has int"),
+        (lambda: onebit.broadcast_variables(model.variables, root_rank=SIZE), f"root_rank={SIZE}"),
+        (lambda: onebit.callbacks.LearningRateScheduleCallback(0.1, "x"), "multiplier='x'"),
+        (lambda: onebit.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0), "warmup_epochs=0"),
+        (lambda: onebit.save_checkpoint(3, model), "no model|optimizer is"),
+        (lambda: wrap(keras.optimizers.Adam()).load_feedback_state_dict({"a": np.ones(3)}), "does not have"),
+        (lambda: wrap(keras.optimizers.Adam()).apply([None], model.trainable_variables), "1 gradients for 6"),
+        (lambda: elastic.KerasState(None), "NoneType"),
+    ]
+    for call, message in bad_calls:
+        with pytest.raises(ConfigurationError, match=message):
+            call()
     with pytest.raises(ConfigurationError, match="has a gradient"):
         wrap(keras.optimizers.Adam()).apply([None] * 6, build().trainable_variables)
 

@@ -1,0 +1,54 @@
+"""Arguments of public functions: each check returns the value, or raises ``ConfigurationError`` that names it."""
+
+from __future__ import annotations
+
+import math
+import numbers
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from horovod_onebit.errors import ConfigurationError
+
+
+def whole(name: str, value: Any, what: str = "a whole number", least: int = 1) -> int:
+    """An int, not a bool, of at least ``least``."""
+    if not isinstance(value, int) or isinstance(value, bool) or value < least:
+        raise ConfigurationError(f"{name}={value!r}: expected {what}, at least {least}")
+    return value
+
+
+def number(name: str, value: Any) -> float:
+    """Any real number, of Python or NumPy, but not a bool and not NaN."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):
+        raise ConfigurationError(f"{name}={value!r}: expected a number")
+    return value  # type: ignore[return-value]
+
+
+def positive(name: str, value: Any) -> float:
+    """A number above 0; it may be infinite."""
+    if not number(name, value) > 0:
+        raise ConfigurationError(f"{name}={value!r}: expected a positive number")
+    return value
+
+
+def flag(name: str, value: Any) -> bool:
+    """True or False."""
+    if not isinstance(value, bool):
+        raise ConfigurationError(f"{name}={value!r}: expected True or False")
+    return value
+
+
+def folder(value: Any) -> Path:
+    """A path of a folder, which need not be there."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise ConfigurationError(f"folder={value!r}: expected a path")
+    return Path(value)
+
+
+def mapping(name: str, value: Any, of: str) -> Mapping[str, Any]:
+    """A mapping; ``of`` says of what."""
+    if not isinstance(value, Mapping):
+        raise ConfigurationError(f"{name} is {type(value).__name__}: expected a mapping of {of}")
+    return value
