@@ -13,7 +13,7 @@ from horovod.tensorflow.functions import allgather_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
 from horovod_onebit.world import owed_by
-from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, assert_replicas_equal, batch, build, wrap
+from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, wrap
 
 
 def owed(optimizer, servers):
@@ -22,7 +22,7 @@ def owed(optimizer, servers):
     for own in allgather_object(owed_by(optimizer._compressor.engine), name="owed"):
         for name, value in own["feedback"].items():
             if not name.startswith("onebit.server."):
-                total[name] = total.get(name, 0) + value
+                total[name] = total.get(name, 0) + value / SIZE
     for own in allgather_object(owed_by(optimizer._compressor.engine), name="servers") if servers else []:
         for key, places in own["served"].items():
             start = 0
