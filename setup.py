@@ -12,10 +12,10 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "horovod_onebit" / "_versio
 EXTRAS = {
     "torch": ["torch>=2.1"],
     "tensorflow": ["tensorflow>=2.16", "keras>=3"],
-    "cuda": ["numba-cuda[cu13]"],
-    "cuda12": ["numba-cuda[cu12]"],
+    "cuda": ["numba-cuda[cu13]", "nvtx"],
+    "cuda12": ["numba-cuda[cu12]", "nvtx"],
     "mpi": ["mpi4py>=4"],
-    "plot": ["matplotlib"],
+    "plot": ["matplotlib", "rich"],
 }
 # The jobs and the checks; requirements/dev.txt has the versions that the tests run with.
 EXTRAS["dev"] = ["hypothesis", "mypy", "pytest", "rich", "ruff", "scikit-learn", "typer"]

@@ -1,4 +1,4 @@
-"""``horovod-onebit``: what can be said about a job before it runs."""
+"""``horovod-onebit``: what can be said about a job before it runs, and of one that has run."""
 
 from __future__ import annotations
 
@@ -8,65 +8,123 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
-from horovod_onebit import doctor, planner
+from horovod_onebit import console, doctor, monitor, planner, trial
 from horovod_onebit._version import __version__
 from horovod_onebit.diagnostics import Report
 from horovod_onebit.errors import OnebitError
 
+Answer = tuple[str, Any, int]
+"""Text for a person, the same for a program, and the exit status."""
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status."""
+    """The exit status: 0; 1 where the answer is bad news; 2 where the question was wrong."""
     args = _parser().parse_args(argv)
     try:
-        answer = args.run(args)
+        text, data, status = args.run(args)
     except OnebitError as error:
         sys.stderr.write(f"horovod-onebit: {error}\n")
         return 2
-    text, status = answer if isinstance(answer, tuple) else (answer, 0)
-    sys.stdout.write(text + "\n")
+    sys.stdout.write((json.dumps(data, indent=2) if args.json else text) + "\n")
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="horovod-onebit", description=__doc__)
+    text = "What can be said about a job before it runs, and of one that has run."
+    parser = argparse.ArgumentParser(prog="horovod-onebit", description=text)
     parser.add_argument("--version", action="version", version=__version__)
-    commands = parser.add_subparsers(dest="command", required=True)
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+    shared = argparse.ArgumentParser(add_help=False)
+    shared.add_argument("--json", action="store_true", help="for programs: JSON instead of text")
 
-    ill = commands.add_parser("doctor", help="is everything there? Versions, what does not fit together, what to do")
-    ill.add_argument("--json", action="store_true", help="for programs")
-    ill.set_defaults(run=lambda args: doctor.report(as_json=args.json))
+    def add(name: str, run: Any, help: str, example: str) -> Any:
+        epilog = f"example: horovod-onebit {example}"
+        command = commands.add_parser(name, help=help, description=help, epilog=epilog, parents=[shared])
+        command.set_defaults(run=run)
+        return command.add_argument
 
-    diagnose = commands.add_parser("diagnose", help="will it work? Show a report that Report.save wrote")
-    diagnose.add_argument("report", help="the JSON file")
-    diagnose.add_argument("--plot", help="write the magnitudes by layer to this file (.png, .svg, ...)")
-    diagnose.set_defaults(run=_diagnose)
+    add("doctor", _doctor, "is everything there? Versions, what does not fit together, what to do", "doctor")
+    _add_plan(add)
+    _add_simulate(add)
 
-    plan = commands.add_parser(
-        "plan",
-        help="will it pay? Bytes and time of a step, by way of exchanging",
-        epilog="example: horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250",
-    )
-    plan.add_argument("--parameters", required=True, help="of the model: 25000000, 110M, 1.3B")
-    plan.add_argument("--workers", required=True, type=int, help="processes in all")
-    plan.add_argument("--link", required=True, help="of each host: 1gbit, 10gbit, 1.2GB (bytes a second)")
-    plan.add_argument("--compute-ms", required=True, type=float, help="forward, backward and optimizer of one step")
-    plan.add_argument("--workers-per-host", type=int, default=1, help="they share the host's link (1)")
-    plan.add_argument("--latency-us", type=float, default=100.0, help="from host to host (100)")
-    plan.add_argument("--device", choices=planner.DEVICES, default="cpu", help="where gradients are (cpu)")
-    plan.add_argument("--json", action="store_true", help="numbers instead of a table")
-    plan.add_argument("--plot", help="write the step time by number of workers to this file (.png, .svg, ...)")
-    plan.set_defaults(run=_plan)
+    option = add("diagnose", _diagnose, "will it work? Show a report that Report.save wrote", "diagnose report.json")
+    option("report", help="the JSON file")
+    option("--plot", metavar="FILE", help="write the magnitudes by layer to this file (.png, .svg, ...)")
+
+    option = add("plot", _plot, "draw what Monitor, or a training job, has written", "plot run.jsonl --output run.png")
+    option("runs", nargs="+", metavar="RUN", help="files of JSON lines, one for each run")
+    option("--output", default="run.png", metavar="FILE", help="the picture (run.png)")
     return parser
 
 
-def _diagnose(args: argparse.Namespace) -> str:
+def _add_plan(add: Any) -> None:
+    help = "will it pay? Bytes and time of a step, by way of exchanging"
+    option = add("plan", _plan, help, "plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250")
+    option("--parameters", required=True, metavar="N", help="of the model: 25000000, 110M, 1.3B")
+    option("--workers", required=True, type=int, metavar="N", help="processes in all")
+    option("--link", required=True, metavar="RATE", help="of each host: 1gbit, 10gbit, 1.2GB (bytes a second)")
+    option("--compute-ms", required=True, type=float, metavar="MS", help="forward, backward and optimizer of one step")
+    option("--workers-per-host", type=int, default=1, metavar="N", help="they share the host's link (1)")
+    option("--latency-us", type=float, default=100.0, metavar="US", help="from host to host (100)")
+    option("--device", choices=planner.DEVICES, default="cpu", help="where gradients are (cpu)")
+    option("--plot", metavar="FILE", help="write the step time by number of workers to this file (.png, .svg, ...)")
+
+
+def _add_simulate(add: Any) -> None:
+    help = "does quality suffer? Train a small network on simulated workers, in this process, by several recipes"
+    option = add("simulate", _simulate, help, "simulate --workers 16 --recipes exact robust paper")
+    option("--recipes", nargs="+", default=["exact", "robust"], metavar="RECIPE",
+           help="exact, robust, paper, fixed (exact robust)")  # fmt: skip
+    option("--workers", type=int, default=4, metavar="N", help="simulated processes (4)")
+    option("--workers-per-host", type=int, default=1, metavar="N", help="of them (1)")
+    option("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")
+    option("--warmup-steps", type=int, default=20, metavar="N", help="exact steps before compression (20)")
+    option("--lr", type=float, default=3e-3, help="Adam's learning rate (0.003)")
+    option("--batch-size", type=int, default=16, metavar="N", help="of each worker (16)")
+    option("--noise", type=float, default=0.1, help="standard deviation of it in each worker's targets (0.1)")
+    option("--seed", type=int, default=0, metavar="N", help="of weights, samples and noise (0)")
+
+
+def _doctor(args: argparse.Namespace) -> Answer:
+    return doctor.report()
+
+
+def _diagnose(args: argparse.Namespace) -> Answer:
     report = Report.load(args.report)
     if args.plot:
         report.plot(args.plot)
-    return report.text()
+    return report.text(), report.as_dict(), 0
 
 
-def _plan(args: argparse.Namespace) -> str:
+def _plot(args: argparse.Namespace) -> Answer:
+    titles = monitor.plot(args.runs, args.output)
+    return f"{args.output}: {', '.join(titles)}", {"output": args.output, "panels": titles}, 0
+
+
+def _simulate(args: argparse.Namespace) -> Answer:
+    names = set(trial.Trial.__dataclass_fields__)
+    task = trial.Trial(**{name: value for name, value in vars(args).items() if name in names})
+    outcomes = []
+    for recipe in args.recipes:
+        with console.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
+            outcomes.append(trial.run(task, recipe, progress=advance))
+    head = ["recipe", "test loss", "MB sent by a worker", "fewer", "bytes of the last step", "replicas"]
+    rows = [
+        [
+            o.recipe,
+            f"{o.loss:.4g}" if o.loss < 1e3 else "diverged",
+            f"{1e-6 * o.bytes:.2f}",
+            f"{o.fp32_bytes / o.bytes:.1f}" if o.bytes else "-",
+            f"{o.last_bytes:,}",
+            "equal" if o.replicas_equal else "DIFFER",
+        ]
+        for o in outcomes
+    ]
+    equal = all(o.replicas_equal for o in outcomes)
+    return console.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
+
+
+def _plan(args: argparse.Namespace) -> Answer:
     job = planner.Job(
         parameters=planner.number(args.parameters),
         workers=args.workers,
@@ -78,43 +136,26 @@ def _plan(args: argparse.Namespace) -> str:
     )
     plan = planner.plan(job)
     if args.plot:
-        _plot(job, args.plot)
-    return json.dumps(plan.as_dict(), indent=2) if args.json else _table(plan)
+        planner.plot(job, args.plot)
+    return _plan_text(plan), plan.as_dict(), 0
 
 
-def _table(plan: planner.Plan) -> str:
+def _plan_text(plan: planner.Plan) -> str:
     job = plan.job
-    lines = [
-        f"{job.parameters:,} parameters, {job.workers} workers on {job.hosts} hosts, "
-        f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}",
-        "",
-        f"{'':16} {'MB by a host':>13} {'transfer ms':>12} {'exposed ms':>11} {'step ms':>9} {'steps/s':>8}",
-    ]
-    lines += [
-        f"{e.way:16} {1e-6 * e.received:13,.1f} {1e3 * e.transfer:12,.1f} {1e3 * e.exposed:11,.1f} "
-        f"{1e3 * e.step:9,.1f} {1 / e.step if e.step else 0:8.2f}"
+    head = ["exchange", "MB by a host", "transfer ms", "exposed ms", "step ms", "steps/s"]
+    rows = [
+        [
+            e.way,
+            f"{1e-6 * e.received:,.1f}",
+            f"{1e3 * e.transfer:,.1f}",
+            f"{1e3 * e.exposed:,.1f}",
+            f"{1e3 * e.step:,.1f}",
+            f"{1 / e.step if e.step else 0:.2f}",
+        ]
         for e in plan.estimates
     ]
-    return "\n".join([*lines, "", plan.verdict])
-
-
-def _plot(job: planner.Job, path: str) -> None:
-    """Step time over the number of workers, up to 1,024."""
-    from dataclasses import replace
-
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    counts = [job.workers_per_host * 2**k for k in range(11) if job.workers_per_host * 2**k <= max(1024, job.workers)]
-    plans = [planner.plan(replace(job, workers=n)) for n in counts]
-    figure, axes = pyplot.subplots(constrained_layout=True)
-    for i, estimate in enumerate(plans[0].estimates):
-        axes.plot(counts, [1e3 * plan.estimates[i].step for plan in plans], marker="o", label=estimate.way)
-    axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
-    axes.set_xscale("log", base=2)
-    axes.legend()
-    save: Any = figure.savefig
-    save(path)
-    pyplot.close(figure)
+    title = (
+        f"{job.parameters:,} parameters, {job.workers} workers on {job.hosts} hosts, "
+        f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}"
+    )
+    return "\n".join([title, "", console.table(head, rows), "", plan.verdict])

@@ -19,7 +19,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit import figures
 from horovod_onebit.checks import mapping
+from horovod_onebit.console import table
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import PRESETS, Recipe
@@ -85,14 +87,8 @@ class Report:
             ]
             for layer in self.layers
         ]
-        widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
         lines = [
-            "  ".join(
-                cell.ljust(w) if i == 0 else cell.rjust(w) for i, (cell, w) in enumerate(zip(row, widths, strict=True))
-            )
-            for row in [head, *rows]
-        ]
-        lines += [
+            table(head, rows),
             "",
             f"{self.steps} steps. Mean magnitudes differ by {self.spread:.1e} between layers.",
             "The last columns: the longest step of any element, as a multiple of Adam's, if compression starts now.",
@@ -102,16 +98,19 @@ class Report:
 
     def plot(self, path: str | Path) -> None:
         """Mean and median magnitudes by layer, as in the paper's figs. 3 to 5; needs matplotlib."""
-        from matplotlib.figure import Figure
-
-        figure = Figure(figsize=(max(6, 0.25 * len(self.layers)), 4), layout="constrained")
+        figure = figures.new(max(6, 0.25 * len(self.layers)), 4)
         axes = figure.subplots()
         positions = range(len(self.layers))
         for what in ("mean", "median"):
             axes.plot(positions, [getattr(layer, what) or math.nan for layer in self.layers], "o-", ms=3, label=what)
         axes.set(yscale="log", ylabel="magnitude of the gradient", xlabel="layer")
         axes.legend()
-        figure.savefig(path)
+        figures.save(figure, path)
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, in plain types; with the verdicts."""
+        recipes = self.layers[0].blow_up if self.layers else {}
+        return dataclasses.asdict(self) | {"verdicts": {recipe: self.verdict(recipe) for recipe in recipes}}
 
     def save(self, path: str | Path) -> None:
         """As JSON, for ``horovod-onebit diagnose``."""

@@ -122,11 +122,10 @@ def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]
     return findings
 
 
-def report(*, as_json: bool = False) -> tuple[str, int]:
-    """The text to show, and the exit status: 1 if a job would not run."""
+def report() -> tuple[str, dict[str, Any], int]:
+    """The text to show, the same as plain values, and the exit status: 1 if a job would not run."""
     found, findings = examine()
     status = int(any(finding.level == "error" for finding in findings))
-    if as_json:
-        return json.dumps({"versions": found, "findings": [asdict(f) for f in findings]}, indent=2), status
     lines = [f"{f.level:6}{f.what}" + (f"\n      -> {f.advice}" if f.advice else "") for f in findings]
-    return "\n".join([*lines, "", "A job would not run." if status else "A job can run."]), status
+    text = "\n".join([*lines, "", "A job would not run." if status else "A job can run."])
+    return text, {"versions": found, "findings": [asdict(f) for f in findings]}, status

@@ -13,8 +13,9 @@ memory's bandwidth and are an estimate.
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
+from horovod_onebit import figures
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
 
@@ -251,3 +252,17 @@ def rate(text: str) -> float:
             if 0 < value < math.inf:
                 return value
     raise ConfigurationError(f"link {text!r}: expected a rate such as 1gbit, 100mbit or 1.2GB")
+
+
+def plot(job: Job, path: str) -> None:
+    """Draw the step time over the number of workers, up to 1,024; needs matplotlib."""
+    counts = [job.workers_per_host * 2**k for k in range(11) if job.workers_per_host * 2**k <= max(1024, job.workers)]
+    plans = [plan(replace(job, workers=n)) for n in counts]
+    figure = figures.new(6.4, 4.8)
+    axes = figure.subplots()
+    for i, estimate in enumerate(plans[0].estimates):
+        axes.plot(counts, [1e3 * one.estimates[i].step for one in plans], marker="o", label=estimate.way)
+    axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
+    axes.set_xscale("log", base=2)
+    axes.legend()
+    figures.save(figure, path)

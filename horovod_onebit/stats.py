@@ -7,6 +7,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
 
+from horovod_onebit import marks
+
 
 @dataclass
 class Traffic:
@@ -64,7 +66,8 @@ class Times:
             self.closed = False
         start = time.perf_counter()
         try:
-            yield
+            with marks.range(what):
+                yield
         finally:
             spent = time.perf_counter() - start
             setattr(self, what, getattr(self, what) + spent)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.monitor import JsonLines, Monitor, Sink, Value
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
@@ -157,24 +158,58 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_train_batch_end(batch, logs)
 
 
-class StatsCallback(keras.callbacks.Callback):
-    """Write ``optimizer.stats()`` to TensorBoard at the end of every epoch, on worker 0."""
-
+class _TensorBoard:
     def __init__(self, log_dir: str) -> None:
+        self._writer: Any = tf.summary.create_file_writer(log_dir)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        with self._writer.as_default(step=step):
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    tf.summary.scalar(f"horovod_onebit/{name}", value)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class StatsCallback(keras.callbacks.Callback):
+    """Write ``optimizer.stats()`` and the batch's logs every ``every`` batches, on worker 0.
+
+    Args:
+        log_dir: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
+        jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
+        every: batches from one line to the next; None is the end of every epoch.
+    """
+
+    def __init__(self, log_dir: str | None = None, *, jsonl: str | None = None, every: int | None = None) -> None:
         super().__init__()
-        self.log_dir = log_dir
-        self.writer: Any = None
+        if log_dir is None and jsonl is None:
+            raise ConfigurationError("expected log_dir, jsonl, or both")
+        if every is not None:
+            whole("every", every, "None or a whole number of batches")
+        self.log_dir, self.jsonl, self.every = log_dir, jsonl, every
+        self.monitor: Monitor | None = None
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        check_ours(self.model.optimizer)
+        sinks: list[Sink] = []
+        if hvd.rank() == 0:
+            sinks += [] if self.log_dir is None else [_TensorBoard(self.log_dir)]
+            sinks += [] if self.jsonl is None else [JsonLines(self.jsonl)]
+        self.monitor = Monitor(self.model.optimizer, sinks, every=self.every or 1)
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if self.monitor and self.every:
+            self.monitor.step(**(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        check_ours(self.model.optimizer)
-        if hvd.rank() != 0:
-            return
-        self.writer = self.writer or tf.summary.create_file_writer(self.log_dir)
-        with self.writer.as_default(step=epoch):
-            for name, value in self.model.optimizer.stats().as_dict().items():
-                if not isinstance(value, str):
-                    tf.summary.scalar(f"horovod_onebit/{name}", value)
-        self.writer.flush()
+        if self.monitor and not self.every:
+            self.monitor.step(epoch=epoch, **(logs or {}))
+
+    def on_train_end(self, logs: Any = None) -> None:
+        if self.monitor:
+            self.monitor.close()
 
 
 class ReplicaCheckCallback(keras.callbacks.Callback):

@@ -10,12 +10,14 @@ from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.lamb import LAMB
+from horovod_onebit.torch.monitor import Monitor
 from horovod_onebit.torch.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from horovod_onebit.torch.optimizer import DistributedOptimizer
 
 __all__ = [
     "LAMB",
     "DistributedOptimizer",
+    "Monitor",
     "OnebitAdam",
     "OnebitLamb",
     "ZeroOne",

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit.monitor import read
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from tests.ranks.keras_common import (
@@ -154,11 +155,17 @@ def test_checkpoints_and_stats_are_written_by_worker_0(tmp_path):
     callbacks = [
         onebit.callbacks.BestModelCheckpoint(str(path), monitor="loss"),
         onebit.callbacks.StatsCallback(str(tmp_path / "logs")),
+        onebit.callbacks.StatsCallback(jsonl=str(tmp_path / "run.jsonl"), every=2),
         onebit.callbacks.LearningRateScheduleCallback(1e-3, lambda epoch: 0.1**epoch),
     ]
     model.fit(*batch(0), epochs=2, verbose=0, callbacks=callbacks)
     assert path.exists() == (RANK == 0)
-    assert (tmp_path / "logs").exists() == (RANK == 0)
+    assert (tmp_path / "logs").exists() == (tmp_path / "run.jsonl").exists() == (RANK == 0)
+    if RANK == 0:
+        rows = read(tmp_path / "run.jsonl")
+        assert [row["step"] for row in rows] == [2]
+        assert rows[0]["bytes_sent"] > 0
+        assert rows[0]["loss"] > 0
     assert float(model.optimizer.learning_rate) == pytest.approx(1e-4)
 
 

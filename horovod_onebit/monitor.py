@@ -1,0 +1,139 @@
+"""What a run costs, step by step, in files: JSON lines, and whatever else a face adds. Worker 0 alone writes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol
+
+from horovod_onebit import figures
+from horovod_onebit.checks import whole
+from horovod_onebit.errors import ConfigurationError
+
+Value = float | int | str | None
+
+
+class Sink(Protocol):
+    """Where measurements go."""
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class JsonLines:
+    """A JSON object a line, in a file that is made anew; NaN and Inf become null."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        try:
+            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open for as long as the run
+        except OSError as error:
+            raise ConfigurationError(f"{path} cannot be written ({error.strerror}): expected a file's name") from error
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
+        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class Monitor:
+    """``with Monitor(optimizer, sinks) as monitor:``, then ``monitor.step(loss=...)`` after each ``optimizer.step()``.
+
+    Every ``every`` steps the sinks get ``optimizer.stats()``, ``seconds`` since the start, ``step_seconds`` (the mean
+    since the last time), and what ``step`` was given.
+    """
+
+    def __init__(self, optimizer: Any, sinks: Sequence[Sink], *, every: int = 10) -> None:
+        self.optimizer, self.sinks = optimizer, list(sinks)
+        self.every = whole("every", every, "a whole number of steps")
+        self.calls = 0
+        self._last_step = optimizer.stats(norms=False).step
+        self._start = self._last = time.perf_counter()
+
+    def __enter__(self) -> Monitor:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, value: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def step(self, **values: Any) -> None:
+        """One optimizer step is over. Local: no other worker is asked."""
+        self.calls += 1
+        if not self.sinks or self.calls % self.every:
+            return
+        now = time.perf_counter()
+        stats: dict[str, Any] = self.optimizer.stats().as_dict()
+        given = {name: _plain(value) for name, value in values.items()}
+        step = stats.pop("step")
+        taken = max(step - self._last_step, 1)
+        times = {"seconds": now - self._start, "step_seconds": (now - self._last) / taken}
+        for sink in self.sinks:
+            sink.write(step, {**given, **stats, **times})
+        self._last, self._last_step = now, step
+
+    def close(self) -> None:
+        """Close the files."""
+        for sink in self.sinks:
+            sink.close()
+        self.sinks.clear()
+
+
+def _plain(value: Any) -> Value:
+    """A number of a framework as one of Python's."""
+    return value if isinstance(value, str) or value is None else float(value)
+
+
+def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """The lines that have a step, of a file that ``JsonLines`` or a training job wrote."""
+    try:
+        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        return [line for line in lines if "step" in line and not line.get("final")]
+    except (OSError, ValueError, TypeError) as error:
+        raise ConfigurationError(f"{path}: expected a file of JSON lines with steps ({error})") from error
+
+
+PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
+    ("loss", ("loss", "test_loss"), "log"),
+    ("accuracy", ("accuracy", "val_accuracy"), "linear"),
+    ("bytes sent in a step", ("step_bytes_sent",), "log"),
+    ("bytes sent in all", ("bytes_sent",), "linear"),
+    ("error / momentum", ("error_to_momentum",), "linear"),
+    ("seconds of a step", ("step_seconds", "encode_seconds", "exchange_seconds", "decode_seconds"), "log"),
+)
+"""Title, the values shown in it, and the axis, of each part of the plot."""
+
+
+def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> list[str]:
+    """Draw runs over their steps, what of ``PANELS`` they have; the titles of what was drawn."""
+    runs = {Path(path).stem: read(path) for path in paths}
+    shown = [
+        panel for panel in PANELS if any(name in row for rows in runs.values() for row in rows for name in panel[1])
+    ]
+    if not shown:
+        names = ", ".join(sorted({name for _, values, _ in PANELS for name in values}))
+        raise ConfigurationError(f"{', '.join(map(str, paths))}: nothing to draw; expected lines with any of {names}")
+    figure = figures.new(8, 2.6 * len(shown))
+    parts = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
+    for (title, values, scale), axes in zip(shown, parts, strict=True):
+        for run, rows in runs.items():
+            for name in values:
+                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+                if points:
+                    label = run if len(values) == 1 else f"{run}: {name}"
+                    axes.plot(*zip(*points, strict=True), label=label)
+        axes.set(ylabel=title, yscale=scale)
+        axes.legend(fontsize="small")
+        axes.grid(alpha=0.3)
+    parts[-1].set_xlabel("step")
+    figures.save(figure, output)
+    return [title for title, _, _ in shown]

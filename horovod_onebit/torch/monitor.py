@@ -1,0 +1,64 @@
+"""What a run costs, step by step, for TensorBoard and as JSON lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from horovod_onebit import monitor
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.monitor import JsonLines, Sink, Value
+from horovod_onebit.torch.optimizer import _DistributedOptimizer
+
+
+class _TensorBoard:
+    def __init__(self, log_dir: str) -> None:
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError as error:
+            raise ConfigurationError("tensorboard is not installed: pip install tensorboard") from error
+        self._writer: Any = SummaryWriter(log_dir)
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self._writer.add_scalar(f"horovod_onebit/{name}", value, step)
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Monitor(monitor.Monitor):
+    """Writes ``optimizer.stats()`` every ``every`` steps, on worker 0 alone; the others do nothing.
+
+        with onebit.Monitor(optimizer, jsonl="run.jsonl", tensorboard="runs/1") as monitor:
+            for x, y in batches:
+                ...
+                optimizer.step()
+                monitor.step(loss=loss)
+
+    Args:
+        optimizer: what ``DistributedOptimizer`` returned.
+        jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
+        tensorboard: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
+        every: optimizer steps from one line to the next. The norms in it cost a pass over the error feedback.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        every: int = 10,
+    ) -> None:
+        if not isinstance(optimizer, _DistributedOptimizer):
+            raise ConfigurationError(
+                f"optimizer is {type(optimizer).__name__}; expected what DistributedOptimizer returned"
+            )
+        sinks: list[Sink] = []
+        if optimizer._compressor.process_set.rank() == 0:
+            sinks += [] if jsonl is None else [JsonLines(jsonl)]
+            sinks += [] if tensorboard is None else [_TensorBoard(os.fspath(tensorboard))]
+        super().__init__(optimizer, sinks, every=every)

@@ -1,0 +1,41 @@
+"""The PyTorch face: what a run costs, written by worker 0."""
+
+import horovod.torch as hvd
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError
+from horovod_onebit.monitor import read
+from tests.ranks.torch_common import RANK, SIZE, Net, train, wrap
+
+
+def test_worker_0_writes_lines_and_scalars(tmp_path):
+    path, folder = tmp_path / "run.jsonl", tmp_path / "board"
+    model = Net()
+    optimizer = wrap(model, warmup_steps=4)
+    with onebit.Monitor(optimizer, jsonl=path, tensorboard=folder, every=2) as monitor:
+        for step in range(9):
+            loss = train(model, optimizer, 1, start=step)
+            monitor.step(loss=loss)
+    assert path.exists() == folder.exists() == (RANK == 0)
+    if RANK != 0:
+        return
+    rows = read(path)
+    assert [row["step"] for row in rows] == [2, 4, 6, 8]
+    assert [row["phase"] for row in rows] == ["warmup", "compressed", "compressed", "compressed"]
+    assert rows[-1]["bytes_sent"] == optimizer.stats().bytes_sent - optimizer.stats().step_bytes_sent
+    if SIZE > 1:
+        assert rows[-1]["ratio_to_fp32"] > 5
+    board = EventAccumulator(str(folder)).Reload()
+    losses = board.Scalars("horovod_onebit/loss")
+    assert [event.step for event in losses] == [2, 4, 6, 8]
+    assert losses[-1].value == pytest.approx(rows[-1]["loss"])
+
+
+def test_other_optimizers_are_refused():
+    with pytest.raises(ConfigurationError, match="optimizer is Net"):
+        onebit.Monitor(Net())
+    if hvd.rank() == 0:
+        with pytest.raises(ConfigurationError, match="cannot be written"):
+            onebit.Monitor(wrap(Net()), jsonl="/nowhere/run.jsonl")

@@ -1,0 +1,130 @@
+"""The command line: every command answers a person and a program, and says what is wrong with a question."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, cli, console, trial
+from horovod_onebit.diagnostics import Collector
+from horovod_onebit.monitor import JsonLines, Monitor, read
+from horovod_onebit.stats import Stats
+
+
+class Optimizer:
+    """What Monitor needs of one."""
+
+    def __init__(self):
+        self.steps = -1
+
+    def stats(self, *, norms=True):
+        self.steps += 1
+        return Stats("compressed", 10 * self.steps, 0, 100, 90, 10, 10, 5, 5, 20.0, 0.1, 0.2, 0.3, math.nan, 1.0)
+
+
+@pytest.fixture
+def run_file(tmp_path):
+    path = tmp_path / "run.jsonl"
+    with Monitor(Optimizer(), [JsonLines(path)], every=10) as monitor:
+        for step in range(35):
+            monitor.step(loss=np.float32(1 / (step + 1)), note="x")
+    return path
+
+
+@pytest.fixture
+def report_file(tmp_path):
+    collector = Collector()
+    collector.add({"layer": np.random.default_rng(0).standard_normal(2000)})
+    collector.report().save(tmp_path / "report.json")
+    return tmp_path / "report.json"
+
+
+PLAN = ["plan", "--parameters", "110M", "--workers", "16", "--link", "10gbit", "--compute-ms", "250"]
+SIMULATE = ["simulate", "--steps", "40", "--workers", "2", "--recipes", "exact", "robust"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text", "key"),
+    [
+        (PLAN, "1-bit pays", "verdict"),
+        (["diagnose", "REPORT"], "robust: fine", "verdicts"),
+        (["plot", "RUN", "--output", "PICTURE"], "bytes sent in a step", "panels"),
+    ],
+)
+def test_text_for_a_person_and_json_for_a_program(arguments, text, key, run_file, report_file, tmp_path, capsys):
+    places = {"RUN": run_file, "REPORT": report_file, "PICTURE": tmp_path / "run.svg"}
+    arguments = [str(places.get(a, a)) for a in arguments]
+    assert cli.main(arguments) == 0
+    assert text in capsys.readouterr().out
+    assert cli.main([*arguments, "--json"]) == 0
+    assert key in json.loads(capsys.readouterr().out)
+    if "plot" in arguments:
+        assert places["PICTURE"].read_text().startswith("<?xml")
+
+
+def test_simulated_workers_learn_with_one_bit(capsys):
+    assert cli.main([*SIMULATE[:1], "--recipes", "exact", "robust", "paper", "--json"]) == 0
+    exact, robust, paper = json.loads(capsys.readouterr().out)
+    before = trial.run(trial.Trial(steps=1), "exact")
+    assert exact["loss"] < 0.1 * before.loss
+    assert robust["loss"] < 1.2 * exact["loss"]
+    assert all(outcome["replicas_equal"] for outcome in (exact, robust, paper))
+    assert robust["bytes"] < exact["bytes"] / 5
+    assert exact["bytes"] == exact["fp32_bytes"]
+
+
+def test_tables_are_plain_in_a_pipe(capsys):
+    assert cli.main(SIMULATE) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("recipe")
+    assert [line.split()[0] for line in lines[1:]] == ["exact", "robust"]
+    assert console.table(["a", "b"], [["1", "22"]]) == "a   b\n1  22"
+
+
+def test_a_terminal_gets_a_drawn_table(monkeypatch):
+    monkeypatch.setattr("sys.stdout.isatty", lambda: True)
+    assert "┃" in console.table(["a", "b"], [["1", "22"]])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["simulate", "--workers", "0"], "workers=0"),
+        (["simulate", "--workers", "3", "--workers-per-host", "2"], "do not fill"),
+        (["simulate", "--recipes", "fast"], "recipe='fast'"),
+        (["simulate", "--noise", "-1"], "noise=-1.0"),
+        (["simulate", "--lr", "nan"], "lr=nan"),
+        (["plot", "/nowhere/run.jsonl"], "expected a file of JSON lines"),
+        (["diagnose", "/nowhere/report.json"], "expected a report"),
+        (["diagnose", "REPORT", "--plot", "/nowhere/x.png"], "cannot be written"),
+        ([*PLAN, "--plot", "/nowhere/x.png"], "cannot be written"),
+        ([*PLAN, "--plot", "x.unknown"], "cannot be written"),
+    ],
+)
+def test_wrong_questions_end_with_status_2(arguments, message, report_file, capsys):
+    assert cli.main([str(report_file) if a == "REPORT" else a for a in arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_lines_of_a_monitor(run_file):
+    rows = read(run_file)
+    assert [row["step"] for row in rows] == [10, 20, 30]
+    assert rows[0]["error_norm"] is None
+    assert rows[1]["loss"] == pytest.approx(1 / 20)
+    assert rows[2]["step_seconds"] >= 0
+    assert rows[0]["note"] == "x"
+
+
+@pytest.mark.parametrize("text", ["{", "[1]\n", '{"step": 1}\n'])
+def test_files_that_cannot_be_drawn(text, tmp_path, capsys):
+    (tmp_path / "run.jsonl").write_text(text)
+    assert cli.main(["plot", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "run.png")]) == 2
+    assert "expected" in capsys.readouterr().err
+
+
+def test_a_file_that_cannot_be_written():
+    with pytest.raises(ConfigurationError, match="cannot be written"):
+        JsonLines("/nowhere/run.jsonl")
+    with pytest.raises(ConfigurationError, match="every=0"):
+        Monitor(Optimizer(), [], every=0)
