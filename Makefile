@@ -40,6 +40,7 @@ INSTALL := $(PIP) install $(shell test -t 2 || echo --quiet --quiet)
 PACKAGES_DONE := $(VENV)/.packages-$(MPI)
 HOROVOD_DONE := $(VENV)/.horovod-$(MPI)
 LIBRARY_DONE := $(VENV)/.library
+DOCS_DONE := $(VENV)/.docs
 
 .PHONY: help
 help: ## this list
@@ -80,12 +81,36 @@ bench: setup ## time the codec, a step without a slow link, and training on shap
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.link
 
+.PHONY: docs
+docs: setup $(DOCS_DONE) ## build docs/_build/html; a warning (a broken link, too) is an error
+	TF_CPP_MIN_LOG_LEVEL=3 $(BIN)/sphinx-build -q -W --keep-going -b html docs docs/_build/html
+
+.PHONY: docs-check
+docs-check: docs ## run every command and every piece of Python in README.md and docs/
+	$(BIN)/python -m tests.docs_check
+
+.PHONY: package
+package: setup ## wheel and sdist in dist/, checked, and installed into an empty environment
+	$(INSTALL) -r requirements/release.txt
+	rm -rf dist build/package
+	$(BIN)/python -m build --no-isolation --outdir dist
+	$(BIN)/twine check --strict dist/*
+	$(PYTHON) -m venv build/package
+	build/package/bin/pip install --quiet --disable-pip-version-check dist/*.whl
+	cd build && package/bin/horovod-onebit simulate --steps 60
+	build/package/bin/pip install --quiet --disable-pip-version-check --no-deps --force-reinstall dist/*.tar.gz
+	cd build && package/bin/horovod-onebit --version
+
+.PHONY: image
+image: ## build the CPU image with no Docker daemon (root, buildah, mmdebstrap), and train in it
+	docker/build_without_docker.sh
+
 .PHONY: setup
 setup: $(HOROVOD_DONE) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library
 
 .PHONY: clean
 clean: ## remove .venv and everything that was made here; the cached Horovod wheel stays
-	rm -rf $(VENV) build dist *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf $(VENV) build dist docs/_build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -108,6 +133,10 @@ endif
 
 $(HOROVOD_DONE): docker/install_horovod.py $(PACKAGES_DONE)
 	@$(BIN)/python docker/install_horovod.py
+	@touch $@
+
+$(DOCS_DONE): requirements/docs.txt $(PACKAGES_DONE)
+	@$(INSTALL) -r requirements/docs.txt
 	@touch $@
 
 $(LIBRARY_DONE): setup.py pyproject.toml horovod_onebit/_version.py $(PACKAGES_DONE)

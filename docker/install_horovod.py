@@ -210,6 +210,42 @@ def find_mpi(path: str) -> Mpi:
     return Mpi(version[1], rpath)
 
 
+def find_nccl() -> tuple[Path, Path] | None:
+    """Header and library of the NCCL that a framework's wheels brought; None if there is none.
+
+    The library of the wheels has no name without a version, which the linker would look for.
+    """
+    for header in sorted(Path(sysconfig.get_path("platlib")).glob("nvidia/*/include/nccl.h")):
+        libraries = sorted(header.parents[1].glob("lib/libnccl.so.*"))
+        if libraries:
+            return header, libraries[0]
+    return None
+
+
+def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
+    """Lay the wheels' NCCL out as Horovod's build looks for it; where its extensions are to look for libraries."""
+    if env.get("HOROVOD_NCCL_HOME") or env.get("HOROVOD_NCCL_INCLUDE"):
+        return rpath
+    found = find_nccl()
+    if found is None:
+        raise Failure(
+            f"No NCCL: {sys.prefix} has no nvidia-nccl package (PyTorch's builds for CUDA bring it), and "
+            "HOROVOD_NCCL_HOME names no other."
+        )
+    if shutil.which("nvcc", path=env["PATH"]) is None and not env.get("HOROVOD_CUDA_HOME"):
+        raise Failure("No `nvcc` on PATH: install the CUDA toolkit, or let HOROVOD_CUDA_HOME name it.")
+    header, library = found
+    home = cache / "nccl"
+    shutil.rmtree(home, ignore_errors=True)
+    (home / "lib").mkdir(parents=True)
+    (home / "include").symlink_to(header.parent)
+    for name in ("libnccl.so", library.name):
+        (home / "lib" / name).symlink_to(library)
+    env["HOROVOD_NCCL_HOME"], env["HOROVOD_NCCL_LINK"] = str(home), "SHARED"
+    extension = Path(sysconfig.get_path("platlib"), "horovod", "torch").resolve()
+    return f"{rpath}:$ORIGIN/{os.path.relpath(library.parent.resolve(), extension)}"
+
+
 def default_jobs() -> int:
     """One job per core, and 2 GiB of memory for each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -351,7 +387,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
     option("--frameworks", type=frameworks, default=list(FRAMEWORKS), help="default: torch,tensorflow")
-    option("--gpu-operations", choices=("NCCL", "MPI"), help="needs CUDA; NCCL is found by HOROVOD_NCCL_HOME")
+    of_nccl = "needs CUDA; NCCL is that of PyTorch's wheels, or HOROVOD_NCCL_HOME's"
+    option("--gpu-operations", choices=("NCCL", "MPI"), help=of_nccl)
     option("--cache-dir", type=Path, default=default_cache, help="default: %(default)s")
     option("--jobs", type=int, default=default_jobs(), help="compilers at a time, default: %(default)s")
     option("--rebuild", action="store_true", help="build even if the cache has a wheel")
@@ -368,6 +405,8 @@ def main() -> int:
         key = cache_key(versions, mpi, env)
         cache = args.cache_dir.absolute() / "wheels" / key
         cache.mkdir(parents=True, exist_ok=True)
+        if args.gpu_operations == "NCCL":
+            mpi = mpi._replace(rpath=use_nccl(cache, env, mpi.rpath))
         source = provide(cache, key, mpi, env, args)
     except (Failure, subprocess.CalledProcessError) as error:
         print(f"install_horovod: {error}", file=sys.stderr)

@@ -132,7 +132,7 @@ def verdict(blow_up: float) -> str:
 
 
 class Collector:
-    """Looks at gradients for a few steps. Keeps 8 bytes a parameter.
+    """Looks at gradients for a few steps. Keeps 8 bytes a parameter. ::
 
         collector = Collector()
         for ...:                      # 20 steps of your training, at any stage of it

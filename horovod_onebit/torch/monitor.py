@@ -30,7 +30,7 @@ class _TensorBoard:
 
 
 class Monitor(monitor.Monitor):
-    """Writes ``optimizer.stats()`` every ``every`` steps, on worker 0 alone; the others do nothing.
+    """Writes ``optimizer.stats()`` every ``every`` steps, on worker 0 alone; the others do nothing. ::
 
         with onebit.Monitor(optimizer, jsonl="run.jsonl", tensorboard="runs/1") as monitor:
             for x, y in batches:
