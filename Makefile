@@ -65,10 +65,12 @@ soak: setup ## train for half an hour while workers are killed, delayed, given N
 	$(BIN)/python -m tests.faults.soak
 
 .PHONY: lint
-lint: setup ## ruff (rules and format) and mypy
+lint: setup ## ruff (rules and format), mypy, hadolint, shellcheck
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
+	$(BIN)/hadolint docker/Dockerfile.cpu docker/Dockerfile.gpu
+	$(BIN)/shellcheck .ci/run docker/*.sh examples/*.sh examples/slurm.sbatch
 
 .PHONY: format
 format: setup ## rewrite the code as ruff would have it

@@ -54,6 +54,7 @@ for job in torch/train.py tf/train.py; do
         --steps 60 --warmup-steps 20
 done
 echo "horovodrun -np 2 -H localhost:1,127.0.0.1:1, each worker through the image's own ssh server"
+# shellcheck disable=SC2016 # the shell inside expands it
 inside sh -c 'HOME=/home/horovod entrypoint host & sleep 3
     env OMP_NUM_THREADS=1 HOME=/home/horovod horovodrun -np 2 -H localhost:1,127.0.0.1:1 -p 2222 --gloo \
         python torch/train.py --task digits --compression onebit --steps 60 --warmup-steps 20

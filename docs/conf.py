@@ -18,6 +18,7 @@ myst_heading_anchors = 3
 
 autodoc_member_order = "bysource"
 autodoc_typehints = "none"
+autodoc_preserve_defaults = True
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_ivar = True
@@ -27,3 +28,5 @@ html_title = f"horovod-onebit {release}"
 html_show_sphinx = False
 # What the link check of `make docs-check` leaves to a machine with a network.
 linkcheck_ignore = [r"https?://"]
+html_static_path = ["_static"]
+html_css_files = ["wide.css"]

@@ -122,7 +122,7 @@ PRESETS: dict[str, Recipe] = {
     "paper": _MOMENTUM_SPACE,
     "fixed": dataclasses.replace(_MOMENTUM_SPACE, eps_inside_sqrt=True),
 }
-"""``robust``: ours, the default. ``paper``: Tang et al. 2021 as DeepSpeed codes it, one rms scale per tensor.
+"""By name. ``robust`` is ours, the default. ``paper``: Tang et al. 2021 as DeepSpeed codes it, one rms scale per tensor.
 ``fixed``: Tarasov and Ershov 2022, the same with epsilon under the root."""
 
 
