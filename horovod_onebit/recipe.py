@@ -122,8 +122,8 @@ PRESETS: dict[str, Recipe] = {
     "paper": _MOMENTUM_SPACE,
     "fixed": dataclasses.replace(_MOMENTUM_SPACE, eps_inside_sqrt=True),
 }
-"""By name. ``robust`` is ours, the default. ``paper``: Tang et al. 2021 as DeepSpeed codes it, one rms scale per tensor.
-``fixed``: Tarasov and Ershov 2022, the same with epsilon under the root."""
+"""By name. ``robust`` is ours, the default. ``paper`` is 1-bit Adam as DeepSpeed codes it (Tang et al. 2021), one rms
+scale per tensor. ``fixed`` is the same with epsilon under the root (Tarasov and Ershov 2022)."""
 
 
 def resolve(recipe: str | Recipe) -> Recipe:
