@@ -6,6 +6,7 @@ import importlib.util
 import json
 import platform
 import shutil
+import socket
 import subprocess
 import sys
 from collections.abc import Callable
@@ -115,6 +116,11 @@ def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]
     if "mpi" in controllers and shutil.which("mpirun") is None and not Path(tools, "mpirun").exists():
         text = "Horovod has MPI and there is no mpirun"
         findings.append(Finding("note", text, "horovodrun --gloo works; for --mpi, install Open MPI"))
+    try:
+        socket.getaddrinfo(socket.gethostname(), None)
+    except OSError:
+        text = f"this host's own name, {socket.gethostname()}, cannot be resolved: hvd.init() crashes over Gloo"
+        findings.append(Finding("error" if "gloo" in controllers else "note", text, "add it to /etc/hosts"))
     minor = int(found["python"].split(".")[1])
     if minor >= 12 and importlib.util.find_spec("setuptools") is None:
         text = "horovodrun imports distutils, which Python has no more since 3.12"

@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import njit
 
+from horovod_onebit.kernels.compiling import cached
 from horovod_onebit.kernels.reference import (
     GUARD,
     TINY,
@@ -43,8 +43,8 @@ u32 = np.uint32
 SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
 
 # No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
-exact: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True)
-reordered: Callable[..., Any] = njit(nogil=True, error_model="numpy", cache=True, fastmath={"reassoc", "contract"})
+exact: Callable[..., Any] = cached(nogil=True, error_model="numpy")
+reordered: Callable[..., Any] = cached(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
 
 @reordered

@@ -37,6 +37,12 @@ def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
     assert any(level == "error" and expected in what for level, what in levels(found, answer))
 
 
+def test_a_host_that_does_not_know_its_own_name(monkeypatch):
+    monkeypatch.setattr("socket.gethostname", lambda: "no.such.host.invalid")
+    told = levels(HERE, {"built": ["gloo"]})
+    assert any(level == "error" and "no.such.host.invalid, cannot be resolved" in what for level, what in told)
+
+
 def test_gpus_without_nccl_are_worth_a_note():
     told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo"], "cuda": "13.0", "gpus": 8})
     assert ("ok", "Horovod works with torch, built with gloo") in told

@@ -1,0 +1,54 @@
+"""Numba's compiler with its cache on disk, which must never be what a job fails of.
+
+Workers of many hosts share a home on a network file system, where files go stale and are cut off while others write;
+or there is no folder that can be written to. Then the kernels are compiled anew, in seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from numba import njit
+
+logger = logging.getLogger("horovod_onebit")
+
+
+class _ForgivingCache:
+    """Numba's cache of one function; what cannot be read is not there, what cannot be written is not kept."""
+
+    def __init__(self, cache: Any) -> None:
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+    def load_overload(self, signature: Any, target: Any) -> Any:
+        try:
+            return self._cache.load_overload(signature, target)
+        except Exception as error:
+            logger.debug("a compiled kernel cannot be read from %s: %s", self._cache.cache_path, error)
+            return None
+
+    def save_overload(self, signature: Any, compiled: Any) -> None:
+        try:
+            self._cache.save_overload(signature, compiled)
+        except Exception as error:
+            logger.debug("a compiled kernel cannot be kept in %s: %s", self._cache.cache_path, error)
+
+
+def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
+    """``numba.njit(**options)`` with a cache on disk where there is one that works."""
+
+    def decorate(function: Callable[..., Any]) -> Any:
+        dispatcher = njit(**options)(function)
+        try:
+            dispatcher.enable_caching()
+        except RuntimeError as error:  # no folder can be written to
+            logger.debug("kernels are compiled anew in every process: %s", error)
+            return dispatcher
+        dispatcher._cache = _ForgivingCache(dispatcher._cache)
+        return dispatcher
+
+    return decorate

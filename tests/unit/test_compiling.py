@@ -1,0 +1,66 @@
+"""The cache of compiled kernels: a help, and never a hindrance."""
+
+import os
+import stat
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from horovod_onebit.kernels.compiling import cached
+
+PROGRAM = """
+import numpy as np
+from horovod_onebit.kernels import cpu
+scales, bits = np.ones((1, 1), np.float32), np.full((1, 8), 255, np.uint8)
+print(cpu.decode_mean(scales, bits, 64, 64)[0])
+"""
+
+
+def run(home, **variables):
+    env = os.environ | {"HOME": str(home), "NUMBA_CACHE_DIR": str(home / "cache")} | variables
+    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return done.stdout
+
+
+def double(x):
+    return 2 * x
+
+
+@pytest.mark.parametrize("error", [OSError(116, "Stale file handle"), EOFError("cut off"), KeyError("x")])
+@pytest.mark.parametrize("what", ["load_overload", "save_overload"])
+def test_a_cache_that_fails_is_as_good_as_none(what, error, monkeypatch):
+    function = cached(nogil=True)(double)
+
+    def fail(*_):
+        raise error
+
+    monkeypatch.setattr(function._cache._cache, what, fail)
+    assert function(np.float32(3)) == 6
+
+
+def test_files_that_are_cut_off_are_compiled_anew(tmp_path):
+    expected = run(tmp_path)
+    files = [path for path in Path(tmp_path).rglob("*.nb?") if path.is_file()]
+    assert files
+    for path in files:
+        path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+    assert run(tmp_path) == expected
+
+
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_a_folder_that_cannot_be_written_to(tmp_path):
+    (tmp_path / "cache").mkdir()
+    (tmp_path / "cache").chmod(stat.S_IRUSR | stat.S_IXUSR)
+    run(tmp_path)
+
+
+def test_no_folder_at_all(monkeypatch):
+    def nowhere(self):
+        raise RuntimeError("cannot cache function: no locator available")
+
+    monkeypatch.setattr("numba.core.dispatcher.Dispatcher.enable_caching", nowhere)
+    assert cached(nogil=True)(double)(np.float32(3)) == 6
