@@ -1,0 +1,56 @@
+"""docker/install_horovod.py: where it finds NCCL. The build itself is what `make setup` and the images do."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).resolve().parents[2] / "docker" / "install_horovod.py"
+
+
+@pytest.fixture
+def script(monkeypatch):
+    spec = importlib.util.spec_from_file_location("install_horovod", SCRIPT)
+    module = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "install_horovod", module)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture
+def packages(script, tmp_path, monkeypatch):
+    """A site-packages with NCCL as PyTorch's wheels bring it."""
+    library = tmp_path / "site-packages" / "nvidia" / "nccl" / "lib" / "libnccl.so.2"
+    header = library.parents[1] / "include" / "nccl.h"
+    for path in (library, header):
+        path.parent.mkdir(parents=True)
+        path.write_text("")
+    monkeypatch.setattr(script.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    return library, header
+
+
+def test_nccl_of_the_wheels_is_laid_out_as_horovod_looks_for_it(script, packages, tmp_path):
+    library, header = packages
+    env = {"PATH": os.environ["PATH"], "HOROVOD_CUDA_HOME": "/usr/local/cuda"}
+    rpath = script.use_nccl(tmp_path, env, "/mpi")
+    home = Path(env["HOROVOD_NCCL_HOME"])
+    assert (home / "lib" / "libnccl.so").resolve() == library
+    assert (home / "include" / "nccl.h").resolve() == header
+    assert rpath == "/mpi:$ORIGIN/../../nvidia/nccl/lib"
+
+
+def test_a_nccl_of_ones_own_is_left_alone(script, tmp_path):
+    env = {"PATH": os.environ["PATH"], "HOROVOD_NCCL_HOME": "/opt/nccl"}
+    assert script.use_nccl(tmp_path, env, "/mpi") == "/mpi"
+    assert env["HOROVOD_NCCL_HOME"] == "/opt/nccl"
+
+
+def test_what_is_missing_is_named(script, packages, tmp_path, monkeypatch):
+    monkeypatch.setattr(script.shutil, "which", lambda *_, **__: None)
+    with pytest.raises(script.Failure, match="nvcc"):
+        script.use_nccl(tmp_path, {"PATH": ""}, "")
+    packages[1].unlink()
+    with pytest.raises(script.Failure, match="nvidia-nccl"):
+        script.use_nccl(tmp_path, {"PATH": ""}, "")
