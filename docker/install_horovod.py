@@ -222,6 +222,16 @@ def find_nccl() -> tuple[Path, Path] | None:
     return None
 
 
+def find_cuda(env: dict[str, str]) -> Path:
+    """The folder of the CUDA toolkit."""
+    nvcc = shutil.which("nvcc", path=env["PATH"])
+    named = [env.get("HOROVOD_CUDA_HOME"), env.get("CUDA_HOME"), nvcc and Path(nvcc).resolve().parents[1]]
+    for folder in [*filter(None, named), "/usr/local/cuda"]:
+        if Path(folder, "include", "cuda_runtime.h").exists():
+            return Path(folder)
+    raise Failure("No CUDA toolkit: install it (`nvcc` on PATH), or let HOROVOD_CUDA_HOME name its folder.")
+
+
 def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
     """Lay the wheels' NCCL out as Horovod's build looks for it; where its extensions are to look for libraries."""
     if env.get("HOROVOD_NCCL_HOME") or env.get("HOROVOD_NCCL_INCLUDE"):
@@ -232,8 +242,9 @@ def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
             f"No NCCL: {sys.prefix} has no nvidia-nccl package (PyTorch's builds for CUDA bring it), and "
             "HOROVOD_NCCL_HOME names no other."
         )
-    if shutil.which("nvcc", path=env["PATH"]) is None and not env.get("HOROVOD_CUDA_HOME"):
-        raise Failure("No `nvcc` on PATH: install the CUDA toolkit, or let HOROVOD_CUDA_HOME name it.")
+    cuda = find_cuda(env)
+    # PyTorch, whose answer Horovod's build takes as well, looks for it in its own way.
+    env["HOROVOD_CUDA_HOME"] = env["CUDA_HOME"] = str(cuda)
     header, library = found
     home = cache / "nccl"
     shutil.rmtree(home, ignore_errors=True)

@@ -28,12 +28,15 @@ def packages(script, tmp_path, monkeypatch):
         path.parent.mkdir(parents=True)
         path.write_text("")
     monkeypatch.setattr(script.sysconfig, "get_path", lambda name: str(tmp_path / "site-packages"))
+    toolkit = tmp_path / "cuda" / "include" / "cuda_runtime.h"
+    toolkit.parent.mkdir(parents=True)
+    toolkit.write_text("")
     return library, header
 
 
 def test_nccl_of_the_wheels_is_laid_out_as_horovod_looks_for_it(script, packages, tmp_path):
     library, header = packages
-    env = {"PATH": os.environ["PATH"], "HOROVOD_CUDA_HOME": "/usr/local/cuda"}
+    env = {"PATH": os.environ["PATH"], "HOROVOD_CUDA_HOME": str(tmp_path / "cuda")}
     rpath = script.use_nccl(tmp_path, env, "/mpi")
     home = Path(env["HOROVOD_NCCL_HOME"])
     assert (home / "lib" / "libnccl.so").resolve() == library
@@ -48,9 +51,10 @@ def test_a_nccl_of_ones_own_is_left_alone(script, tmp_path):
 
 
 def test_what_is_missing_is_named(script, packages, tmp_path, monkeypatch):
-    monkeypatch.setattr(script.shutil, "which", lambda *_, **__: None)
-    with pytest.raises(script.Failure, match="nvcc"):
-        script.use_nccl(tmp_path, {"PATH": ""}, "")
+    env = {"PATH": "", "HOROVOD_CUDA_HOME": str(tmp_path / "cuda")}
     packages[1].unlink()
     with pytest.raises(script.Failure, match="nvidia-nccl"):
-        script.use_nccl(tmp_path, {"PATH": ""}, "")
+        script.use_nccl(tmp_path, env, "")
+    monkeypatch.setattr(script.Path, "exists", lambda path: False)
+    with pytest.raises(script.Failure, match="nvcc"):
+        script.find_cuda(env)
