@@ -27,11 +27,11 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A JSON object a line, in a file that is made anew; NaN and Inf become null."""
+    """A JSON object a line, in a file that is made anew, or with ``append`` goes on; NaN and Inf become null."""
 
-    def __init__(self, path: str | os.PathLike[str]) -> None:
+    def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         try:
-            self._file = Path(path).open("w", encoding="utf-8")  # noqa: SIM115 - open for as long as the run
+            self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the run
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be written ({error.strerror}): expected a file's name") from error
 
@@ -90,7 +90,9 @@ class Monitor:
 
 def _plain(value: Any) -> Value:
     """A number of a framework as one of Python's."""
-    return value if isinstance(value, str) or value is None else float(value)
+    if isinstance(value, str) or value is None:
+        return value
+    return float(value.detach() if hasattr(value, "detach") else value)
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
@@ -116,9 +118,8 @@ PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> list[str]:
     """Draw runs over their steps, what of ``PANELS`` they have; the titles of what was drawn."""
     runs = {Path(path).stem: read(path) for path in paths}
-    shown = [
-        panel for panel in PANELS if any(name in row for rows in runs.values() for row in rows for name in panel[1])
-    ]
+    known = {name for rows in runs.values() for row in rows for name, value in row.items() if value is not None}
+    shown = [panel for panel in PANELS if known & set(panel[1])]
     if not shown:
         names = ", ".join(sorted({name for _, values, _ in PANELS for name in values}))
         raise ConfigurationError(f"{', '.join(map(str, paths))}: nothing to draw; expected lines with any of {names}")

@@ -180,15 +180,18 @@ class StatsCallback(keras.callbacks.Callback):
         log_dir: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
         jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
         every: batches from one line to the next; None is the end of every epoch.
+        append: go on with the file of a run that is resumed, instead of making it anew.
     """
 
-    def __init__(self, log_dir: str | None = None, *, jsonl: str | None = None, every: int | None = None) -> None:
+    def __init__(
+        self, log_dir: str | None = None, *, jsonl: str | None = None, every: int | None = None, append: bool = False
+    ) -> None:
         super().__init__()
         if log_dir is None and jsonl is None:
             raise ConfigurationError("expected log_dir, jsonl, or both")
         if every is not None:
             whole("every", every, "None or a whole number of batches")
-        self.log_dir, self.jsonl, self.every = log_dir, jsonl, every
+        self.log_dir, self.jsonl, self.every, self.append = log_dir, jsonl, every, append
         self.monitor: Monitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
@@ -196,7 +199,7 @@ class StatsCallback(keras.callbacks.Callback):
         sinks: list[Sink] = []
         if hvd.rank() == 0:
             sinks += [] if self.log_dir is None else [_TensorBoard(self.log_dir)]
-            sinks += [] if self.jsonl is None else [JsonLines(self.jsonl)]
+            sinks += [] if self.jsonl is None else [JsonLines(self.jsonl, append=self.append)]
         self.monitor = Monitor(self.model.optimizer, sinks, every=self.every or 1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -41,6 +41,7 @@ class Monitor(monitor.Monitor):
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
+        append: go on with the file of a run that is resumed, instead of making it anew.
         tensorboard: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
         every: optimizer steps from one line to the next. The norms in it cost a pass over the error feedback.
     """
@@ -52,6 +53,7 @@ class Monitor(monitor.Monitor):
         jsonl: str | os.PathLike[str] | None = None,
         tensorboard: str | os.PathLike[str] | None = None,
         every: int = 10,
+        append: bool = False,
     ) -> None:
         if not isinstance(optimizer, _DistributedOptimizer):
             raise ConfigurationError(
@@ -59,6 +61,6 @@ class Monitor(monitor.Monitor):
             )
         sinks: list[Sink] = []
         if optimizer._compressor.process_set.rank() == 0:
-            sinks += [] if jsonl is None else [JsonLines(jsonl)]
+            sinks += [] if jsonl is None else [JsonLines(jsonl, append=append)]
             sinks += [] if tensorboard is None else [_TensorBoard(os.fspath(tensorboard))]
         super().__init__(optimizer, sinks, every=every)

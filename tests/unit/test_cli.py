@@ -123,6 +123,12 @@ def test_files_that_cannot_be_drawn(text, tmp_path, capsys):
     assert "expected" in capsys.readouterr().err
 
 
+def test_a_resumed_run_goes_on_in_its_file(run_file):
+    with Monitor(Optimizer(), [JsonLines(run_file, append=True)], every=1) as monitor:
+        monitor.step()
+    assert [row["step"] for row in read(run_file)] == [10, 20, 30, 10]
+
+
 def test_a_file_that_cannot_be_written():
     with pytest.raises(ConfigurationError, match="cannot be written"):
         JsonLines("/nowhere/run.jsonl")
