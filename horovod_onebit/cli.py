@@ -6,12 +6,13 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, get_args
 
 from horovod_onebit import console, doctor, monitor, planner, trial
 from horovod_onebit._version import __version__
 from horovod_onebit.diagnostics import Report
 from horovod_onebit.errors import OnebitError
+from horovod_onebit.recipe import Exchange
 
 Answer = tuple[str, Any, int]
 """Text for a person, the same for a program, and the exit status."""
@@ -75,6 +76,10 @@ def _add_simulate(add: Any) -> None:
     option = add("simulate", _simulate, help, "simulate --workers 16 --recipes exact robust paper")
     option("--recipes", nargs="+", default=["exact", "robust"], metavar="RECIPE",
            help="exact, robust, paper, fixed (exact robust)")  # fmt: skip
+    of_small = (
+        "instead of the recipe's own: often direct, for so small a network; large models on many hosts take two_stage"
+    )
+    option("--exchange", choices=get_args(Exchange), help=of_small)
     option("--workers", type=int, default=4, metavar="N", help="simulated processes (4)")
     option("--workers-per-host", type=int, default=1, metavar="N", help="of them (1)")
     option("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")
@@ -107,7 +112,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     outcomes = []
     for recipe in args.recipes:
         with console.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
-            outcomes.append(trial.run(task, recipe, progress=advance))
+            outcomes.append(trial.run(task, recipe, exchange=args.exchange, progress=advance))
     head = ["recipe", "test loss", "MB sent by a worker", "fewer", "bytes of the last step", "replicas"]
     rows = [
         [

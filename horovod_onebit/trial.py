@@ -7,7 +7,7 @@ its own. All of the algorithm runs as it would between real workers, in one proc
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -18,7 +18,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.recipe import Exchange, Recipe, resolve
 from horovod_onebit.rules.adam import Adam
 
 WIDTHS = (32, 64, 64, 8)
@@ -74,10 +74,21 @@ class Outcome:
         return asdict(self)
 
 
-def run(trial: Trial, recipe: str | Recipe, *, progress: Callable[[int], None] | None = None) -> Outcome:
-    """Train with ``recipe``, or with plain Adam for ``"exact"``. ``progress`` is told the steps taken, now and then."""
+def run(
+    trial: Trial,
+    recipe: str | Recipe,
+    *,
+    exchange: Exchange | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Outcome:
+    """Train with ``recipe``, or with plain Adam for ``"exact"``. ``progress`` is told the steps taken, now and then.
+
+    ``exchange`` takes the place of the recipe's own.
+    """
     exact = recipe == EXACT
     chosen = Recipe() if exact else resolve(recipe)
+    if exchange is not None:
+        chosen = replace(chosen, exchange=exchange)
     warmup = trial.steps if exact else trial.warmup_steps
 
     def worker(collectives: Collectives) -> tuple[dict[str, Array], Any]:

@@ -74,6 +74,14 @@ def test_simulated_workers_learn_with_one_bit(capsys):
     assert exact["bytes"] == exact["fp32_bytes"]
 
 
+def test_the_exchange_may_be_chosen():
+    sent = {
+        exchange: trial.run(trial.Trial(workers=16, steps=30), "robust", exchange=exchange).last_bytes
+        for exchange in ("direct", "two_stage")
+    }
+    assert sent["two_stage"] < 0.6 * sent["direct"]
+
+
 def test_tables_are_plain_in_a_pipe(capsys):
     assert cli.main(SIMULATE) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -28,7 +28,7 @@ ALLOWED = {
     "planner": {"figures", "recipe"},
     "monitor": {"figures"},
     "trial": {"exchange", "kernels", "optimizer", "recipe", "rules", "simulation"},
-    "cli": {"console", "diagnostics", "doctor", "monitor", "planner", "trial"},
+    "cli": {"console", "diagnostics", "doctor", "monitor", "planner", "recipe", "trial"},
     "doctor": set(),
     "rules": {"kernels", "recipe", "schedule"},
     "exchange": {"kernels", "recipe", "layout", "wire", "feedback", "rules"},
