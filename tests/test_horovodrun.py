@@ -22,7 +22,8 @@ pytestmark = pytest.mark.horovodrun
 def horovodrun(processes, backend, *command, timeout=900, **variables):
     """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
     path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **MPI} | variables
+    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **MPI}
+    env |= {"PYTEST_ADDOPTS": ""} | variables  # what the caller's pytest selects is not for those on the ranks
     arguments = [str(HOROVODRUN), "-np", str(processes), f"--{backend}", sys.executable, *map(str, command)]
     return run(arguments, env, timeout)
 

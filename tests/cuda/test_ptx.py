@@ -24,6 +24,7 @@ from horovod_onebit.kernels.cuda.programs import COLUMNS, PROGRAMS
 
 CAPABILITIES = [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 REGISTERS_OF_A_BLOCK = 65536
+ALONE = {"NUMBA_ENABLE_CUDASIM": "1", "PYTEST_ADDOPTS": ""}  # what the caller's pytest selects is not for this one
 
 
 def assembler():
@@ -71,7 +72,7 @@ def test_the_kernels_agree_with_the_reference_in_the_simulator():
     """All of test_kernels.py, in a process of its own: Numba decides at its import whether to simulate."""
     tests = Path(__file__).with_name("test_kernels.py")
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(tests)]
-    done = subprocess.run(command, env=os.environ | {"NUMBA_ENABLE_CUDASIM": "1"}, capture_output=True, text=True)
+    done = subprocess.run(command, env=os.environ | ALONE, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-4000:]
     assert re.search(r"\d{2} passed", done.stdout)
     assert "skipped" not in done.stdout
