@@ -98,7 +98,7 @@ def _diagnose(args: argparse.Namespace) -> Answer:
     report = Report.load(args.report)
     if args.plot:
         report.plot(args.plot)
-    return report.text(), report.as_dict(), 0
+    return report.text(console.table), report.as_dict(), 0
 
 
 def _plot(args: argparse.Namespace) -> Answer:

@@ -14,6 +14,11 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     if sys.stdout.isatty():
         with contextlib.suppress(ImportError):
             return _rich_table(headers, rows)
+    return plain(headers, rows)
+
+
+def plain(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """The same without colours and lines, wherever it goes."""
     widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
     lines = []
     for first, *others in (headers, *rows):

@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import figures
 from horovod_onebit.checks import mapping
-from horovod_onebit.console import table
+from horovod_onebit.console import plain
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import PRESETS, Recipe
@@ -71,8 +71,8 @@ class Report:
         """``"fine"``, ``"risky"`` or ``"diverges"``."""
         return verdict(self.worst(recipe))
 
-    def text(self) -> str:
-        """A table, and what to do."""
+    def text(self, table: Callable[[list[str], list[list[str]]], str] = plain) -> str:
+        """A table, and what to do. ``table`` draws headers and rows."""
         recipes = list(self.layers[0].blow_up)
         head = ["layer", "size", "mean |g|", "median |g|", "spread", "unseen", *recipes]
         rows = [

@@ -153,7 +153,7 @@ def check_python(page: Path, code: list[str], scratch: Path) -> None:
 
 def main() -> int:
     console = Console(stderr=True)
-    failed, done = [], {}
+    failed = []
     with tempfile.TemporaryDirectory() as folder:
         scratch = Path(folder)
 
@@ -168,12 +168,11 @@ def main() -> int:
             code = [content for language, content in blocks(page.read_text()) if language == "python"]
             if code:
                 attempt(f"Python of {page.name}", lambda page=page, code=code: check_python(page, code, scratch))
-        found = {command: page for page in PAGES for command in commands(page.read_text())}
+        found = {command for page in PAGES for command in commands(page.read_text())}
         for command in track(sorted(found), console=console, disable=not console.is_terminal):
             words = shlex.split(command)
             attempt(command, lambda words=words: check(words, scratch))
-            done[command] = found[command]
-    console.print(f"{len(done)} commands on {len(PAGES)} pages, {len(failed)} failed")
+    console.print(f"{len(found)} commands on {len(PAGES)} pages, {len(failed)} failed")
     return int(bool(failed))
 
 
