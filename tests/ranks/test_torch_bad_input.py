@@ -10,7 +10,7 @@ import torch
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, OnebitError
 from horovod_onebit.torch import diagnostics
-from tests.ranks.torch_common import Net, train, weights, wrap
+from tests.ranks.torch_common import Net, repeatable_sums_only, train, weights, wrap
 
 NAN = float("nan")
 
@@ -80,6 +80,7 @@ METHODS = [
 ]
 
 
+@repeatable_sums_only
 @pytest.mark.parametrize(("call", "message"), METHODS)
 def test_a_refused_call_changes_nothing(call, message):
     results = []

@@ -17,8 +17,8 @@ from tests.ranks.torch_common import (
     Net,
     assert_replicas_equal,
     batch,
+    repeatable_sums_only,
     train,
-    two_ranks_only,
     weights,
     wrap,
 )
@@ -26,7 +26,7 @@ from tests.ranks.torch_common import (
 # -- state ------------------------------------------------------------------------------------------------------------
 
 
-@two_ranks_only
+@repeatable_sums_only
 @pytest.mark.parametrize(("kind", "arguments"), [*OPTIMIZERS[1:4], OPTIMIZERS[6]])
 @pytest.mark.parametrize("at", [3, 10])
 @pytest.mark.parametrize("recipe", ["robust", "paper"])
@@ -164,7 +164,7 @@ def test_loading_into_a_longer_warm_up_makes_no_leap():
     assert optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"] == [0] * 10
 
 
-@two_ranks_only
+@repeatable_sums_only
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_the_automatic_warm_up(kind):
     def build():
