@@ -47,13 +47,23 @@ class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
     ``prepare`` says which tensors there are; ``step`` takes a step. Buckets may be sent before it by ``send``, in any
-    order, by any of the workers; the rest is done by all workers alike.
+    order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the collectives;
+    ``meeting`` is that of the agreement, where workers whose ``name`` differs must meet too.
     """
 
-    def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        collectives: Collectives,
+        *,
+        kernels: str = "cpu",
+        name: str = "onebit",
+        meeting: str | None = None,
+    ) -> None:
         self.recipe = recipe
         self.collectives = collectives
         self.name = name
+        self.meeting = meeting
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback()
         self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)
@@ -110,14 +120,14 @@ class Engine:
         record = handshake.agreement(
             self.collectives.rank,
             self.collectives.size,
-            setup=f"{self.recipe} {setup} {self._forgotten}",
+            setup=f"{self.name} {self.recipe} {setup} {self._forgotten}",
             options=options,
             step=self.exchanges,
             finite=finite,
             early=bool(self._sent),
             edited=edited,
         )
-        return self.collectives.allreduce(record, f"{self.name}.agreement")
+        return self.collectives.allreduce(record, self.meeting or f"{self.name}.agreement")
 
     def finish_agreement(self, handle: Handle) -> Verdict:
         """What all workers said; raises, on every worker alike, if they do not agree."""

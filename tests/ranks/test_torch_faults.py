@@ -49,7 +49,7 @@ def test_nan_raises_on_all_when_asked_to():
         optimizer.step()
 
 
-DISAGREEMENTS = ["recipe", "names", "shape", "warmup", "lr", "betas", "frozen", "state"]
+DISAGREEMENTS = ["recipe", "names", "shape", "warmup", "lr", "betas", "frozen", "state", "number"]
 
 
 @pytest.mark.parametrize("what", DISAGREEMENTS)
@@ -57,6 +57,9 @@ def test_ranks_that_disagree_are_told_at_once(what):
     odd = RANK == SIZE - 1
     big = torch.nn.Parameter(torch.zeros(48 if what == "shape" and odd else 40, 60))
     small = torch.nn.Parameter(torch.zeros(3))
+    built = [Net() for _ in range(2) if what == "number"]
+    if built and odd:
+        wrap(built[0])
     recipe = Recipe(scale="rms" if what == "recipe" and odd else "guarded")
     name = "other" if what == "names" and odd else "big"
     optimizer = torch.optim.AdamW([big, small], betas=(0.8 if what == "betas" and odd else 0.9, 0.999))
@@ -81,6 +84,8 @@ def test_ranks_that_disagree_are_told_at_once(what):
         p.grad = torch.ones_like(p)
     with pytest.raises(DesyncError, match="differs between workers"):
         optimizer.step()
+    if built and not odd:
+        wrap(built[1])  # all workers have built as many again
 
 
 def test_a_worker_that_has_joined():
