@@ -19,6 +19,13 @@ def whole(name: str, value: Any, what: str = "a whole number", least: int = 1) -
     return value
 
 
+def root_rank(value: Any, workers: int) -> int:
+    """A rank of ``workers``."""
+    if whole("root_rank", value, "a rank", least=0) >= workers:
+        raise ConfigurationError(f"root_rank={value}: expected 0 <= root_rank < {workers}")
+    return value
+
+
 def number(name: str, value: Any) -> float:
     """Any real number, of Python or NumPy, but not a bool and not NaN."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real) or math.isnan(value):

@@ -47,23 +47,14 @@ class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
     ``prepare`` says which tensors there are; ``step`` takes a step. Buckets may be sent before it by ``send``, in any
-    order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the collectives;
-    ``meeting`` is that of the agreement, where workers whose ``name`` differs must meet too.
+    order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the collectives.
     """
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        collectives: Collectives,
-        *,
-        kernels: str = "cpu",
-        name: str = "onebit",
-        meeting: str | None = None,
-    ) -> None:
+    def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
         self.recipe = recipe
         self.collectives = collectives
         self.name = name
-        self.meeting = meeting
+        self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback()
         self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
@@ -42,6 +42,38 @@ class JsonLines:
 
     def close(self) -> None:
         self._file.close()
+
+
+class TensorBoard:
+    """Numbers as scalars whose tags begin with ``horovod_onebit/``; the faces know how one is written."""
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        raise NotImplementedError
+
+    def write(self, step: int, values: Mapping[str, Value]) -> None:
+        for name, value in values.items():
+            if isinstance(value, (int, float)):
+                self.add(f"horovod_onebit/{name}", value, step)
+
+    def close(self) -> None:
+        raise NotImplementedError
+
+
+def sinks(
+    rank: int,
+    jsonl: str | os.PathLike[str] | None,
+    tensorboard: str | os.PathLike[str] | None,
+    board: Callable[[str], Sink],
+    *,
+    append: bool,
+) -> list[Sink]:
+    """What was asked for, on worker 0; nothing on the others."""
+    opened: list[Sink] = []
+    if rank == 0 and jsonl is not None:
+        opened.append(JsonLines(jsonl, append=append))
+    if rank == 0 and tensorboard is not None:
+        opened.append(board(os.fspath(tensorboard)))
+    return opened
 
 
 class Monitor:

@@ -11,9 +11,9 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit import monitor
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.monitor import JsonLines, Monitor, Sink, Value
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
@@ -158,15 +158,16 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_train_batch_end(batch, logs)
 
 
-class _TensorBoard:
+class _TensorBoard(monitor.TensorBoard):
     def __init__(self, log_dir: str) -> None:
         self._writer: Any = tf.summary.create_file_writer(log_dir)
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
+    def add(self, tag: str, value: float, step: int) -> None:
         with self._writer.as_default(step=step):
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    tf.summary.scalar(f"horovod_onebit/{name}", value)
+            tf.summary.scalar(tag, value)
+
+    def write(self, step: int, values: Mapping[str, monitor.Value]) -> None:
+        super().write(step, values)
         self._writer.flush()
 
     def close(self) -> None:
@@ -192,15 +193,12 @@ class StatsCallback(keras.callbacks.Callback):
         if every is not None:
             whole("every", every, "None or a whole number of batches")
         self.log_dir, self.jsonl, self.every, self.append = log_dir, jsonl, every, append
-        self.monitor: Monitor | None = None
+        self.monitor: monitor.Monitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         check_ours(self.model.optimizer)
-        sinks: list[Sink] = []
-        if hvd.rank() == 0:
-            sinks += [] if self.log_dir is None else [_TensorBoard(self.log_dir)]
-            sinks += [] if self.jsonl is None else [JsonLines(self.jsonl, append=self.append)]
-        self.monitor = Monitor(self.model.optimizer, sinks, every=self.every or 1)
+        sinks = monitor.sinks(hvd.rank(), self.jsonl, self.log_dir, _TensorBoard, append=self.append)
+        self.monitor = monitor.Monitor(self.model.optimizer, sinks, every=self.every or 1)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.monitor and self.every:

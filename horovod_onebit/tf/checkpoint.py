@@ -91,7 +91,7 @@ def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model) -> Any:
     _all(take_over, "load")
     broadcast_variables([*model.variables, *optimizer.variables])
     engine = optimizer._compressor.engine
-    _all(lambda: engine.feedback.load_state_dict(feedback), "load")
+    _all(lambda: optimizer.load_feedback_state_dict(feedback), "load")
     engine.exchanges, engine.skipped = first["exchanges"], first["skipped"]
     if not same and hvd.rank() == 0:
         logger.warning(checkpoints.OTHER_WORKERS, workers, hvd.size())

@@ -9,7 +9,7 @@ import horovod.tensorflow as hvd
 import keras
 import tensorflow as tf
 
-from horovod_onebit.checks import whole
+from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 
 
@@ -21,8 +21,7 @@ def broadcast_variables(
     For custom loops, once after the model and the optimizer are built: ``model.variables`` and
     ``optimizer.variables``.
     """
-    if whole("root_rank", root_rank, "a rank", least=0) >= hvd.size():
-        raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
+    checks.root_rank(root_rank, hvd.size())
     listed = list(variables) if isinstance(variables, Iterable) else [variables]
     strange = [type(v).__name__ for v in listed if not isinstance(v, (keras.Variable, tf.Variable))]
     if strange:

@@ -19,7 +19,7 @@ from horovod_onebit.checkpoints import FORMAT
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import broadcast_optimizer_state
-from horovod_onebit.torch.optimizer import _DistributedOptimizer
+from horovod_onebit.torch.optimizer import check_ours
 from horovod_onebit.world import Owed, owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
@@ -109,13 +109,10 @@ def _arrays(saved: dict[str, Any]) -> Owed:
 
 
 def _compressor(optimizer: Any) -> Compressor:
-    if not isinstance(optimizer, _DistributedOptimizer):
-        raise ConfigurationError(
-            f"optimizer is {type(optimizer).__name__}; expected what horovod_onebit.torch.DistributedOptimizer returned"
-        )
-    if optimizer._compressor.process_set.process_set_id != 0:
+    compressor = check_ours(optimizer)._compressor
+    if compressor.process_set.process_set_id != 0:
         raise ConfigurationError("checkpoints are of the whole world, and this optimizer's process_set is a part of it")
-    return optimizer._compressor
+    return compressor
 
 
 def _all(action: Callable[[], T], what: str) -> T:

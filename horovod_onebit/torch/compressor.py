@@ -64,8 +64,8 @@ class Compressor:
         self._finite = True
         collectives = HorovodCollectives(process_set)
         self.process_set = process_set
-        meeting = f"onebit.{process_set.process_set_id}.agreement"  # one for all optimizers: none leaves it unfinished
-        self.engine = Engine(recipe, collectives, name=next_name(process_set), meeting=meeting)
+        self.engine = Engine(recipe, collectives, name=next_name(process_set))
+        self.engine.meeting = f"onebit.{process_set.process_set_id}.agreement"  # no step leaves it unfinished
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}

@@ -11,7 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit.checks import whole
+from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
@@ -36,8 +36,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     process_set = hvd.global_process_set if process_set is None else process_set
     if not process_set.included():
         return
-    if whole("root_rank", root_rank, "a rank", least=0) >= hvd.size():
-        raise ConfigurationError(f"root_rank={root_rank}: expected 0 <= root_rank < {hvd.size()}")
+    checks.root_rank(root_rank, hvd.size())
     if process_set.ranks is not None and root_rank not in process_set.ranks:
         raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     is_root = hvd.rank() == root_rank

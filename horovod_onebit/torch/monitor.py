@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from typing import Any
 
 from horovod_onebit import monitor
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.monitor import JsonLines, Sink, Value
-from horovod_onebit.torch.optimizer import _DistributedOptimizer
+from horovod_onebit.torch.optimizer import check_ours
 
 
-class _TensorBoard:
+class _TensorBoard(monitor.TensorBoard):
     def __init__(self, log_dir: str) -> None:
         try:
             from torch.utils.tensorboard import SummaryWriter
@@ -20,10 +18,8 @@ class _TensorBoard:
             raise ConfigurationError("tensorboard is not installed: pip install tensorboard") from error
         self._writer: Any = SummaryWriter(log_dir)
 
-    def write(self, step: int, values: Mapping[str, Value]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self._writer.add_scalar(f"horovod_onebit/{name}", value, step)
+    def add(self, tag: str, value: float, step: int) -> None:
+        self._writer.add_scalar(tag, value, step)
 
     def close(self) -> None:
         self._writer.close()
@@ -55,12 +51,6 @@ class Monitor(monitor.Monitor):
         every: int = 10,
         append: bool = False,
     ) -> None:
-        if not isinstance(optimizer, _DistributedOptimizer):
-            raise ConfigurationError(
-                f"optimizer is {type(optimizer).__name__}; expected what DistributedOptimizer returned"
-            )
-        sinks: list[Sink] = []
-        if optimizer._compressor.process_set.rank() == 0:
-            sinks += [] if jsonl is None else [JsonLines(jsonl, append=append)]
-            sinks += [] if tensorboard is None else [_TensorBoard(os.fspath(tensorboard))]
+        rank = check_ours(optimizer)._compressor.process_set.rank()
+        sinks = monitor.sinks(rank, jsonl, tensorboard, _TensorBoard, append=append)
         super().__init__(optimizer, sinks, every=every)

@@ -245,6 +245,15 @@ class _DistributedOptimizer:
         self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback)
 
 
+def check_ours(optimizer: Any) -> _DistributedOptimizer:
+    """``optimizer``, if it is what ``DistributedOptimizer`` returned."""
+    if not isinstance(optimizer, _DistributedOptimizer):
+        raise ConfigurationError(
+            f"optimizer is {type(optimizer).__name__}; expected what horovod_onebit.torch.DistributedOptimizer returned"
+        )
+    return optimizer
+
+
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,

@@ -192,7 +192,7 @@ def test_a_group_added_later_warms_up_and_is_compressed():
     train(model, optimizer, 6)
     compressed = optimizer.stats().compressed_parameters
     late = torch.nn.Parameter(torch.full((32, 64), float(RANK == 0)))
-    hvd.broadcast_(late.data, 0)
+    hvd.broadcast_(late.data, 0, name="late")  # unnamed, Horovod counts the calls of each worker
     optimizer.add_param_group({"params": [late], "lr": 1e-2})
     for step in range(6):
         optimizer.zero_grad()
