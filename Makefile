@@ -58,6 +58,7 @@ test: lint ## set everything up, check the code, run all tests
 .PHONY: test-gpu
 test-gpu: setup ## the tests that want an NVIDIA GPU, and the kernels' speed on it
 	$(BIN)/python -m pytest -rs tests/cuda
+	PATH=$(BIN):$$PATH horovodrun -np 2 --gloo python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/python -m benchmarks.gpu
 
 .PHONY: soak

@@ -25,7 +25,7 @@ from rich.table import Table
 
 from horovod_onebit import __version__
 from horovod_onebit.kernels import cpu
-from horovod_onebit.kernels.reference import Spec
+from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
 
 BLOCK = 1024
 WORKERS = 2
@@ -41,9 +41,9 @@ class Arrays:
             rng.standard_normal(size, dtype=np.float32) for _ in range(5)
         )
         self.variance = rng.random(size, dtype=np.float32) + np.float32(0.1)
-        blocks = cpu.num_blocks(size, BLOCK)
+        blocks = num_blocks(size, BLOCK)
         self.scales = np.ones((WORKERS, blocks), np.float32)
-        self.bits = rng.integers(0, 256, (WORKERS, cpu.num_bytes(size)), dtype=np.uint8)
+        self.bits = rng.integers(0, 256, (WORKERS, num_bytes(size)), dtype=np.uint8)
 
 
 def spec() -> Spec:

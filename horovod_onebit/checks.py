@@ -7,7 +7,7 @@ import numbers
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from horovod_onebit.errors import ConfigurationError
 
@@ -52,6 +52,12 @@ def folder(value: Any) -> Path:
     if not isinstance(value, (str, os.PathLike)):
         raise ConfigurationError(f"folder={value!r}: expected a path")
     return Path(value)
+
+
+def one_of(name: str, value: Any, choices: Any) -> None:
+    """Raise unless ``value`` is one of the ``Literal`` called ``choices``."""
+    if value not in get_args(choices):
+        raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def mapping(name: str, value: Any, of: str) -> Mapping[str, Any]:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -23,10 +23,10 @@ from horovod_onebit.exchange import make as make_exchange
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
-from horovod_onebit.kernels.reference import Array, denominator
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor
+from horovod_onebit.rules import Context, Rule, Tensor, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
 
@@ -57,6 +57,7 @@ class Engine:
         self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback()
+        self.feedback.kernels = self.context.kernels
         self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)
         self.traffic = Traffic()
         self.times = Times()
@@ -68,6 +69,11 @@ class Engine:
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._forgotten = 0  # times that messages were forgotten under way: their names are not free yet
+
+    def use_kernels(self, kernels: str) -> None:
+        """Compute with the backend ``kernels`` from now on."""
+        self.context = replace(self.context, kernels=backend(kernels))
+        self.feedback.kernels = self.context.kernels
 
     def prepare(self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None) -> None:
         """Lay out ``tensors`` and make sure that all workers see the same (collective when anything changed).
@@ -144,13 +150,13 @@ class Engine:
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
             finite = True
-            with self.times.measure("encode"):
+            with self.times.measure("encode"), self.context.kernels.batch():
                 for piece in message.bucket.pieces:
                     tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
                     scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
                     rule, grad = rules[piece.tensor], gradient(piece)
                     finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
-            message.seal(stamp, finite=finite)
+            message.seal(stamp, finite=finite and bool(np.isfinite(message.scales).all()))
 
         name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
         pending = self.exchange.start(message, gradient, encode, stamp, name)
@@ -348,10 +354,11 @@ class Engine:
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
 
     def _apply(self, item: _Sent, messages: wire.Gathered, rules: Sequence[Rule]) -> None:
-        for piece in item.bucket.pieces:
-            tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-            scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
-            rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
+        with self.context.kernels.batch():
+            for piece in item.bucket.pieces:
+                tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+                scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
+                rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
 
     def _restore(self, item: _Sent) -> None:
         encoded = item.pending.encoded
@@ -365,7 +372,7 @@ class Engine:
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
-        error, momentum = self.norms() if norms else (math.nan, math.nan)
+        measured = norms_of(self.tensors, self._rules, self.context) if norms else (math.nan, math.nan)
         traffic, times = self.traffic, self.times
         return Stats(
             phase=phase,
@@ -381,19 +388,6 @@ class Engine:
             encode_seconds=times.encode,
             exchange_seconds=times.exchange,
             decode_seconds=times.decode,
-            error_norm=error,
-            momentum_norm=momentum,
+            error_norm=measured[0],
+            momentum_norm=measured[1],
         )
-
-    def norms(self) -> tuple[float, float]:
-        """Euclidean norms of this worker's error feedback and of the momentum, in the space that is compressed.
-
-        Over all compressed tensors; a full pass over memory, so for reports rather than for every step.
-        """
-        error = momentum = 0.0
-        for tensor, rule in zip(self.tensors, self._rules, strict=True):
-            variance, _, spec = rule.coding(tensor, 8, self.context)
-            m = tensor.momentum if variance is None else tensor.momentum / denominator(variance, spec)
-            momentum += float(np.dot(m, m))
-            error += float(np.dot(tensor.residual, tensor.residual))
-        return float(np.sqrt(error)), float(np.sqrt(momentum))

@@ -6,12 +6,15 @@ alone and lives outside the optimizer's state, so that nothing that broadcasts t
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 
 SERVER_PREFIX = "onebit.server."
@@ -19,32 +22,49 @@ SERVER_PREFIX = "onebit.server."
 
 
 class ErrorFeedback:
-    """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place."""
+    """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place.
+
+    They lie in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
+    """
 
     def __init__(self) -> None:
-        self._residuals: dict[str, Array] = {}
+        self.kernels: ModuleType = reference
+        self._residuals: dict[str, Any] = {}
 
-    def residual(self, name: str, size: int) -> Array:
-        """The residual of a tensor of ``size`` elements, zeros at first."""
+    def residual(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Any:
+        """The residual of a tensor of ``size`` elements, zeros at first.
+
+        ``zeros`` makes so many float32 zeros outside of host memory, where the residual is to lie; it moves there or
+        back if it was elsewhere.
+        """
         found = self._residuals.get(name)
-        if found is None:
-            found = self._residuals[name] = np.zeros(size, np.float32)
-        if found.size != size:
+        if found is not None and found.size != size:
             raise ConfigurationError(
                 f"the error feedback of {name!r} has {found.size} elements and the tensor has {size}: "
                 "reset it, or load the state of the same model"
             )
+        if found is None or isinstance(found, np.ndarray) != (zeros is None):
+            place = self._residuals[name] = np.zeros(size, np.float32) if zeros is None else zeros(size)
+            if found is not None:
+                self.kernels.write(place, self.kernels.host(found))
+            found = place
         return found
+
+    def put(self, name: str, values: Array) -> None:
+        """Let the residual of ``name`` be ``values``, wherever it lies."""
+        if name not in self._residuals:
+            self.residual(name, len(values))
+        self.kernels.write(self._residuals[name], values)
 
     def norm(self) -> float:
         """The Euclidean norm of all residuals together."""
-        return float(np.sqrt(sum(float(np.dot(r, r)) for r in self._residuals.values())))
+        return float(np.sqrt(sum(float(np.dot(r, r)) for r in map(self.kernels.host, self._residuals.values()))))
 
     def reset(self, names: Iterable[str] | None = None) -> None:
         """Forget what is owed: for the tensors ``names``, or for all."""
         for name in list(self._residuals) if names is None else names:
             if name in self._residuals:
-                self._residuals[name][:] = 0
+                self.kernels.write(self._residuals[name], 0.0)
 
     def discard(self, name: str) -> None:
         """Forget the tensor ``name`` itself."""
@@ -52,7 +72,7 @@ class ErrorFeedback:
 
     def state_dict(self) -> dict[str, Array]:
         """A copy of the residuals. Each worker has its own: save one file per worker."""
-        return {name: residual.copy() for name, residual in self._residuals.items()}
+        return {name: np.array(self.kernels.host(residual)) for name, residual in self._residuals.items()}
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take over residuals that ``state_dict`` of the same worker gave; others become zero."""
@@ -71,4 +91,4 @@ class ErrorFeedback:
                 )
         self.reset()
         for name, value in state.items():
-            self.residual(name, len(value))[:] = value
+            self.put(name, value)

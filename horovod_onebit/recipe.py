@@ -8,9 +8,9 @@ from __future__ import annotations
 import dataclasses
 import math
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
-from horovod_onebit.checks import flag, whole
+from horovod_onebit.checks import flag, one_of, whole
 from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
@@ -20,11 +20,6 @@ OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
 """Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
-
-
-def _one_of(name: str, value: Any, choices: Any) -> None:
-    if value not in get_args(choices):
-        raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
 
 
 def _is_int(value: Any) -> bool:
@@ -76,10 +71,10 @@ class Recipe:
     on_nonfinite: OnNonfinite = "skip"
 
     def __post_init__(self) -> None:
-        _one_of("space", self.space, Space)
-        _one_of("scale", self.scale, Scale)
-        _one_of("exchange", self.exchange, Exchange)
-        _one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
+        one_of("space", self.space, Space)
+        one_of("scale", self.scale, Scale)
+        one_of("exchange", self.exchange, Exchange)
+        one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
         if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8):
             raise ConfigurationError(
                 f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "

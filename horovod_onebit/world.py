@@ -72,4 +72,4 @@ def share_out(engine: Engine, left: Owed, sizes: Mapping[str, int]) -> None:
         mine = total.get(name, np.zeros(size, np.float32))
         handles[name] = engine.collectives.allreduce(mine, f"{engine.name}.owed.{name}")
     for name, handle in handles.items():
-        engine.feedback.residual(name, sizes[name])[:] = handle.wait()
+        engine.feedback.put(name, handle.wait())

@@ -57,6 +57,14 @@ def test_on_every_rank(processes, backend, files, only):
     assert len(re.findall(r"\d+ passed", output)) == processes, output[-3000:]
 
 
+def test_the_cuda_kernels_in_the_simulator():
+    output = horovodrun(
+        2, "mpi", "-m", "pytest", "tests/ranks/test_torch_cuda.py", "-q", "-x", "-p", "no:cacheprovider",
+        NUMBA_ENABLE_CUDASIM="1",
+    )  # fmt: skip
+    assert len(re.findall(r"\d+ passed", output)) == 2, output[-3000:]
+
+
 def test_a_communicator_of_mpi4py():
     assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
 

@@ -165,7 +165,7 @@ def make(kind: str, context: Context, collectives: Collectives, feedback: ErrorF
     from horovod_onebit.exchange.two_stage import TwoStage
 
     if kind == "hierarchical":
-        return Hierarchical(collectives)
+        return Hierarchical(context, collectives)
     if kind == "two_stage":
         return TwoStage(context, collectives, feedback)
     return Direct(collectives)

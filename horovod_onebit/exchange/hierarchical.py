@@ -21,6 +21,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece, Share, shares
+from horovod_onebit.rules import Context
 
 
 @dataclass
@@ -34,7 +35,8 @@ class _Shared:
 
 
 class Hierarchical:
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, context: Context, collectives: Collectives) -> None:
+        self.context = context
         hosts = collectives.hosts()
         if hosts is None:
             raise ConfigurationError(
@@ -71,7 +73,7 @@ class Hierarchical:
             start = 0
             for piece in share.bucket.pieces:
                 stop = start + piece.stop - piece.start
-                part[start:stop] = gradient(piece)
+                part[start:stop] = self.context.kernels.host(gradient(piece))
                 start = stop
         handle = self.local.reduce_scatter(parts.reshape(-1), f"{name}.reduce")
         return _Pending(self, shared, message.bucket, encode, stamp, name, handle)

@@ -20,21 +20,23 @@ from horovod_onebit.kernels.reference import (
     Bytes,
     ScaleName,
     Spec,
-    num_blocks,
-    num_bytes,
+    batch,
+    host,
+    write,
 )
 from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 
 __all__ = [
     "Spec",
     "apply",
+    "batch",
     "decode_mean",
     "encode",
-    "num_blocks",
-    "num_bytes",
+    "host",
     "recode",
     "restore",
     "set_num_threads",
+    "write",
 ]
 
 f32 = np.float32

@@ -10,6 +10,8 @@ can reproduce the bits exactly; sums are float64, so that no finite input overfl
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -40,6 +42,22 @@ class Spec(NamedTuple):
     clip: float
     scale: ScaleName
     block_size: int
+
+
+@contextmanager
+def batch() -> Iterator[None]:
+    """Calls within do not depend on each other, and their results are there at its end: for those who launch."""
+    yield
+
+
+def host(array: Array) -> Array:
+    """``array`` in host memory, for reading: itself, or a copy of what lies elsewhere."""
+    return array
+
+
+def write(array: Array, values: Array | float) -> None:
+    """Put ``values``, which lie in host memory, into ``array``, which may lie elsewhere."""
+    array[:] = values
 
 
 def num_blocks(size: int, block_size: int) -> int:

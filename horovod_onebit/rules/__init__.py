@@ -7,13 +7,14 @@ uncompressed step is (``exact_step``).
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
 
-from horovod_onebit.kernels.reference import Array, Bytes, Spec
+from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
 from horovod_onebit.recipe import Recipe
 
 
@@ -134,3 +135,20 @@ class Rule:
         """Undo ``encode`` of the same arguments."""
         variance, weight, spec = self.coding(tensor, block_size, context)
         context.kernels.restore(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)
+
+
+def norms_of(tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> tuple[float, float]:
+    """Euclidean norms of this worker's error feedback and of the momentum, in the space that is compressed.
+
+    Over all ``tensors``; a full pass over memory, so for reports rather than for every step.
+    """
+    error = momentum = 0.0
+    host = context.kernels.host
+    for tensor, rule in zip(tensors, rules, strict=True):
+        variance, _, spec = rule.coding(tensor, 8, context)
+        m, residual = host(tensor.momentum), host(tensor.residual)
+        if variance is not None:
+            m = m / denominator(host(variance), spec)
+        momentum += float(np.dot(m, m))
+        error += float(np.dot(residual, residual))
+    return float(np.sqrt(error)), float(np.sqrt(momentum))

@@ -6,7 +6,6 @@ takes its steps with the averaged gradient. All others are *compressed*: the eng
 
 from __future__ import annotations
 
-import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -24,15 +23,14 @@ from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress, world
 from horovod_onebit.torch.agreement import Agreement
+from horovod_onebit.torch.binding import Binding, Placement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
 from horovod_onebit.torch.overlap import Overlap
 from horovod_onebit.torch.replicas import check_replicas
-from horovod_onebit.torch.rules import Adapter, Binding, check_parameter
+from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import Phase, Warmup
 from horovod_onebit.world import workers_changed
-
-logger = logging.getLogger("horovod_onebit")
 
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
@@ -55,16 +53,17 @@ class Compressor:
         process_set: Any,
         sum_gradients: bool,
         overlap: bool,
+        placement: Placement,
     ) -> None:
         self.optimizer = optimizer
         self.adapter = adapter
         self.names = names
         self.warmup = warmup
         self.schedule = schedule
+        self.placement = placement
         self._finite = True
-        collectives = HorovodCollectives(process_set)
         self.process_set = process_set
-        self.engine = Engine(recipe, collectives, name=next_name(process_set))
+        self.engine = Engine(recipe, HorovodCollectives(process_set), name=next_name(process_set))
         self.engine.meeting = f"onebit.{process_set.process_set_id}.agreement"  # no step leaves it unfinished
         self.sum_gradients = sum_gradients
         self.steps = 0
@@ -77,8 +76,6 @@ class Compressor:
         self.overlap = Overlap(self, overlap)
         self.check_replicas_every: int | None = None
         self.left: dict[str, Any] | None = None  # what was owed in a world of other workers
-        if collectives.size == 1:
-            logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
 
     # -- which parameters -----------------------------------------------------------------------------------------
 
@@ -151,8 +148,10 @@ class Compressor:
                     self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor, self.engine.recipe)
 
     def _bind(self, p: torch.Tensor) -> None:
-        residual = self.engine.feedback.residual(self.names[p], p.numel())
-        binding = Binding(self.names[p], p, self.optimizer.state[p], self.adapter, residual)
+        place = self.placement.of(p)
+        if place is not None:
+            self.engine.use_kernels("cuda")
+        binding = Binding(self.names[p], p, self.optimizer.state[p], self.adapter, self.engine.feedback, place)
         binding.tensor.variance_steps = self.variance_steps[p]
         binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
         self.bindings[p] = binding

@@ -18,6 +18,7 @@ from horovod_onebit.schedule import EveryStep, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.arguments import check_arguments, check_compression, names_of, warmup_of
+from horovod_onebit.torch.binding import Placement
 from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import STATE_KEY, Compressor
 from horovod_onebit.torch.replicas import check_replicas
@@ -271,6 +272,7 @@ def DistributedOptimizer(
     schedule: ZeroOne | None = None,
     recipe: str | Recipe = "robust",
     overlap: bool = True,
+    kernels: str = "auto",
     check_replicas_every: int | None = None,
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
@@ -296,7 +298,8 @@ def DistributedOptimizer(
         overlap: send messages while the backward pass goes on. Where gradients are seen to change between
             ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
             they change for the first time after they were sent, ``step`` raises on all workers and names this option.
-
+        kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these can run; ``"cuda"``
+            insists on that; ``"cpu"`` does it in the host's memory. LAMB and 0/1 Adam are the host's for now.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
             ``check_replicas``. None is never.
 
@@ -327,6 +330,8 @@ def DistributedOptimizer(
     if every is not None and schedule is not None:
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
+    if process_set.size() == 1:
+        logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
     wrapped = _instance(optimizer)
     compressor = Compressor(
         wrapped,
@@ -338,6 +343,7 @@ def DistributedOptimizer(
         process_set=process_set,
         sum_gradients=op == hvd.Sum,
         overlap=overlap,
+        placement=Placement(kernels, adapter, chosen, schedule or EveryStep(chosen.refresh)),
     )
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(

@@ -6,12 +6,11 @@ import inspect
 from collections.abc import Callable
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules import Rule
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB as LAMBRule
 from horovod_onebit.rules.lamb import trust_for
@@ -32,6 +31,7 @@ class Adapter:
     variance_key: str | None = None
     fresh_key: str | None = None
     layer_key: str | None = None
+    runs_on_device = False  # whether the kernels alone take the rule's steps
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -66,6 +66,7 @@ class Adapter:
 
 class AdamAdapter(Adapter):
     kind: Any = torch.optim.Adam
+    runs_on_device = True
     momentum_key = "exp_avg"
     variance_key = "exp_avg_sq"
 
@@ -101,6 +102,7 @@ class AdamAdapter(Adapter):
 
 class SGDAdapter(Adapter):
     kind = torch.optim.SGD
+    runs_on_device = True
     momentum_key = "momentum_buffer"
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
@@ -129,6 +131,7 @@ LAMB_OPTIONS = [
 
 class LAMBAdapter(AdamAdapter):
     kind = LAMB
+    runs_on_device = False
     layer_key = "layer"
 
     def __init__(self, recipe: Recipe) -> None:
@@ -168,6 +171,7 @@ def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
 
+    runs_on_device = False
     fresh_key = "anchor"
     layer_key = "local"
 
@@ -206,100 +210,3 @@ def check_parameter(name: str, p: torch.Tensor) -> None:
         raise UnsupportedError(f"parameter {name!r} is on the meta device: give it memory first (to_empty, then load)")
     if p.layout is not torch.strided:
         raise UnsupportedError(f"parameter {name!r} has layout {p.layout}; expected a dense (strided) tensor")
-
-
-def flat(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
-    """``tensor``'s elements, 1-D, in the memory order of a dense tensor with ``strides``; a view where it can be."""
-    if tensor.stride() != strides:
-        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
-    return tensor.as_strided((tensor.numel(),), (1,))
-
-
-def is_dense(p: torch.Tensor) -> bool:
-    """Whether ``p`` fills its memory without gaps or overlap, in whatever order of dimensions."""
-    expected = 1
-    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
-        if size == 1:
-            continue
-        if stride != expected:
-            return False
-        expected *= size
-    return True
-
-
-class Binding:
-    """One compressed parameter: its PyTorch tensors, and the flat float32 arrays that the core works on.
-
-    float32 parameters in host memory are worked on in place. Others (bfloat16, float64, another device) are copied
-    to float32 before a step and back after it; their momentum and second moment are kept in float32.
-    """
-
-    def __init__(
-        self, name: str, p: torch.Tensor, state: dict[str, Any], adapter: Adapter, residual: np.ndarray
-    ) -> None:
-        self.p = p
-        self.state = state
-        self.in_place = p.dtype is torch.float32 and p.device.type == "cpu" and is_dense(p)
-        self.strides = p.stride() if is_dense(p) else torch.empty(p.shape).stride()
-        self.shared: dict[str, torch.Tensor] = {}
-        momentum = self._state_array(adapter.momentum_key)
-        variance = self._state_array(adapter.variance_key) if adapter.variance_key else None
-        self.tensor = Tensor(name, self._weight(), momentum, variance, residual)
-        if adapter.fresh_key:
-            self.tensor.fresh = self._state_array(adapter.fresh_key)
-        self.layer_key = adapter.layer_key
-        if self.layer_key:
-            layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)
-            self.tensor.layer = layer.numpy()
-        self.data_ptr = p.data_ptr()
-
-    def _weight(self) -> np.ndarray:
-        if self.in_place:
-            return flat(self.p.detach(), self.strides).numpy()
-        return np.empty(self.p.numel(), np.float32)
-
-    def _state_array(self, key: str) -> np.ndarray:
-        """The state tensor ``key`` as flat float32 in host memory, sharing memory with ``state[key]``."""
-        value = self.state.get(key)
-        if value is None:
-            value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
-        if value.dtype is not torch.float32 or value.device.type != "cpu" or value.stride() != self.strides:
-            shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32)
-            value = shared.copy_(value)
-        self.state[key] = value
-        # An overflow of the second moment in warm-up makes an element stand still; infinity would spread here.
-        value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
-        self.shared[key] = value
-        return flat(value, self.strides).numpy()
-
-    def is_current(self) -> bool:
-        """Whether the parameter and its state still are the tensors that the arrays share memory with."""
-        same_state = all(self.state.get(key) is value for key, value in self.shared.items())
-        return same_state and self.data_ptr == self.p.data_ptr()
-
-    def release(self) -> None:
-        """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
-        for key, value in self.shared.items():
-            self.state[key] = value.to(self.p.device, self.p.dtype)
-        if self.layer_key:
-            self.state[self.layer_key] = self.state[self.layer_key].to(self.p.device)
-
-    def grad(self) -> np.ndarray:
-        """The gradient as flat float32; shares memory where it can. Valid until the next backward pass."""
-        if self.p.grad is None:
-            self.p.grad = torch.zeros_like(self.p)
-        g = self.p.grad.detach()
-        return flat(g, self.strides).to("cpu", torch.float32).numpy()
-
-    def pull(self) -> None:
-        """Copy the weights to the core's array, where they do not share memory."""
-        if not self.in_place:
-            source = flat(self.p.detach(), self.strides)
-            torch.from_numpy(self.tensor.weight).copy_(source)
-
-    def push(self) -> None:
-        """Copy the core's array back to the weights."""
-        if not self.in_place:
-            values = torch.from_numpy(self.tensor.weight).as_strided(self.p.shape, self.strides)
-            with torch.no_grad():
-                self.p.copy_(values)

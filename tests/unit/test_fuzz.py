@@ -7,7 +7,7 @@ import pytest
 
 from horovod_onebit import ConfigurationError, Recipe, WireError, wire
 from horovod_onebit.kernels import cpu
-from horovod_onebit.kernels.reference import Spec
+from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
 from horovod_onebit.layout import TensorSpec, plan
 
 WORKERS = 3
@@ -72,8 +72,8 @@ def test_any_bits_can_be_decoded():
     spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, 3.0, "guarded", 64)
     for _ in range(200):
         size = int(rng.integers(1, 400))
-        scales = rng.random((WORKERS, cpu.num_blocks(size, 64)), np.float32)
-        bits = rng.integers(0, 256, (WORKERS, cpu.num_bytes(size)), dtype=np.uint8)
+        scales = rng.random((WORKERS, num_blocks(size, 64)), np.float32)
+        bits = rng.integers(0, 256, (WORKERS, num_bytes(size)), dtype=np.uint8)
         momentum, weight = np.zeros(size, np.float32), np.zeros(size, np.float32)
         variance = np.ones(size, np.float32)
         cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=True, step_size=0.1, decay=1.0)

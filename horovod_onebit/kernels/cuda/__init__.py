@@ -19,24 +19,28 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import cpu
+from horovod_onebit.kernels.cuda import copies
 from horovod_onebit.kernels.cuda.device import SIMULATED
 from horovod_onebit.kernels.cuda.launch import KINDS, MAX_THREADS, TILE_THREADS, Buffer, Call, Launcher, buffer
 from horovod_onebit.kernels.cuda.programs import Column
 from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
 
 __all__ = [
+    "SIMULATED",
     "Buffer",
     "Spec",
     "apply",
     "batch",
     "decode_mean",
     "encode",
+    "host",
     "num_blocks",
     "num_bytes",
     "recode",
     "restore",
     "set_num_threads",
     "use_stream",
+    "write",
 ]
 
 _launcher = Launcher()
@@ -47,6 +51,19 @@ set_num_threads = cpu.set_num_threads
 def use_stream(stream: Callable[[], int]) -> None:
     """Launch on the stream whose address ``stream()`` gives at each launch: the framework's current one."""
     Launcher.stream = staticmethod(stream)
+
+
+def host(array: Any) -> NDArray[np.float32]:
+    """See ``reference.host``; waits for what was launched before."""
+    return array if isinstance(array, np.ndarray) else copies.fetch(buffer(array), _launcher.current())
+
+
+def write(array: Any, values: Any) -> None:
+    """See ``reference.write``; in the order of what was launched before."""
+    if isinstance(array, np.ndarray):
+        array[:] = values
+    else:
+        copies.send(buffer(array), values, _launcher.current())
 
 
 def _on_host(array: Any) -> bool:
@@ -86,6 +103,18 @@ def _numbers(spec: Spec) -> dict[Column, int | float]:
         Column.CORRECTION: spec.variance_correction,
         Column.CLIP: spec.clip,
     }
+
+
+def _contribution(
+    grad: Any, momentum: Any, variance: Any, weight: Any, error: Any
+) -> tuple[dict[Column, int | float], dict[Column, NDArray[Any]]]:
+    """The columns of what is compressed; a gradient in host memory (a mean of a host's workers) is sent along."""
+    row = _tensors(momentum=momentum, variance=variance, weight=weight, error=error)
+    if not _on_host(grad):
+        return row | _tensors(gradient=grad, error=error), {}
+    if grad.dtype != np.float32 or grad.shape != (row[Column.SIZE],):
+        raise ConfigurationError(f"the gradient is {grad.dtype} of shape {grad.shape}; expected flat float32 as long")
+    return row | {Column.KIND: KINDS["float32"]}, {Column.GRADIENT: np.ascontiguousarray(grad)}
 
 
 def _messages(scales: Any, bits: Any) -> tuple[dict[Column, int | float], dict[Column, NDArray[Any]]]:
@@ -135,10 +164,10 @@ def encode(
     """
     if _on_host(error):
         return cpu.encode(grad, momentum, variance, weight, error, scales, bits, spec)
-    row = _tensors(gradient=grad, momentum=momentum, variance=variance, weight=weight, error=error)
+    row, sent = _contribution(grad, momentum, variance, weight, error)
     there, fetched = _outputs(scales, bits)
     row |= _numbers(spec) | there | {Column.OUT_ERROR: row[Column.ERROR]}
-    _by_block("encode", row, {}, fetched)
+    _by_block("encode", row, sent, fetched)
     if _launcher.collecting or not fetched:
         return True
     return bool(np.isfinite(scales).all())
@@ -150,9 +179,9 @@ def restore(
     """See ``reference.restore``."""
     if _on_host(error):
         return cpu.restore(grad, momentum, variance, weight, error, scales, bits, spec)
-    row = _tensors(gradient=grad, momentum=momentum, variance=variance, weight=weight, error=error) | _numbers(spec)
+    row, gradient = _contribution(grad, momentum, variance, weight, error)
     there, sent = _messages(scales[None], bits[None])
-    return _by_tile("restore", row | there, sent, {})
+    return _by_tile("restore", row | _numbers(spec) | there, sent | gradient, {})
 
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int, out: Any = None) -> Any:

@@ -156,13 +156,17 @@ class Launcher(threading.local):
         """Whether a batch is open."""
         return self._depth > 0
 
+    def current(self) -> Any:
+        """The stream that the next launch is on."""
+        return _stream(self.stream())
+
     def call(self, call: Call) -> None:
         if call.blocks:
             with self.batch():
                 self._calls.append(call)
 
     def _launch(self, calls: list[Call]) -> None:
-        stream = _stream(self.stream())
+        stream = self.current()
         sends = [(call, column, array) for call in calls for column, array in call.sent.items()]
         fetches = [(call, column, array) for call in calls for column, array in call.fetched.items()]
         offsets = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for _, _, array in sends + fetches)])

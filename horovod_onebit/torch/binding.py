@@ -1,0 +1,182 @@
+"""Compressed parameters: PyTorch's tensors, and the flat arrays that the core works on, in which memory."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any, Literal
+
+import torch
+
+from horovod_onebit.checks import one_of
+from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.kernels import backend, has_gpu
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Tensor
+from horovod_onebit.schedule import EveryStep, ZeroOne
+from horovod_onebit.torch.rules import Adapter
+
+logger = logging.getLogger("horovod_onebit")
+
+Kernels = Literal["auto", "cpu", "cuda"]
+HOST = torch.device("cpu")
+
+
+def flat(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
+    """``tensor``'s elements, 1-D, in the memory order of a dense tensor with ``strides``; a view where it can be."""
+    if tensor.stride() != strides:
+        tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def is_dense(p: torch.Tensor) -> bool:
+    """Whether ``p`` fills its memory without gaps or overlap, in whatever order of dimensions."""
+    expected = 1
+    for stride, size in sorted(zip(p.stride(), p.shape, strict=True)):
+        if size == 1:
+            continue
+        if stride != expected:
+            return False
+        expected *= size
+    return True
+
+
+class Place:
+    """The memory of a GPU, as the core sees it (Numba's simulator takes the host's for that)."""
+
+    def __init__(self, kernels: Any, device: torch.device) -> None:
+        self._kernels = kernels
+        self.device = device
+
+    def array(self, tensor: torch.Tensor) -> Any:
+        """``tensor``, which is flat; it lives as long as the result."""
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        return self._kernels.Buffer(tensor.data_ptr(), tensor.numel(), dtype, owner=tensor)
+
+    def zeros(self, size: int) -> Any:
+        """So many float32 zeros."""
+        return self.array(torch.zeros(size, dtype=torch.float32, device=self.device))
+
+
+class Placement:
+    """Which parameters are worked on where they lie, on a GPU; all others are worked on in the host's memory.
+
+    "auto" is the GPU for what lies there, where the CUDA kernels can run; "cuda" insists on them, and takes parameters
+    in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone cannot take
+    (LAMB, 0/1 Adam; a recipe with refresh, floor or rescale_error) is the host's in any case.
+    """
+
+    def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe, schedule: EveryStep | ZeroOne) -> None:
+        one_of("kernels", kernels, Kernels)
+        plain = isinstance(schedule, EveryStep) and not (recipe.refresh or recipe.rescale_error or recipe.floor)
+        self._able = adapter.runs_on_device and plain
+        self._auto = kernels == "auto"
+        self._cuda: Any = backend("cuda") if kernels == "cuda" else None
+        self._told = False
+
+    def of(self, p: torch.Tensor) -> Place | None:
+        """Where ``p`` is worked on; None is the host's memory."""
+        if self._auto and p.is_cuda and self._able and self._cuda is None and has_gpu():
+            self._cuda = backend("cuda")
+        if self._cuda is None or not self._able:
+            self._tell(p)
+            return None
+        if p.is_cuda == self._cuda.SIMULATED:  # the simulator cannot reach a GPU's memory, nor kernels the host's
+            return None
+        if p.is_cuda:
+            self._cuda.use_stream(lambda: torch.cuda.current_stream().cuda_stream)
+        return Place(self._cuda, p.device)
+
+    def _tell(self, p: torch.Tensor) -> None:
+        if self._auto and p.is_cuda and not self._told:
+            why = "pip install 'horovod-onebit[cuda]'" if self._able else "this algorithm has no CUDA kernels"
+            logger.warning("parameters on a GPU are compressed in the host's memory, which is slow: %s", why)
+            self._told = True
+
+
+class Binding:
+    """One compressed parameter: its PyTorch tensors, and the flat float32 arrays that the core works on.
+
+    float32 parameters are worked on in place, in host memory or in that of ``place``. Others (bfloat16, float64, a GPU
+    without kernels) are copied to float32 before a step and back after it; their momentum and second moment are kept
+    in float32.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        p: torch.Tensor,
+        state: dict[str, Any],
+        adapter: Adapter,
+        feedback: ErrorFeedback,
+        place: Place | None = None,
+    ) -> None:
+        self.p = p
+        self.state = state
+        self.device = HOST if place is None else place.device
+        self._array: Callable[[torch.Tensor], Any] = torch.Tensor.numpy if place is None else place.array
+        self._dtypes = (torch.float32,) if place is None else (torch.float32, torch.float16, torch.bfloat16)
+        self.in_place = p.dtype is torch.float32 and p.device == self.device and is_dense(p)
+        self.strides = p.stride() if is_dense(p) else torch.empty(p.shape).stride()
+        self.shared: dict[str, torch.Tensor] = {}
+        momentum = self._state_array(adapter.momentum_key)
+        variance = self._state_array(adapter.variance_key) if adapter.variance_key else None
+        self._weight = self._flat_weight()
+        residual = feedback.residual(name, p.numel(), None if place is None else place.zeros)
+        self.tensor = Tensor(name, self._array(self._weight), momentum, variance, residual)
+        if adapter.fresh_key:
+            self.tensor.fresh = self._state_array(adapter.fresh_key)
+        self.layer_key = adapter.layer_key
+        if self.layer_key:
+            layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)
+            self.tensor.layer = layer.numpy()
+        self.data_ptr = p.data_ptr()
+
+    def _flat_weight(self) -> torch.Tensor:
+        if self.in_place:
+            return flat(self.p.detach(), self.strides)
+        return torch.empty(self.p.numel(), dtype=torch.float32, device=self.device)
+
+    def _state_array(self, key: str) -> Any:
+        """The state tensor ``key`` as the core sees it, flat float32, sharing memory with ``state[key]``."""
+        value = self.state.get(key)
+        if value is None:
+            value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
+        if value.dtype is not torch.float32 or value.device != self.device or value.stride() != self.strides:
+            shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32, device=self.device)
+            value = shared.copy_(value)
+        self.state[key] = value
+        # An overflow of the second moment in warm-up makes an element stand still; infinity would spread here.
+        value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
+        self.shared[key] = value
+        return self._array(flat(value, self.strides))
+
+    def is_current(self) -> bool:
+        """Whether the parameter and its state still are the tensors that the arrays share memory with."""
+        same_state = all(self.state.get(key) is value for key, value in self.shared.items())
+        return same_state and self.data_ptr == self.p.data_ptr()
+
+    def release(self) -> None:
+        """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
+        for key, value in self.shared.items():
+            self.state[key] = value.to(self.p.device, self.p.dtype)
+        if self.layer_key:
+            self.state[self.layer_key] = self.state[self.layer_key].to(self.p.device)
+
+    def grad(self) -> Any:
+        """The gradient, flat, as the core sees it; shares memory where it can. Valid until the next backward pass."""
+        if self.p.grad is None:
+            self.p.grad = torch.zeros_like(self.p)
+        g = self.p.grad.detach()
+        return self._array(flat(g, self.strides).to(self.device, g.dtype if g.dtype in self._dtypes else torch.float32))
+
+    def pull(self) -> None:
+        """Copy the weights to the core's array, where they do not share memory."""
+        if not self.in_place:
+            self._weight.copy_(flat(self.p.detach(), self.strides))
+
+    def push(self) -> None:
+        """Copy the core's array back to the weights."""
+        if not self.in_place:
+            with torch.no_grad():
+                self.p.copy_(self._weight.as_strided(self.p.shape, self.strides))

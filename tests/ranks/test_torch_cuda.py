@@ -1,0 +1,160 @@
+"""The PyTorch face with the CUDA kernels against the host's: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in the simulator.
+
+One GPU serves all ranks.
+"""
+
+import copy
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, Recipe
+from horovod_onebit.kernels import has_gpu
+from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
+
+if not has_gpu():
+    pytest.skip("no NVIDIA GPU here, and Numba does not simulate", allow_module_level=True)
+
+from numba import config
+
+from horovod_onebit.kernels.cuda import Buffer
+
+DEVICE = "cpu" if config.ENABLE_CUDASIM else "cuda"
+RECIPE = Recipe(block_size=64, min_compressed_size=100)
+ADAM = (torch.optim.AdamW, {"lr": 1e-2})
+OPTIMIZERS = [
+    ADAM,
+    (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01, "maximize": False}),
+    (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
+]
+
+
+class Small(torch.nn.Module):
+    """Two compressed parameters, whose sizes are no multiples of a block, and small ones."""
+
+    def __init__(self, dtype=torch.float32, seed=0):
+        super().__init__()
+        torch.manual_seed(seed)
+        self.first = torch.nn.Linear(12, 15)
+        self.last = torch.nn.Linear(15, 7)
+        self.to(DEVICE, dtype)
+
+    def forward(self, x):
+        return self.last(torch.tanh(self.first(x)))
+
+
+def wrap(model, kernels, kind=torch.optim.AdamW, recipe=RECIPE, **arguments):
+    optimizer = kind(model.parameters(), **({"lr": 1e-2} | arguments))
+    named = list(model.named_parameters())
+    return onebit.DistributedOptimizer(optimizer, named, warmup_steps=2, recipe=recipe, kernels=kernels)
+
+
+def step(model, optimizer, number, bad=False):
+    generator = torch.Generator().manual_seed(1000 * number + RANK)
+    x = torch.randn(16, 12, generator=generator).to(DEVICE, model.first.weight.dtype)
+    optimizer.zero_grad()
+    if bad:
+        spoil(model.first.weight, "nan")
+    loss = cross_entropy(model(x).float(), x[:, :7].argmax(1))
+    loss.backward()
+    optimizer.step()
+
+
+def train(model, optimizer, steps, start=0):
+    for number in range(start, start + steps):
+        step(model, optimizer, number)
+
+
+def uses_kernels(optimizer):
+    places = {type(b.tensor.weight) is Buffer for b in optimizer._compressor.bindings.values()}
+    assert len(places) == 1
+    return places.pop()
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments", "exchange"), [(*ADAM, "two_stage"), *((*pair, "direct") for pair in OPTIMIZERS)]
+)
+def test_both_kernels_train_alike(kind, arguments, exchange):
+    trained, owed = [], []
+    for kernels in ("cpu", "cuda"):
+        model = Small()
+        recipe = Recipe(block_size=64, min_compressed_size=100, exchange=exchange)
+        optimizer = wrap(model, kernels, kind, recipe, **arguments)
+        train(model, optimizer, 6)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        assert_replicas_equal(model)
+        trained.append(weights(model).cpu())
+        owed.append(optimizer.feedback_state_dict())
+        stats = optimizer.stats()
+        assert stats.error_norm > 0
+        assert stats.momentum_norm > 0
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
+    assert owed[0].keys() == owed[1].keys()
+    for name, value in owed[0].items():
+        torch.testing.assert_close(owed[1][name], value, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
+def test_other_dtypes(dtype):
+    trained = []
+    for kernels in ("cpu", "cuda"):
+        model = Small(dtype)
+        optimizer = wrap(model, kernels, eps=1e-3)  # a smaller one is 0 in float16
+        train(model, optimizer, 5)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        assert_replicas_equal(model)
+        trained.append(weights(model).cpu())
+    torch.testing.assert_close(*trained, rtol=1e-2 if dtype != torch.float64 else 1e-5, atol=1e-3)
+
+
+def test_nan_on_one_worker_is_skipped_by_all():
+    model = Small()
+    optimizer = wrap(model, "cuda")
+    train(model, optimizer, 4)
+    before, owed = weights(model), optimizer.feedback_state_dict()
+    step(model, optimizer, 4, bad=RANK == SIZE - 1)
+    assert torch.equal(before, weights(model))
+    assert optimizer.stats().skipped_steps == 1
+    for name, value in optimizer.feedback_state_dict().items():
+        torch.testing.assert_close(value, owed[name], atol=1e-5, rtol=0)
+    train(model, optimizer, 2, start=5)
+    assert_replicas_equal(model)
+
+
+def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels():
+    model = Small()
+    optimizer = wrap(model, "cuda")
+    train(model, optimizer, 4)
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), optimizer.feedback_state_dict()])
+    train(model, optimizer, 3, start=4)
+    for kernels in ("cuda", "cpu"):
+        again = Small(seed=1)
+        resumed = wrap(again, kernels)
+        again.load_state_dict(saved[0])
+        resumed.load_state_dict(copy.deepcopy(saved[1]))
+        resumed.load_feedback_state_dict(saved[2])
+        train(again, resumed, 3, start=4)
+        assert uses_kernels(resumed) == (kernels == "cuda")
+        if kernels == "cuda" and SIZE == 2:
+            assert torch.equal(weights(model), weights(again))
+        torch.testing.assert_close(weights(model), weights(again), rtol=1e-5, atol=1e-6)
+
+
+def test_what_the_kernels_cannot_do_is_the_hosts():
+    for recipe in (Recipe(refresh=2, min_compressed_size=100), Recipe(floor=0.1, min_compressed_size=100)):
+        model = Small()
+        optimizer = wrap(model, "cuda", recipe=recipe)
+        train(model, optimizer, 4)
+        assert not uses_kernels(optimizer)
+        assert_replicas_equal(model)
+    model = Small()
+    optimizer = wrap(model, "cuda", onebit.LAMB)
+    train(model, optimizer, 4)
+    assert not uses_kernels(optimizer)
+
+
+def test_an_unknown_name_is_refused():
+    with pytest.raises(ConfigurationError, match="kernels='gpu'"):
+        wrap(Small(), "gpu")
