@@ -339,9 +339,13 @@ class Engine:
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}
         self.exchange.settle(True)
-        for rule, tensor in zip(rules, self.tensors, strict=True):
-            rule.finish(tensor, self.context)
-            tensor.step += 1
+        with self.context.kernels.batch():
+            for rule, tensor in zip(rules, self.tensors, strict=True):
+                rule.measure(tensor, self.context)
+        with self.context.kernels.batch():
+            for rule, tensor in zip(rules, self.tensors, strict=True):
+                rule.finish(tensor, self.context)
+                tensor.step += 1
         return True
 
     def _say_skipped(self, where: str) -> None:

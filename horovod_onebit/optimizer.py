@@ -153,7 +153,7 @@ class NumpyOptimizer:
             self._observe(self.step_count + 1)
         if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
             for tensor in self._large:
-                self.rule.begin(tensor, self.engine.recipe)
+                self.rule.begin(tensor, self.engine.context)
         return True
 
     def _observe(self, step: int) -> None:

@@ -8,11 +8,20 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 from numba import njit
 
 logger = logging.getLogger("horovod_onebit")
+
+
+@cache
+def _stamp() -> tuple[tuple[str, int, int], ...]:
+    """Of all kernels' sources: Numba knows of a function's own file only, and they call each other."""
+    files = sorted(Path(__file__).parent.glob("*.py"))
+    return tuple((file.name, file.stat().st_mtime_ns, file.stat().st_size) for file in files)
 
 
 class _ForgivingCache:
@@ -48,7 +57,13 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         except RuntimeError as error:  # no folder can be written to
             logger.debug("kernels are compiled anew in every process: %s", error)
             return dispatcher
+        dispatcher._cache._cache_file._source_stamp = _stamp()
         dispatcher._cache = _ForgivingCache(dispatcher._cache)
         return dispatcher
 
     return decorate
+
+
+# No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
+exact: Callable[..., Any] = cached(nogil=True, error_model="numpy")
+reordered: Callable[..., Any] = cached(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})

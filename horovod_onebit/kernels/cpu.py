@@ -7,15 +7,15 @@ Large tensors are split between threads by blocks; the result does not depend on
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from horovod_onebit.kernels.compiling import cached
+from horovod_onebit.kernels.compiling import exact, reordered
+from horovod_onebit.kernels.elements import denominator, mean_of_block
+from horovod_onebit.kernels.layers import move, squares
 from horovod_onebit.kernels.reference import (
     GUARD,
-    TINY,
     Array,
     Bytes,
     ScaleName,
@@ -33,9 +33,11 @@ __all__ = [
     "decode_mean",
     "encode",
     "host",
+    "move",
     "recode",
     "restore",
     "set_num_threads",
+    "squares",
     "write",
 ]
 
@@ -43,10 +45,6 @@ f32 = np.float32
 u8 = np.uint8
 u32 = np.uint32
 SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
-
-# No "fast" arithmetic in elementwise code (it must round like the reference); only sums may be reordered.
-exact: Callable[..., Any] = cached(nogil=True, error_model="numpy")
-reordered: Callable[..., Any] = cached(nogil=True, error_model="numpy", fastmath={"reassoc", "contract"})
 
 
 @reordered
@@ -71,13 +69,6 @@ def _scale(c, code):
 
 
 @exact
-def _denominator(v, correction, eps, eps_inside):
-    if eps_inside:
-        return max(np.sqrt(v * correction + eps), TINY)
-    return max(np.sqrt(v * correction) + eps, TINY)
-
-
-@exact
 def _contribution(out, owed, grad, momentum, variance, weight, scalars):
     """``out = u + owed``, one block; ``owed`` None leaves ``u`` alone."""
     momentum_factor, grad_factor, l2, eps, eps_inside, correction, clip = scalars
@@ -89,7 +80,7 @@ def _contribution(out, owed, grad, momentum, variance, weight, scalars):
         u = momentum_factor * momentum[i] + grad_factor * g
         if variance is not None:
             m = u
-            u = m / _denominator(variance[i], correction, eps, eps_inside)
+            u = m / denominator(variance[i], correction, eps, eps_inside)
             u = -clip if u < -clip else u
             u = clip if u > clip else u
             u = u + m * zero
@@ -169,55 +160,12 @@ def _restore(grad, momentum, variance, weight, error, scales, bits, scalars, blo
 
 
 @exact
-def _signed(bits, shift, s):
-    return -s if (bits >> u32(shift)) & u32(1) != u32(0) else s
-
-
-@exact
-def _set_signs(total, a, s):
-    """``total = +-s`` by the bits of ``a``; ``total`` covers whole bytes."""
-    for k in range(a.size):
-        byte = u32(a[k])
-        for j in range(8):
-            total[8 * k + j] = f32(0) + _signed(byte, j, s)
-
-
-@exact
-def _set_signs_of_two(total, a, s, b, t):
-    """The sum of two workers in one pass, which for two workers is all there is."""
-    for k in range(a.size):
-        byte_a, byte_b = u32(a[k]), u32(b[k])
-        for j in range(8):
-            total[8 * k + j] = (f32(0) + _signed(byte_a, j, s)) + _signed(byte_b, j, t)
-
-
-@exact
-def _add_signs(total, a, s):
-    for k in range(a.size):
-        byte = u32(a[k])
-        for j in range(8):
-            total[8 * k + j] += _signed(byte, j, s)
-
-
-@exact
-def _mean_of_block(total, scales, bits, k, lo, hi):
-    n = f32(scales.shape[0])
-    first, last = lo // 8, (hi + 7) // 8
-    if scales.shape[0] == 1:
-        _set_signs(total, bits[0, first:last], scales[0, k])
-        return
-    _set_signs_of_two(total, bits[0, first:last], scales[0, k] / n, bits[1, first:last], scales[1, k] / n)
-    for i in range(2, scales.shape[0]):
-        _add_signs(total, bits[i, first:last], scales[i, k] / n)
-
-
-@exact
 def _decode_mean(out, scales, bits, block_size, first, last):
     total = np.empty(8 * ((min(block_size, out.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, out.size)
-        _mean_of_block(total, scales, bits, k, lo, hi)
+        mean_of_block(total, scales, bits, k, lo, hi)
         out[lo:hi] = total[: hi - lo]
 
 
@@ -227,7 +175,7 @@ def _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_si
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, error.size)
-        _mean_of_block(total, scales, bits, k, lo, hi)
+        mean_of_block(total, scales, bits, k, lo, hi)
         c = total[: hi - lo]
         for i in range(c.size):
             c[i] = c[i] + error[lo + i] + f32(0)
@@ -240,7 +188,7 @@ def _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_si
 @exact
 def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
     for i in range(weight.size):
-        momentum[i] = mean[i] * _denominator(variance[i], correction, eps, eps_inside)
+        momentum[i] = mean[i] * denominator(variance[i], correction, eps, eps_inside)
         weight[i] = decay * weight[i] - step_size * mean[i]
 
 
@@ -248,7 +196,7 @@ def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_in
 def _step_momentum_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
     for i in range(weight.size):
         momentum[i] = mean[i]
-        update = mean[i] / _denominator(variance[i], correction, eps, eps_inside)
+        update = mean[i] / denominator(variance[i], correction, eps, eps_inside)
         weight[i] = decay * weight[i] - step_size * update
 
 
@@ -266,7 +214,7 @@ def _apply(scales, bits, old, momentum, variance, weight, scalars, update_space,
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, weight.size)
-        _mean_of_block(total, scales, bits, k, lo, hi)
+        mean_of_block(total, scales, bits, k, lo, hi)
         mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
         if old is not None:
             # Copied block by block into the cache, and not read in the loops: they could not be SIMD.

@@ -23,6 +23,8 @@ ScaleName = Literal["rms", "mean_abs", "guarded"]
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 GUARD = 1.5
+CHUNK = 16_384
+"""Elements whose squares ``squares`` adds up apart, so that sums do not depend on the number of threads."""
 
 
 class Spec(NamedTuple):
@@ -248,3 +250,44 @@ def apply(
         after, update = mean, mean / denominator(variance, spec)
     (momentum if new_momentum is None else new_momentum)[:] = after
     (weight if new_weight is None else new_weight)[:] = decayed - np.float32(step_size) * update
+
+
+def squares(
+    momentum: Array,
+    variance: Array,
+    weight: Array,
+    out: NDArray[np.float64],
+    spec: Spec,
+    *,
+    factor: float,
+    inside: float,
+) -> None:
+    """Sums of squares of ``weight`` and of LAMB's update ``m / D * factor + inside * w``, chunk by chunk.
+
+    Writes ``out`` (ceil(d / CHUNK), 2) float64.
+    """
+    update = _layer_update(momentum, variance, weight, spec, factor, inside)
+    for k in range(len(out)):
+        for j, x in enumerate((weight, update)):
+            out[k, j] = np.square(x[k * CHUNK : (k + 1) * CHUNK], dtype=np.float64).sum()
+
+
+def move(
+    momentum: Array,
+    variance: Array,
+    weight: Array,
+    spec: Spec,
+    *,
+    factor: float,
+    inside: float,
+    decay: float,
+    rate: float,
+) -> None:
+    """LAMB's step, in place: ``w <- decay * w - rate * (m / D * factor + inside * w)``."""
+    update = _layer_update(momentum, variance, weight, spec, factor, inside)
+    weight[:] = np.float32(decay) * weight - np.float32(rate) * update
+
+
+def _layer_update(momentum: Array, variance: Array, weight: Array, spec: Spec, factor: float, inside: float) -> Array:
+    adam = momentum / denominator(variance, spec) * np.float32(factor)
+    return adam + np.float32(inside) * weight

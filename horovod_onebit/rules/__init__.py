@@ -13,6 +13,7 @@ from types import ModuleType
 from typing import ClassVar
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
 from horovod_onebit.recipe import Recipe
@@ -34,6 +35,7 @@ class Tensor:
             exchange (0/1 Adam); else None.
         learning_rate: of the last compressed step, 0 before it.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
+        sums: what ``measure`` found.
     """
 
     name: str
@@ -48,6 +50,7 @@ class Tensor:
     learning_rate: float = 0.0
     new_weight: Array | None = None
     new_momentum: Array | None = None
+    sums: Sequence[NDArray[np.float64]] = ()
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
@@ -98,14 +101,19 @@ class Rule:
     def init(self, tensor: Tensor) -> None:
         """Give a new ``tensor`` what this rule keeps besides momentum and second moment."""
 
-    def begin(self, tensor: Tensor, recipe: Recipe) -> None:
+    def begin(self, tensor: Tensor, context: Context) -> None:
         """The last exact step of ``tensor`` was taken; what follows is compressed."""
-        if recipe.floor is not None and tensor.variance is not None:
-            least = recipe.floor * np.sqrt(tensor.variance, dtype=np.float64).mean()
-            np.maximum(tensor.variance, np.float32(least * least), out=tensor.variance)
+        floor = context.recipe.floor
+        if floor is not None and tensor.variance is not None:
+            variance = context.kernels.host(tensor.variance)
+            least = floor * np.sqrt(variance, dtype=np.float64).mean()
+            context.kernels.write(tensor.variance, np.maximum(variance, np.float32(least * least)))
+
+    def measure(self, tensor: Tensor, context: Context) -> None:
+        """All parts of ``tensor`` were applied: start to find out what ``finish`` must know of the whole of it."""
 
     def finish(self, tensor: Tensor, context: Context) -> None:
-        """All parts of ``tensor`` were applied: do what needs the whole of it."""
+        """All parts of ``tensor`` were applied and it was measured: do what needs the whole of it."""
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone, for rules that have such steps."""

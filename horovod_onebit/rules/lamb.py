@@ -29,7 +29,7 @@ from typing import Literal
 
 import numpy as np
 
-from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
+from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, Spec, denominator, num_blocks
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
@@ -69,13 +69,15 @@ class LAMB(Adam):
         tensor.layer = np.array([0, 1, 0], np.float32)
         tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
 
-    def begin(self, tensor: Tensor, recipe: Recipe) -> None:
-        super().begin(tensor, recipe)
+    def begin(self, tensor: Tensor, context: Context) -> None:
+        super().begin(tensor, context)
         assert tensor.layer is not None
+        host = context.kernels.host
         if tensor.layer[COEFFICIENT] == 0:  # an exact part that keeps no mean: the coefficient of now
             assert tensor.variance is not None
-            update = self._corrected(tensor.momentum, tensor.variance, tensor.step, tensor.variance_steps)
-            tensor.layer[COEFFICIENT] = self.coefficient(tensor.weight, update) * self._seen(tensor)
+            moments = host(tensor.momentum), host(tensor.variance)
+            update = self._corrected(*moments, tensor.step, tensor.variance_steps)
+            tensor.layer[COEFFICIENT] = self.coefficient(_norm(host(tensor.weight)), _norm(update)) * self._seen(tensor)
         if tensor.fresh is not None:
             assert tensor.variance is not None
             tensor.fresh[:] = tensor.variance
@@ -107,24 +109,49 @@ class LAMB(Adam):
         ratio = (denominator(tensor.variance, spec) / fresh).max()
         tensor.layer[RATIO] = max(tensor.layer[RATIO], ratio)
 
+    def _inside(self) -> float:
+        return 0.0 if self.decoupled else self.weight_decay
+
+    def _momentum_correction(self, tensor: Tensor) -> float:
+        return 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0
+
+    def measure(self, tensor: Tensor, context: Context) -> None:
+        """Of the weights, of the update, and of the update without decay where that counts: how long they are."""
+        _, _, spec = self.coding(tensor, 8, context)
+        insides = [self._inside()] if self.trust == "live" else [self._inside(), 0.0]
+        tensor.sums = [np.empty((num_blocks(tensor.weight.size, CHUNK), 2)) for _ in insides]
+        for sums, inside in zip(tensor.sums, insides, strict=True):
+            context.kernels.squares(
+                tensor.momentum,
+                tensor.variance,
+                tensor.weight,
+                sums,
+                spec,
+                factor=self._momentum_correction(tensor),
+                inside=inside,
+            )
+
     def finish(self, tensor: Tensor, context: Context) -> None:
         """Move the weights of the whole layer."""
         assert tensor.layer is not None
-        assert tensor.variance is not None
         _, _, spec = self.coding(tensor, 8, context)
-        adam = tensor.momentum / denominator(tensor.variance, spec)
-        if self.bias_correction:
-            adam *= np.float32(1 / (1 - self.beta1 ** (tensor.step + 1)))
-        inside = 0.0 if self.decoupled else self.weight_decay
-        update = adam + np.float32(inside) * tensor.weight if inside else adam
+        weight, update = (_rounded(float(total)) for total in tensor.sums[0].sum(axis=0))
         average = float(tensor.layer[COEFFICIENT]) / self._seen(tensor)
         if self.trust == "live":
-            coefficient = max(self.coefficient(tensor.weight, update), average)
+            coefficient = max(self.coefficient(weight, update), average)
         else:
-            coefficient = self._factor(tensor.layer, _norm(adam), _norm(update)) * average
-        if self.decoupled:
-            tensor.weight *= np.float32(1 - self.lr * self.weight_decay)
-        tensor.weight -= np.float32(self.lr * coefficient) * update
+            adam = _rounded(float(tensor.sums[1].sum(axis=0)[1]))
+            coefficient = self._factor(tensor.layer, adam, update) * average
+        context.kernels.move(
+            tensor.momentum,
+            tensor.variance,
+            tensor.weight,
+            spec,
+            factor=self._momentum_correction(tensor),
+            inside=self._inside(),
+            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
+            rate=self.lr * coefficient,
+        )
 
     def _seen(self, tensor: Tensor) -> float:
         """What the mean of the coefficients is still short of, since it began at 0."""
@@ -136,9 +163,8 @@ class LAMB(Adam):
         second = 1 - self.beta2**variance_steps if self.bias_correction else 1.0
         return (m / f32(first)) / (np.sqrt(v) / f32(np.sqrt(second)) + f32(self.eps))
 
-    def coefficient(self, weight: Array, update: Array) -> float:
-        """LAMB's trust ratio of one layer."""
-        w, u = _norm(weight), _norm(update)
+    def coefficient(self, w: float, u: float) -> float:
+        """LAMB's trust ratio of one layer, from the norms of its weights and of its update."""
         return min(max(w / u, self.min_coeff), self.max_coeff) if w > 0 and u > 0 else 1.0
 
     def _factor(self, layer: Array, adam: float, update: float) -> float:
@@ -167,13 +193,18 @@ class LAMB(Adam):
             tensor.weight *= f32(1 - self.lr * self.weight_decay)
         else:
             update += f32(self.weight_decay) * tensor.weight
-        coefficient = self.coefficient(tensor.weight, update)
+        coefficient = self.coefficient(_norm(tensor.weight), _norm(update))
         average = float(tensor.layer[COEFFICIENT])
         tensor.layer[COEFFICIENT] = self.coeff_beta * average + (1 - self.coeff_beta) * coefficient
         tensor.weight -= f32(self.lr * coefficient) * update
 
 
 def _norm(x: Array) -> float:
-    """The Euclidean norm, to 20 bits: machines whose sums round differently must still agree."""
-    mantissa, exponent = np.frexp(np.sqrt(np.square(x, dtype=np.float64).sum()))
+    """The Euclidean norm, as ``_rounded`` has it."""
+    return _rounded(float(np.square(x, dtype=np.float64).sum()))
+
+
+def _rounded(squares: float) -> float:
+    """The root of a sum of squares, to 20 bits: machines whose sums round differently must still agree."""
+    mantissa, exponent = np.frexp(np.sqrt(squares))
     return float(np.ldexp(np.round(mantissa * 2**20), exponent - 20))

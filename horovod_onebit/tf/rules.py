@@ -10,8 +10,9 @@ import keras
 import numpy as np
 
 from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.kernels import reference
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules import Context, Rule, Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import COEFFICIENT, LAMB, trust_for
 from horovod_onebit.rules.sgd import SGD
@@ -152,7 +153,7 @@ class LambAdapter(AdamAdapter):
         )
 
 
-UNFLOORED = Recipe()
+UNFLOORED = Context(reference, Recipe(), 1)
 """The second moment is a value of TensorFlow's here; recipes with a floor are refused."""
 
 ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)

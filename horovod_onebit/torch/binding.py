@@ -63,12 +63,12 @@ class Placement:
 
     "auto" is the GPU for what lies there, where the CUDA kernels can run; "cuda" insists on them, and takes parameters
     in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone cannot take
-    (LAMB, 0/1 Adam; a recipe with refresh, floor or rescale_error) is the host's in any case.
+    (0/1 Adam; LAMB in momentum space; a recipe with refresh or rescale_error) is the host's in any case.
     """
 
     def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe, schedule: EveryStep | ZeroOne) -> None:
         one_of("kernels", kernels, Kernels)
-        plain = isinstance(schedule, EveryStep) and not (recipe.refresh or recipe.rescale_error or recipe.floor)
+        plain = isinstance(schedule, EveryStep) and not (recipe.refresh or recipe.rescale_error)
         self._able = adapter.runs_on_device and plain
         self._auto = kernels == "auto"
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None

@@ -145,7 +145,7 @@ class Compressor:
                 self.variance_steps.setdefault(p, int(seen))
                 self._bind(p)
                 if fresh:
-                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor, self.engine.recipe)
+                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor, self.engine.context)
 
     def _bind(self, p: torch.Tensor) -> None:
         place = self.placement.of(p)

@@ -131,12 +131,12 @@ LAMB_OPTIONS = [
 
 class LAMBAdapter(AdamAdapter):
     kind = LAMB
-    runs_on_device = False
     layer_key = "layer"
 
     def __init__(self, recipe: Recipe) -> None:
         super().__init__(recipe)
         self.trust = trust_for(recipe)
+        self.runs_on_device = self.trust == "live"
         if self.trust == "frozen":
             self.fresh_key = "exp_avg_sq_fresh"
 

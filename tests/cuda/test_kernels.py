@@ -13,7 +13,7 @@ from numba import config, cuda
 from horovod_onebit import Recipe, simulation
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
-from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 
@@ -182,6 +182,33 @@ def test_recode_is_the_reference(block_size):
     np.testing.assert_array_equal(results[1][0], results[0][0])
     for ours, theirs in zip(results[1][1:], results[0][1:], strict=True):
         close(ours, theirs)
+
+
+@pytest.mark.parametrize("size", [131, CHUNK + 9])
+@pytest.mark.parametrize("inside", [0.0, 0.01])
+def test_a_step_of_a_layer_is_the_reference(size, inside):
+    momentum, variance, weight = arrays(size, 2, count=3)
+    numbers, s = {"factor": 1.5, "inside": inside}, spec(eps=1e-6)
+    variance, put = np.abs(variance), Device(1 if inside else 0)
+    device = [put(x) for x in (momentum, variance, weight)]
+    sums, expected = (np.empty((num_blocks(size, CHUNK), 2)) for _ in range(2))
+    kernels.squares(*device, sums, s, **numbers)
+    reference.squares(momentum, variance, weight, expected, s, **numbers)
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    kernels.move(*device, s, **numbers, decay=0.99, rate=0.02)
+    reference.move(momentum, variance, weight, s, **numbers, decay=0.99, rate=0.02)
+    np.testing.assert_array_equal(host(device[2]), weight)
+
+
+def test_whole_arrays_are_fetched_and_written():
+    (values,) = arrays(131, count=1)
+    place = Device()(values)
+    buffer = kernels.Buffer(place.ctypes.data if SIMULATED else place.__cuda_array_interface__["data"][0], 131)
+    np.testing.assert_array_equal(kernels.host(buffer), values)
+    kernels.write(buffer[7:], 2 * values[7:])
+    np.testing.assert_array_equal(host(place), np.concatenate([values[:7], 2 * values[7:]]))
+    kernels.write(buffer, 0.0)
+    assert not host(place).any()
 
 
 def test_a_batch_is_one_launch_for_all_tensors():

@@ -53,8 +53,8 @@ def test_machine_code_has_no_spills_and_rounds_every_operation(program, capabili
     ptx = translate(program, capability, monkeypatch)
     assert not re.search(r"fma\.rn\.f32|\.approx|\.ftz|\.local", ptx)
     assert "ld.global.v4.f32" in ptx or program == "decode"
-    assert "st.global.v4.f32" in ptx
-    assert ("shfl.sync" in ptx) == (program in ("encode", "recode"))
+    assert "st.global.v4.f32" in ptx or program == "squares"
+    assert ("shfl.sync" in ptx) == (program in ("encode", "recode", "squares"))
     tool = assembler()
     if tool is None:
         pytest.skip("no ptxas here: its package is nvidia-cuda-nvcc-cu12")

@@ -25,6 +25,7 @@ OPTIMIZERS = [
     ADAM,
     (torch.optim.Adam, {"lr": 1e-2, "weight_decay": 0.01, "maximize": False}),
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "nesterov": True, "weight_decay": 1e-3}),
+    (onebit.LAMB, {"lr": 1e-2, "weight_decay": 0.01}),
 ]
 
 
@@ -139,17 +140,30 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels():
         torch.testing.assert_close(weights(model), weights(again), rtol=1e-5, atol=1e-6)
 
 
-def test_what_the_kernels_cannot_do_is_the_hosts():
-    for recipe in (Recipe(refresh=2, min_compressed_size=100), Recipe(floor=0.1, min_compressed_size=100)):
-        model = Small()
-        optimizer = wrap(model, "cuda", recipe=recipe)
-        train(model, optimizer, 4)
-        assert not uses_kernels(optimizer)
-        assert_replicas_equal(model)
+HOSTS = [
+    (torch.optim.AdamW, Recipe(refresh=2, min_compressed_size=100)),
+    (onebit.LAMB, Recipe(space="momentum", clip=None, exchange="direct", min_compressed_size=100)),
+]
+
+
+@pytest.mark.parametrize(("kind", "recipe"), HOSTS)
+def test_what_the_kernels_cannot_do_is_the_hosts(kind, recipe):
     model = Small()
-    optimizer = wrap(model, "cuda", onebit.LAMB)
+    optimizer = wrap(model, "cuda", kind, recipe)
     train(model, optimizer, 4)
     assert not uses_kernels(optimizer)
+    assert_replicas_equal(model)
+
+
+def test_a_floor():
+    trained = []
+    for kernels in ("cpu", "cuda"):
+        model = Small()
+        optimizer = wrap(model, kernels, recipe=Recipe(floor=0.1, block_size=64, min_compressed_size=100))
+        train(model, optimizer, 4)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        trained.append(weights(model).cpu())
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_name_is_refused():

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from horovod_onebit.kernels import cpu, reference
-from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
 
 f32 = np.float32
 LENGTHS = [0, 1, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 3000, 200_001]
@@ -179,6 +179,41 @@ def test_restore_undoes_encode(kernels):
     u = reference.contribution(inputs.grad, inputs.momentum, inputs.variance, inputs.weight, s)
     rms = np.repeat(np.nan_to_num(scales), 128)[:5000]
     assert (np.abs(error - inputs.error) <= 4e-7 * (np.nan_to_num(np.abs(u)) + np.abs(inputs.error) + rms)).all()
+
+
+def layer(kernels, inputs, s, **numbers):
+    """Sums of squares before, and the weights after a step of LAMB's."""
+    sums = np.empty((num_blocks(inputs.w.size, CHUNK), 2))
+    weight, arrays = inputs.w.copy(), (inputs.momentum, inputs.variance)
+    with np.errstate(all="ignore"):
+        kernels.squares(*arrays, weight, sums, s, **numbers)
+        kernels.move(*arrays, weight, s, **numbers, decay=0.99, rate=0.02)
+    return sums, weight
+
+
+@pytest.mark.parametrize("size", [*LENGTHS, CHUNK, CHUNK + 1])
+@pytest.mark.parametrize("inside", [0.0, 0.01])
+@pytest.mark.parametrize("special", [0.0, 0.01])
+def test_a_step_of_a_layer_is_the_reference(size, inside, special):
+    inputs = Inputs(size, seed=size, special=special)
+    (expected, after), (sums, weight) = (
+        layer(kernels, inputs, spec(eps=1e-6), factor=1.5, inside=inside) for kernels in (reference, cpu)
+    )
+    np.testing.assert_allclose(sums, expected, rtol=1e-12)
+    np.testing.assert_array_equal(weight, after)
+
+
+def test_the_sums_of_a_layer_do_not_depend_on_threads():
+    inputs, results = Inputs(200_001), []
+    try:
+        for count in (1, 2, 3):
+            cpu.set_num_threads(count)
+            results.append(layer(cpu, inputs, spec(), factor=1.0, inside=0.1))
+    finally:
+        cpu.set_num_threads(2)
+    for result in results[1:]:
+        for ours, theirs in zip(result, results[0], strict=True):
+            np.testing.assert_array_equal(ours, theirs)
 
 
 def test_the_number_of_threads_does_not_matter():

@@ -23,7 +23,7 @@ from horovod_onebit.kernels.cuda import copies
 from horovod_onebit.kernels.cuda.device import SIMULATED
 from horovod_onebit.kernels.cuda.launch import KINDS, MAX_THREADS, TILE_THREADS, Buffer, Call, Launcher, buffer
 from horovod_onebit.kernels.cuda.programs import Column
-from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
 
 __all__ = [
     "SIMULATED",
@@ -34,11 +34,13 @@ __all__ = [
     "decode_mean",
     "encode",
     "host",
+    "move",
     "num_blocks",
     "num_bytes",
     "recode",
     "restore",
     "set_num_threads",
+    "squares",
     "use_stream",
     "write",
 ]
@@ -244,3 +246,45 @@ def apply(
     row |= _numbers(spec) | there | {Column.UPDATE_SPACE: int(update_space)}
     row |= {Column[name.upper()]: value for name, value in steps.items()}
     return _by_tile("apply", row, sent, {})
+
+
+def _layer(momentum: Any, variance: Any, weight: Any, spec: Spec, factor: float, inside: float) -> dict[Column, Any]:
+    row = _tensors(momentum=momentum, variance=variance, weight=weight) | _numbers(spec)
+    return row | {Column.MOMENTUM_FACTOR: factor, Column.L2: inside}
+
+
+def squares(
+    momentum: Any,
+    variance: Any,
+    weight: Any,
+    out: NDArray[np.float64],
+    spec: Spec,
+    *,
+    factor: float,
+    inside: float,
+) -> None:
+    """See ``reference.squares``; ``out`` lies in host memory, and is there at the end of a batch."""
+    if _on_host(weight):
+        return cpu.squares(momentum, variance, weight, out, spec, factor=factor, inside=inside)
+    row = _layer(momentum, variance, weight, spec, factor, inside)
+    call = Call("squares", num_blocks(int(row[Column.SIZE]), CHUNK), TILE_THREADS, row, {}, {Column.OUT_SCALES: out})
+    return _launcher.call(call)
+
+
+def move(
+    momentum: Any,
+    variance: Any,
+    weight: Any,
+    spec: Spec,
+    *,
+    factor: float,
+    inside: float,
+    decay: float,
+    rate: float,
+) -> None:
+    """See ``reference.move``."""
+    if _on_host(weight):
+        steps = {"factor": factor, "inside": inside, "decay": decay, "rate": rate}
+        return cpu.move(momentum, variance, weight, spec, **steps)
+    row = _layer(momentum, variance, weight, spec, factor, inside)
+    return _by_tile("move", row | {Column.DECAY: decay, Column.STEP_SIZE: rate}, {}, {})

@@ -32,6 +32,7 @@ if SIMULATED:
         mul,
         neighbour,
         store_f32,
+        store_f64,
         store_u8,
         store_vector,
         warp_sum,
@@ -43,6 +44,7 @@ else:
         load_u8,
         load_vector,
         store_f32,
+        store_f64,
         store_u8,
         store_vector,
     )
@@ -127,5 +129,6 @@ __all__ = [
     "neighbour",
     "store4",
     "store_f32",
+    "store_f64",
     "store_u8",
 ]

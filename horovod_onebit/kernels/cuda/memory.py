@@ -44,6 +44,7 @@ load_i64 = _loader(types.int64, LONG)
 load_u8 = _loader(types.uint8, BYTE)
 store_u8 = _storer(types.uint8, BYTE)
 store_f32 = _storer(types.float32, FLOAT)
+store_f64 = _storer(types.float64, ir.DoubleType())
 
 
 def _widen(builder: Any, value: Any, element: Any) -> Any:

@@ -26,9 +26,10 @@ from horovod_onebit.kernels.cuda.device import (
     neighbour,
     store4,
     store_f32,
+    store_f64,
     store_u8,
 )
-from horovod_onebit.kernels.reference import GUARD, TINY
+from horovod_onebit.kernels.reference import CHUNK, GUARD, TINY
 
 f32, f64, u8 = np.float32, np.float64, np.uint8
 
@@ -318,4 +319,68 @@ def apply(table, rows):
     store4(load_i64(row, OUT_WEIGHT), i, end, aligned, (a[1], b[1], c[1], d[1]))
 
 
-PROGRAMS = {"encode": encode, "recode": recode, "restore": restore, "decode": decode, "apply": apply}
+@inlined
+def _layer(row, i, end):
+    """Of four elements: the weights, and LAMB's update; see ``reference.squares``."""
+    aligned = load_i64(row, ALIGNED)
+    m = load4(load_i64(row, MOMENTUM), i, end, aligned, FLOAT32)
+    v = load4(load_i64(row, VARIANCE), i, end, aligned, FLOAT32)
+    w = load4(load_i64(row, WEIGHT), i, end, aligned, FLOAT32)
+    u = (
+        _layer_element(row, m[0], v[0], w[0]),
+        _layer_element(row, m[1], v[1], w[1]),
+        _layer_element(row, m[2], v[2], w[2]),
+        _layer_element(row, m[3], v[3], w[3]),
+    )
+    return w, u
+
+
+@inlined
+def _layer_element(row, m, v, w):
+    d = _denominator(v, _number(row, CORRECTION), _number(row, EPS), load_i64(row, EPS_INSIDE))
+    return mul(m / d, _number(row, MOMENTUM_FACTOR)) + mul(_number(row, L2), w)
+
+
+def squares(table, rows):
+    """See ``reference.squares``; a thread block takes a chunk, MOMENTUM_FACTOR is the factor, L2 the decay inside."""
+    row = _row(table, rows)
+    chunk = cuda.blockIdx.x - load_i64(row, FIRST)
+    start = chunk * CHUNK
+    end = min(start + CHUNK, load_i64(row, SIZE))
+    of_weight, of_update = f64(0), f64(0)
+    for i in range(start + 4 * cuda.threadIdx.x, end, 4 * cuda.blockDim.x):
+        w, u = _layer(row, i, end)
+        of_weight += _absolute(w)[1]
+        of_update += _absolute(u)[1]
+    of_weight, of_update = block_sums(of_weight, of_update)
+    if cuda.threadIdx.x == 0:
+        store_f64(load_i64(row, OUT_SCALES), 2 * chunk, of_weight)
+        store_f64(load_i64(row, OUT_SCALES), 2 * chunk + 1, of_update)
+
+
+def move(table, rows):
+    """See ``reference.move``; the columns are those of ``squares``."""
+    row = _row(table, rows)
+    i, end = _element_of_tile(row), load_i64(row, SIZE)
+    if i >= end:
+        return
+    w, u = _layer(row, i, end)
+    decay, rate = _number(row, DECAY), _number(row, STEP_SIZE)
+    moved = (
+        mul(decay, w[0]) - mul(rate, u[0]),
+        mul(decay, w[1]) - mul(rate, u[1]),
+        mul(decay, w[2]) - mul(rate, u[2]),
+        mul(decay, w[3]) - mul(rate, u[3]),
+    )
+    store4(load_i64(row, WEIGHT), i, end, load_i64(row, ALIGNED), moved)
+
+
+PROGRAMS = {
+    "encode": encode,
+    "recode": recode,
+    "restore": restore,
+    "decode": decode,
+    "apply": apply,
+    "squares": squares,
+    "move": move,
+}

@@ -36,6 +36,10 @@ def store_f32(address, i, value):
     ctypes.c_float.from_address(address + 4 * int(i)).value = value
 
 
+def store_f64(address, i, value):
+    ctypes.c_double.from_address(address + 8 * int(i)).value = value
+
+
 def load_vector(address, i, kind):
     assert (address + (4 if kind == FLOAT32 else 2) * int(i)) % (16 if kind == FLOAT32 else 8) == 0
     return tuple(load_f32(address, i + j, kind) for j in range(4))
