@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -163,10 +163,10 @@ class Compressor:
         ]
         self._load(values, rules, learning_rate, taken_before, exact_steps)
         self.engine.prepare(self.tensors, rules)
-        means: list[Array] = []
+        arrive, means = self._average(exact, factors[len(grads) :]), []
 
         def others() -> bool:
-            means.extend(self._average(exact, factors[len(grads) :]))
+            means.extend(arrive())
             return all(np.isfinite(mean).all() for mean in means)
 
         by_number = dict(enumerate(grads))
@@ -202,18 +202,23 @@ class Compressor:
         scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, len(grads))]
 
-    def _average(self, grads: Sequence[Array], factors: Sequence[float]) -> list[Array]:
-        """Means (or sums) of exact gradients in one allreduce, in float32."""
+    def _average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
+        """Start one allreduce of exact gradients, in float32; the result waits for their means (or sums)."""
         if not grads:
-            return []
+            return list
         scaled = [np.float32(f) * g.reshape(-1).astype(np.float32) for g, f in zip(grads, factors, strict=True)]
         fused = np.concatenate(scaled)
-        total = self.engine.collectives.allreduce(fused, f"{self.engine.name}.exact").wait()
+        handle = self.engine.collectives.allreduce(fused, f"{self.engine.name}.exact")
         sent = allreduce_bytes(fused.nbytes, self.engine.collectives.size)
         self.engine.traffic.add(sent, sent)
-        mean = total if self.sum_gradients else total / np.float32(self.engine.collectives.size)
-        parts = np.split(mean, np.cumsum([g.size for g in grads])[:-1])
-        return [part.reshape(g.shape).astype(g.dtype) for part, g in zip(parts, grads, strict=True)]
+
+        def arrive() -> list[Array]:
+            total = handle.wait()
+            mean = total if self.sum_gradients else total / np.float32(self.engine.collectives.size)
+            parts = np.split(mean, np.cumsum([g.size for g in grads])[:-1])
+            return [part.reshape(g.shape).astype(g.dtype) for part, g in zip(parts, grads, strict=True)]
+
+        return arrive
 
     def stats(self, norms: bool) -> Stats:
         optimizer = self.optimizer
