@@ -53,12 +53,13 @@ demo: setup ## set everything up, train on two processes with and without compre
 
 .PHONY: test
 test: lint ## set everything up, check the code, run all tests
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n auto tests/unit tests/cuda
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda
 
 .PHONY: test-gpu
 test-gpu: setup ## the tests that want an NVIDIA GPU, and the kernels' speed on it
 	$(BIN)/python -m pytest -rs tests/cuda
-	PATH=$(BIN):$$PATH horovodrun -np 2 --gloo python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
+	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/python -m benchmarks.gpu
 
 .PHONY: soak

@@ -18,7 +18,7 @@ EXTRAS = {
     "plot": ["matplotlib", "rich"],
 }
 # The jobs and the checks; requirements/dev.txt has the versions that the tests run with.
-EXTRAS["dev"] = ["hypothesis", "mypy", "pytest", "rich", "ruff", "scikit-learn", "typer"]
+EXTRAS["dev"] = ["hypothesis", "mypy", "pytest", "pytest-xdist", "rich", "ruff", "scikit-learn", "typer"]
 
 setup(
     name="horovod-onebit",

@@ -16,9 +16,12 @@ from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
+from tests.one_core import stay_on_one_core
 
 SIMULATED = bool(config.ENABLE_CUDASIM)
-if not SIMULATED and not cuda.is_available():
+if SIMULATED:
+    stay_on_one_core()
+elif not cuda.is_available():
     pytest.skip("no NVIDIA GPU here", allow_module_level=True)
 
 from horovod_onebit.kernels import cuda as kernels  # noqa: E402

@@ -14,10 +14,13 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe
 from horovod_onebit.kernels import has_gpu
+from tests.one_core import stay_on_one_core
 from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU here, and Numba does not simulate")
 
+if config.ENABLE_CUDASIM:
+    stay_on_one_core(RANK)
 DEVICE = "cpu" if config.ENABLE_CUDASIM else "cuda"
 RECIPE = Recipe(block_size=64, min_compressed_size=100)
 ADAM = (torch.optim.AdamW, {"lr": 1e-2})
