@@ -4,7 +4,8 @@
 
 Everything is timed in one run, interleaved, on the same arrays; the figures to compare are the ratios. A time is the
 median of the repeats. Bytes per element count each array once: encode in update space reads g, m, v, error and writes
-error (20 bytes) and one bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w.
+error (20 bytes) and one bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w; LAMB reads
+m, v, w twice and writes w.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from rich.table import Table
 
 from horovod_onebit import __version__
 from horovod_onebit.kernels import cpu
-from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
 
 BLOCK = 1024
 WORKERS = 2
@@ -77,6 +78,29 @@ def separate_encode(a: Arrays) -> Callable[[], None]:
     return work
 
 
+def lamb(a: Arrays) -> Callable[[], None]:
+    sums = np.empty((num_blocks(a.weight.size, CHUNK), 2))
+    layer = (a.momentum, a.variance, a.weight)
+
+    def work() -> None:
+        cpu.squares(*layer, sums, spec(), factor=1.5, inside=0.01)
+        cpu.move(*layer, spec(), factor=1.5, inside=0.01, decay=1.0, rate=1e-9)
+
+    return work
+
+
+def separate_lamb(a: Arrays) -> Callable[[], None]:
+    """The same step as one torch operation after another."""
+    m, v, w = map(torch.from_numpy, (a.momentum, a.variance, a.weight))
+
+    def work() -> None:
+        update = 1.5 * m / (v.sqrt() + EPS) + 0.01 * w
+        w.norm(), update.norm()
+        w.sub_(1e-9 * update)
+
+    return work
+
+
 def fused_adam(a: Arrays) -> Callable[[], None]:
     p = torch.nn.Parameter(torch.from_numpy(a.weight))
     p.grad = torch.from_numpy(a.grad)
@@ -117,6 +141,8 @@ def main() -> None:
         "encode as separate torch operations": (separate_encode(a), 20 + 1 / 8),
         f"decode {WORKERS} workers + Adam": (lambda: decode_apply(a), 16 + WORKERS / 8),
         "torch.optim.Adam(fused=True)": (fused_adam(a), 28),
+        "LAMB, lengths and step of a layer": (lamb(a), 28),
+        "LAMB as separate torch operations": (separate_lamb(a), 28),
     }
     times = measure({name: call for name, (call, _) in work.items()}, args.repeats)
     report(args, {name: nbytes for name, (_, nbytes) in work.items()}, times)
@@ -143,6 +169,8 @@ def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, 
         / median["encode, update space"],
         "decode + Adam / fused Adam, time (to reach: at most 1.3)": median[f"decode {WORKERS} workers + Adam"]
         / median["torch.optim.Adam(fused=True)"],
+        "LAMB: separate operations / kernels, time": median["LAMB as separate torch operations"]
+        / median["LAMB, lengths and step of a layer"],
     }
     console = Console()
     console.print(table)

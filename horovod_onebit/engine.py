@@ -72,7 +72,7 @@ class Engine:
 
     def use_kernels(self, kernels: str) -> None:
         """Compute with the backend ``kernels`` from now on."""
-        self.context = replace(self.context, kernels=backend(kernels))
+        self.context = self.exchange.context = replace(self.context, kernels=backend(kernels))
         self.feedback.kernels = self.context.kernels
 
     def prepare(self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None) -> None:

@@ -112,9 +112,11 @@ class Exchange(Protocol):
     """A way for messages to reach everybody.
 
     Attributes:
+        context: the engine's, with the kernels that it uses now.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
     """
 
+    context: Context
     compressors: int
 
     def served(self) -> Mapping[str, Bucket]:
@@ -168,4 +170,4 @@ def make(kind: str, context: Context, collectives: Collectives, feedback: ErrorF
         return Hierarchical(context, collectives)
     if kind == "two_stage":
         return TwoStage(context, collectives, feedback)
-    return Direct(collectives)
+    return Direct(context, collectives)

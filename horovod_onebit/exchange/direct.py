@@ -9,6 +9,7 @@ from __future__ import annotations
 from horovod_onebit import wire
 from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
 from horovod_onebit.layout import Bucket, Layout
+from horovod_onebit.rules import Context
 
 
 class _Pending:
@@ -28,7 +29,8 @@ class _Pending:
 
 
 class Direct:
-    def __init__(self, collectives: Collectives) -> None:
+    def __init__(self, context: Context, collectives: Collectives) -> None:
+        self.context = context
         self.collectives = collectives
         self.compressors = collectives.size
 

@@ -70,28 +70,37 @@ class Placement:
         one_of("kernels", kernels, Kernels)
         plain = isinstance(schedule, EveryStep) and not (recipe.refresh or recipe.rescale_error)
         self._able = adapter.runs_on_device and plain
-        self._auto = kernels == "auto"
+        self._kernels = kernels
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None
         self._told = False
 
     def of(self, p: torch.Tensor) -> Place | None:
         """Where ``p`` is worked on; None is the host's memory."""
-        if self._auto and p.is_cuda and self._able and self._cuda is None and has_gpu():
-            self._cuda = backend("cuda")
-        if self._cuda is None or not self._able:
-            self._tell(p)
+        simulated = self._cuda is not None and self._cuda.SIMULATED
+        if self._kernels == "cpu" or not (p.is_cuda or simulated):
             return None
-        if p.is_cuda == self._cuda.SIMULATED:  # the simulator cannot reach a GPU's memory, nor kernels the host's
+        if why := self._cannot(p):
+            if p.is_cuda and not self._told:
+                logger.warning("a parameter on %s is compressed in the host's memory, which is slow: %s", p.device, why)
+                self._told = True
             return None
         if p.is_cuda:
             self._cuda.use_stream(lambda: torch.cuda.current_stream().cuda_stream)
         return Place(self._cuda, p.device)
 
-    def _tell(self, p: torch.Tensor) -> None:
-        if self._auto and p.is_cuda and not self._told:
-            why = "pip install 'horovod-onebit[cuda]'" if self._able else "this algorithm has no CUDA kernels"
-            logger.warning("parameters on a GPU are compressed in the host's memory, which is slow: %s", why)
-            self._told = True
+    def _cannot(self, p: torch.Tensor) -> str:
+        """Why the kernels cannot work on ``p``; nothing if they can."""
+        if not self._able:
+            return "no CUDA kernels take its steps"
+        if self._cuda is None:
+            if not has_gpu():
+                return "pip install 'horovod-onebit[cuda]'"
+            self._cuda = backend("cuda")
+        if p.is_cuda and self._cuda.SIMULATED:
+            return "Numba simulates"
+        if p.is_cuda and p.device.index != torch.cuda.current_device():
+            return "its GPU is not the current one: call torch.cuda.set_device(hvd.local_rank()) first"
+        return ""
 
 
 class Binding:
