@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -57,7 +58,8 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         except RuntimeError as error:  # no folder can be written to
             logger.debug("kernels are compiled anew in every process: %s", error)
             return dispatcher
-        dispatcher._cache._cache_file._source_stamp = _stamp()
+        with suppress(AttributeError):  # inside of Numba
+            dispatcher._cache._cache_file._source_stamp = _stamp()
         dispatcher._cache = _ForgivingCache(dispatcher._cache)
         return dispatcher
 

@@ -1,6 +1,7 @@
 """The cache of compiled kernels: a help, and never a hindrance."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import horovod_onebit
 from horovod_onebit.kernels.compiling import cached
 
 PROGRAM = """
@@ -19,11 +21,28 @@ print(cpu.decode_mean(scales, bits, 64, 64)[0])
 """
 
 
-def run(home, **variables):
+NO_CACHE = shutil.ignore_patterns("__pycache__")
+
+
+def run(home, *script, **variables):
     env = os.environ | {"HOME": str(home), "NUMBA_CACHE_DIR": str(home / "cache")} | variables
-    done = subprocess.run([sys.executable, "-c", PROGRAM], env=env, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        [sys.executable, *(script or ["-c", PROGRAM])], env=env, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr[-2000:]
     return done.stdout
+
+
+def test_a_change_in_another_file_compiles_anew(tmp_path):
+    """Numba alone would go on with what it has: it looks at the file of the function that is called."""
+    shutil.copytree(Path(horovod_onebit.__file__).parent, tmp_path / "horovod_onebit", ignore=NO_CACHE)
+    (tmp_path / "run.py").write_text(PROGRAM)
+    assert float(run(tmp_path, tmp_path / "run.py")) == -1
+    file = tmp_path / "horovod_onebit" / "kernels" / "elements.py"
+    text = file.read_text()
+    file.write_text(text.replace("f32(0) + _signed(", "f32(5) + _signed("))
+    assert file.read_text() != text
+    assert float(run(tmp_path, tmp_path / "run.py")) == 4
 
 
 def double(x):
