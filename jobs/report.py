@@ -39,19 +39,19 @@ def read(path: Path) -> Run:
 
 def table(runs: Sequence[Run], title: str) -> Table:
     """A row for each kind of compression, averaged over its runs (seeds)."""
-    result = Table(title=title)
+    result = Table(title=title, show_edge=False)  # 80 columns are enough for it
     headings = (
-        "compression",
+        "method",
         "test accuracy",
         "test loss",
         "bytes per step",
-        "ratio",
+        "fewer",
         "bytes in all",
-        "ratio",
-        "seconds",
+        "fewer",
+        "time, s",
     )
     for heading in headings:
-        result.add_column(heading, justify="left" if heading == "compression" else "right")
+        result.add_column(heading, justify="left" if heading == "method" else "right")
     for kind in dict.fromkeys(run.compression for run in runs):
         of_kind = [run.final for run in runs if run.compression == kind]
 
@@ -66,7 +66,7 @@ def table(runs: Sequence[Run], title: str) -> Table:
             f"{average('test_loss'):.4f}",
             f"{average('last_step_bytes'):,.0f}",
             f"{dense / average('last_step_bytes'):.1f}",
-            f"{average('bytes_sent'):,.0f}",
+            f"{average('bytes_sent') / 1e6:,.1f} M",
             f"{dense * steps / average('bytes_sent'):.1f}",
             f"{average('seconds'):.1f}",
         )
