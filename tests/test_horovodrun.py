@@ -43,7 +43,7 @@ JOBS = [
     (4, "mpi", TORCH, OF_FOUR),
     (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
     (2, "mpi", KERAS, ""),
-    (2, "gloo", KERAS, "disagree or (stay_equal and adamw)"),
+    (2, "gloo", KERAS, "disagree or (300 and adamw)"),
 ]
 
 

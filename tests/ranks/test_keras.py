@@ -54,18 +54,18 @@ def test_warm_up_equals_one_process_on_the_joined_batch(kind, options):
             np.testing.assert_allclose(np.asarray(a), np.asarray(b), rtol=2e-4, atol=2e-5)
 
 
-@pytest.mark.parametrize(("kind", "steps"), [(kind, 300 if kind == "adamw" else 120) for kind in OPTIMIZERS])
-def test_replicas_stay_equal_and_the_loss_falls(kind, steps):
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+def test_replicas_stay_equal_for_300_steps_and_the_loss_falls(kind):
     model = build()
     optimizer = wrap(OPTIMIZERS[kind](), warmup_steps=20)
     start = train(model, optimizer, 21, graph=True)
     assert optimizer.phase is Phase.COMPRESSED
-    end = train(model, optimizer, steps - 21, start=21, graph=True)
+    end = train(model, optimizer, 279, start=21, graph=True)
     assert_replicas_equal(model)
-    assert end < (0.7 if steps == 300 else 0.9) * start
+    assert end < 0.7 * start
     stats = optimizer.stats()
     small = 4 * (stats.parameters - stats.compressed_parameters)
-    assert stats.step == steps
+    assert stats.step == 300
     assert stats.step_bytes_sent <= (SIZE - 1) * (1.1 * stats.compressed_parameters / 8 + 48) + 2 * small
     assert 0 < stats.error_to_momentum < 50
 
