@@ -83,8 +83,9 @@ def lamb(a: Arrays) -> Callable[[], None]:
     layer = (a.momentum, a.variance, a.weight)
 
     def work() -> None:
-        cpu.squares(*layer, sums, spec(), factor=1.5, inside=0.01)
-        cpu.move(*layer, spec(), factor=1.5, inside=0.01, decay=1.0, rate=1e-9)
+        update = spec()._replace(momentum_factor=1.5, l2=0.01)
+        cpu.squares(*layer, sums, update)
+        cpu.move(*layer, update, step_size=1e-9, decay=1.0)
 
     return work
 

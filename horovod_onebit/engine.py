@@ -56,8 +56,7 @@ class Engine:
         self.name = name
         self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
-        self.feedback = ErrorFeedback()
-        self.feedback.kernels = self.context.kernels
+        self.feedback = ErrorFeedback(self.context.kernels)
         self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)
         self.traffic = Traffic()
         self.times = Times()
@@ -149,14 +148,13 @@ class Engine:
             return grads[piece.tensor][piece.start : piece.stop]
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
-            finite = True
             with self.times.measure("encode"), self.context.kernels.batch():
                 for piece in message.bucket.pieces:
                     tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
                     scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
                     rule, grad = rules[piece.tensor], gradient(piece)
-                    finite &= rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
-            message.seal(stamp, finite=finite and bool(np.isfinite(message.scales).all()))
+                    rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
+            message.seal(stamp, finite=bool(np.isfinite(message.scales).all()))
 
         name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
         pending = self.exchange.start(message, gradient, encode, stamp, name)
@@ -376,7 +374,8 @@ class Engine:
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
-        measured = norms_of(self.tensors, self._rules, self.context) if norms else (math.nan, math.nan)
+        nan = math.nan
+        error, momentum = norms_of(self.tensors, self._rules, self.context) if norms else (nan, nan)
         traffic, times = self.traffic, self.times
         return Stats(
             phase=phase,
@@ -392,6 +391,6 @@ class Engine:
             encode_seconds=times.encode,
             exchange_seconds=times.exchange,
             decode_seconds=times.decode,
-            error_norm=measured[0],
-            momentum_norm=measured[1],
+            error_norm=error,
+            momentum_norm=momentum,
         )

@@ -27,8 +27,8 @@ class ErrorFeedback:
     They lie in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
     """
 
-    def __init__(self) -> None:
-        self.kernels: ModuleType = reference
+    def __init__(self, kernels: ModuleType = reference) -> None:
+        self.kernels = kernels
         self._residuals: dict[str, Any] = {}
 
     def residual(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Any:

@@ -47,22 +47,21 @@ JOBS = [
 ]
 
 
-@pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
-def test_on_every_rank(processes, backend, files, only):
-    selected = ["-k", only] if only else []
-    variables = REPEATABLE if processes > 2 else {}
+def pytest_on_ranks(processes, backend, *arguments, **variables):
     options = ["-q", "-x", "-p", "no:cacheprovider", "--disable-warnings"]
-    output = horovodrun(processes, backend, "-m", "pytest", *files, *options, *selected, **variables)
+    output = horovodrun(processes, backend, "-m", "pytest", *options, *arguments, **variables)
     # Open MPI's prefixes carry colours along.
     assert len(re.findall(r"\d+ passed", output)) == processes, output[-3000:]
 
 
+@pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
+def test_on_every_rank(processes, backend, files, only):
+    selected = ["-k", only] if only else []
+    pytest_on_ranks(processes, backend, *files, *selected, **(REPEATABLE if processes > 2 else {}))
+
+
 def test_the_cuda_kernels_in_the_simulator():
-    output = horovodrun(
-        2, "mpi", "-m", "pytest", "tests/ranks/test_torch_cuda.py", "-q", "-x", "-p", "no:cacheprovider",
-        NUMBA_ENABLE_CUDASIM="1",
-    )  # fmt: skip
-    assert len(re.findall(r"\d+ passed", output)) == 2, output[-3000:]
+    pytest_on_ranks(2, "mpi", "tests/ranks/test_torch_cuda.py", NUMBA_ENABLE_CUDASIM="1")
 
 
 def test_a_communicator_of_mpi4py():

@@ -26,18 +26,18 @@ def _square_sum(x):
 
 @exact
 def _update(out, momentum, variance, weight, scalars):
-    eps, eps_inside, correction, factor, inside = scalars
+    eps, eps_inside, correction, momentum_factor, l2 = scalars
     for i in range(out.size):
-        out[i] = momentum[i] / denominator(variance[i], correction, eps, eps_inside) * factor + inside * weight[i]
+        out[i] = momentum[i] / denominator(variance[i], correction, eps, eps_inside) * momentum_factor + l2 * weight[i]
 
 
 @exact
-def _squares(momentum, variance, weight, scalars, out, chunk, first, last):
+def _squares(momentum, variance, weight, scalars, out, first, last):
     u = np.empty(PIECE, f32)
     for k in range(first, last):
         out[k, 0] = out[k, 1] = 0.0
-        end = min((k + 1) * chunk, weight.size)
-        for lo in range(k * chunk, end, PIECE):
+        end = min((k + 1) * CHUNK, weight.size)
+        for lo in range(k * CHUNK, end, PIECE):
             hi = min(lo + PIECE, end)
             w, x = weight[lo:hi], u[: hi - lo]
             _update(x, momentum[lo:hi], variance[lo:hi], w, scalars)
@@ -46,54 +46,36 @@ def _squares(momentum, variance, weight, scalars, out, chunk, first, last):
 
 
 @exact
-def _move(momentum, variance, weight, scalars, decay, rate, chunk, first, last):
+def _move(momentum, variance, weight, scalars, step_size, decay, first, last):
     u = np.empty(PIECE, f32)
-    for lo in range(first * chunk, min(last * chunk, weight.size), PIECE):
+    for lo in range(first * CHUNK, min(last * CHUNK, weight.size), PIECE):
         hi = min(lo + PIECE, weight.size)
         w, x = weight[lo:hi], u[: hi - lo]
         _update(x, momentum[lo:hi], variance[lo:hi], w, scalars)
         for i in range(w.size):
-            w[i] = decay * w[i] - rate * x[i]
+            w[i] = decay * w[i] - step_size * x[i]
 
 
-def _scalars(spec: Spec, factor: float, inside: float) -> tuple[Any, ...]:
-    return f32(spec.eps), bool(spec.eps_inside_sqrt), f32(spec.variance_correction), f32(factor), f32(inside)
+def _scalars(spec: Spec) -> tuple[Any, ...]:
+    correction = f32(spec.variance_correction)
+    return f32(spec.eps), bool(spec.eps_inside_sqrt), correction, f32(spec.momentum_factor), f32(spec.l2)
 
 
-def squares(
-    momentum: Array,
-    variance: Array,
-    weight: Array,
-    out: NDArray[np.float64],
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-) -> None:
+def squares(momentum: Array, variance: Array, weight: Array, out: NDArray[np.float64], spec: Spec) -> None:
     """See ``reference.squares``."""
-    scalars = _scalars(spec, factor, inside)
+    scalars = _scalars(spec)
 
     def work(first: int, last: int) -> None:
-        _squares(momentum, variance, weight, scalars, out, CHUNK, first, last)
+        _squares(momentum, variance, weight, scalars, out, first, last)
 
     over_blocks(weight.size, CHUNK, work)
 
 
-def move(
-    momentum: Array,
-    variance: Array,
-    weight: Array,
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-    decay: float,
-    rate: float,
-) -> None:
+def move(momentum: Array, variance: Array, weight: Array, spec: Spec, *, step_size: float, decay: float) -> None:
     """See ``reference.move``."""
-    scalars = _scalars(spec, factor, inside)
+    scalars = _scalars(spec)
 
     def work(first: int, last: int) -> None:
-        _move(momentum, variance, weight, scalars, f32(decay), f32(rate), CHUNK, first, last)
+        _move(momentum, variance, weight, scalars, f32(step_size), f32(decay), first, last)
 
     over_blocks(weight.size, CHUNK, work)

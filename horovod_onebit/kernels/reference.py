@@ -252,42 +252,23 @@ def apply(
     (weight if new_weight is None else new_weight)[:] = decayed - np.float32(step_size) * update
 
 
-def squares(
-    momentum: Array,
-    variance: Array,
-    weight: Array,
-    out: NDArray[np.float64],
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-) -> None:
-    """Sums of squares of ``weight`` and of LAMB's update ``m / D * factor + inside * w``, chunk by chunk.
+def squares(momentum: Array, variance: Array, weight: Array, out: NDArray[np.float64], spec: Spec) -> None:
+    """Sums of squares of ``weight`` and of LAMB's update ``m / D * momentum_factor + l2 * w``, chunk by chunk.
 
-    Writes ``out`` (ceil(d / CHUNK), 2) float64.
+    Of ``spec`` these two and the denominator count. Writes ``out`` (ceil(d / CHUNK), 2) float64.
     """
-    update = _layer_update(momentum, variance, weight, spec, factor, inside)
+    update = _layer_update(momentum, variance, weight, spec)
     for k in range(len(out)):
         for j, x in enumerate((weight, update)):
             out[k, j] = np.square(x[k * CHUNK : (k + 1) * CHUNK], dtype=np.float64).sum()
 
 
-def move(
-    momentum: Array,
-    variance: Array,
-    weight: Array,
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-    decay: float,
-    rate: float,
-) -> None:
-    """LAMB's step, in place: ``w <- decay * w - rate * (m / D * factor + inside * w)``."""
-    update = _layer_update(momentum, variance, weight, spec, factor, inside)
-    weight[:] = np.float32(decay) * weight - np.float32(rate) * update
+def move(momentum: Array, variance: Array, weight: Array, spec: Spec, *, step_size: float, decay: float) -> None:
+    """LAMB's step, in place: ``w <- decay * w - step_size * update``, the update as in ``squares``."""
+    update = _layer_update(momentum, variance, weight, spec)
+    weight[:] = np.float32(decay) * weight - np.float32(step_size) * update
 
 
-def _layer_update(momentum: Array, variance: Array, weight: Array, spec: Spec, factor: float, inside: float) -> Array:
-    adam = momentum / denominator(variance, spec) * np.float32(factor)
-    return adam + np.float32(inside) * weight
+def _layer_update(momentum: Array, variance: Array, weight: Array, spec: Spec) -> Array:
+    adam = momentum / denominator(variance, spec) * np.float32(spec.momentum_factor)
+    return adam + np.float32(spec.l2) * weight

@@ -109,48 +109,38 @@ class LAMB(Adam):
         ratio = (denominator(tensor.variance, spec) / fresh).max()
         tensor.layer[RATIO] = max(tensor.layer[RATIO], ratio)
 
-    def _inside(self) -> float:
-        return 0.0 if self.decoupled else self.weight_decay
-
-    def _momentum_correction(self, tensor: Tensor) -> float:
-        return 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0
+    def _update(self, tensor: Tensor, context: Context) -> Spec:
+        """What ``kernels.squares`` and ``move`` are told of the update: its correction, the decay inside of it."""
+        _, _, spec = self.coding(tensor, 8, context)
+        correction = 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0
+        return spec._replace(momentum_factor=correction, l2=0.0 if self.decoupled else self.weight_decay)
 
     def measure(self, tensor: Tensor, context: Context) -> None:
-        """Of the weights, of the update, and of the update without decay where that counts: how long they are."""
-        _, _, spec = self.coding(tensor, 8, context)
-        insides = [self._inside()] if self.trust == "live" else [self._inside(), 0.0]
-        tensor.sums = [np.empty((num_blocks(tensor.weight.size, CHUNK), 2)) for _ in insides]
-        for sums, inside in zip(tensor.sums, insides, strict=True):
-            context.kernels.squares(
-                tensor.momentum,
-                tensor.variance,
-                tensor.weight,
-                sums,
-                spec,
-                factor=self._momentum_correction(tensor),
-                inside=inside,
-            )
+        """How long the weights and the update are; and the update without decay, where that counts and differs."""
+        specs = [self._update(tensor, context)]
+        if self.trust == "frozen" and specs[0].l2:
+            specs.append(specs[0]._replace(l2=0.0))
+        tensor.sums = [np.empty((num_blocks(tensor.weight.size, CHUNK), 2)) for _ in specs]
+        for sums, spec in zip(tensor.sums, specs, strict=True):
+            context.kernels.squares(tensor.momentum, tensor.variance, tensor.weight, sums, spec)
 
     def finish(self, tensor: Tensor, context: Context) -> None:
         """Move the weights of the whole layer."""
         assert tensor.layer is not None
-        _, _, spec = self.coding(tensor, 8, context)
         weight, update = (_rounded(float(total)) for total in tensor.sums[0].sum(axis=0))
         average = float(tensor.layer[COEFFICIENT]) / self._seen(tensor)
         if self.trust == "live":
             coefficient = max(self.coefficient(weight, update), average)
         else:
-            adam = _rounded(float(tensor.sums[1].sum(axis=0)[1]))
+            adam = _rounded(float(tensor.sums[-1].sum(axis=0)[1]))
             coefficient = self._factor(tensor.layer, adam, update) * average
         context.kernels.move(
             tensor.momentum,
             tensor.variance,
             tensor.weight,
-            spec,
-            factor=self._momentum_correction(tensor),
-            inside=self._inside(),
+            self._update(tensor, context),
+            step_size=self.lr * coefficient,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            rate=self.lr * coefficient,
         )
 
     def _seen(self, tensor: Tensor) -> float:

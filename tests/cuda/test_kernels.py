@@ -191,15 +191,15 @@ def test_recode_is_the_reference(block_size):
 @pytest.mark.parametrize("inside", [0.0, 0.01])
 def test_a_step_of_a_layer_is_the_reference(size, inside):
     momentum, variance, weight = arrays(size, 2, count=3)
-    numbers, s = {"factor": 1.5, "inside": inside}, spec(eps=1e-6)
+    s = spec(eps=1e-6, momentum_factor=1.5, l2=inside)
     variance, put = np.abs(variance), Device(1 if inside else 0)
     device = [put(x) for x in (momentum, variance, weight)]
     sums, expected = (np.empty((num_blocks(size, CHUNK), 2)) for _ in range(2))
-    kernels.squares(*device, sums, s, **numbers)
-    reference.squares(momentum, variance, weight, expected, s, **numbers)
+    kernels.squares(*device, sums, s)
+    reference.squares(momentum, variance, weight, expected, s)
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
-    kernels.move(*device, s, **numbers, decay=0.99, rate=0.02)
-    reference.move(momentum, variance, weight, s, **numbers, decay=0.99, rate=0.02)
+    kernels.move(*device, s, step_size=0.02, decay=0.99)
+    reference.move(momentum, variance, weight, s, step_size=0.02, decay=0.99)
     np.testing.assert_array_equal(host(device[2]), weight)
 
 

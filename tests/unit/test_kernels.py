@@ -181,13 +181,13 @@ def test_restore_undoes_encode(kernels):
     assert (np.abs(error - inputs.error) <= 4e-7 * (np.nan_to_num(np.abs(u)) + np.abs(inputs.error) + rms)).all()
 
 
-def layer(kernels, inputs, s, **numbers):
+def layer(kernels, inputs, s):
     """Sums of squares before, and the weights after a step of LAMB's."""
     sums = np.empty((num_blocks(inputs.w.size, CHUNK), 2))
     weight, arrays = inputs.w.copy(), (inputs.momentum, inputs.variance)
     with np.errstate(all="ignore"):
-        kernels.squares(*arrays, weight, sums, s, **numbers)
-        kernels.move(*arrays, weight, s, **numbers, decay=0.99, rate=0.02)
+        kernels.squares(*arrays, weight, sums, s)
+        kernels.move(*arrays, weight, s, step_size=0.02, decay=0.99)
     return sums, weight
 
 
@@ -197,7 +197,7 @@ def layer(kernels, inputs, s, **numbers):
 def test_a_step_of_a_layer_is_the_reference(size, inside, special):
     inputs = Inputs(size, seed=size, special=special)
     (expected, after), (sums, weight) = (
-        layer(kernels, inputs, spec(eps=1e-6), factor=1.5, inside=inside) for kernels in (reference, cpu)
+        layer(kernels, inputs, spec(eps=1e-6, momentum_factor=1.5, l2=inside)) for kernels in (reference, cpu)
     )
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
     np.testing.assert_array_equal(weight, after)
@@ -208,7 +208,7 @@ def test_the_sums_of_a_layer_do_not_depend_on_threads():
     try:
         for count in (1, 2, 3):
             cpu.set_num_threads(count)
-            results.append(layer(cpu, inputs, spec(), factor=1.0, inside=0.1))
+            results.append(layer(cpu, inputs, spec(momentum_factor=1.0, l2=0.1)))
     finally:
         cpu.set_num_threads(2)
     for result in results[1:]:

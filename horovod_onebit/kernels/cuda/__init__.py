@@ -248,43 +248,18 @@ def apply(
     return _by_tile("apply", row, sent, {})
 
 
-def _layer(momentum: Any, variance: Any, weight: Any, spec: Spec, factor: float, inside: float) -> dict[Column, Any]:
-    row = _tensors(momentum=momentum, variance=variance, weight=weight) | _numbers(spec)
-    return row | {Column.MOMENTUM_FACTOR: factor, Column.L2: inside}
-
-
-def squares(
-    momentum: Any,
-    variance: Any,
-    weight: Any,
-    out: NDArray[np.float64],
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-) -> None:
+def squares(momentum: Any, variance: Any, weight: Any, out: NDArray[np.float64], spec: Spec) -> None:
     """See ``reference.squares``; ``out`` lies in host memory, and is there at the end of a batch."""
     if _on_host(weight):
-        return cpu.squares(momentum, variance, weight, out, spec, factor=factor, inside=inside)
-    row = _layer(momentum, variance, weight, spec, factor, inside)
+        return cpu.squares(momentum, variance, weight, out, spec)
+    row = _tensors(momentum=momentum, variance=variance, weight=weight) | _numbers(spec)
     call = Call("squares", num_blocks(int(row[Column.SIZE]), CHUNK), TILE_THREADS, row, {}, {Column.OUT_SCALES: out})
     return _launcher.call(call)
 
 
-def move(
-    momentum: Any,
-    variance: Any,
-    weight: Any,
-    spec: Spec,
-    *,
-    factor: float,
-    inside: float,
-    decay: float,
-    rate: float,
-) -> None:
+def move(momentum: Any, variance: Any, weight: Any, spec: Spec, *, step_size: float, decay: float) -> None:
     """See ``reference.move``."""
     if _on_host(weight):
-        steps = {"factor": factor, "inside": inside, "decay": decay, "rate": rate}
-        return cpu.move(momentum, variance, weight, spec, **steps)
-    row = _layer(momentum, variance, weight, spec, factor, inside)
-    return _by_tile("move", row | {Column.DECAY: decay, Column.STEP_SIZE: rate}, {}, {})
+        return cpu.move(momentum, variance, weight, spec, step_size=step_size, decay=decay)
+    row = _tensors(momentum=momentum, variance=variance, weight=weight) | _numbers(spec)
+    return _by_tile("move", row | {Column.STEP_SIZE: step_size, Column.DECAY: decay}, {}, {})

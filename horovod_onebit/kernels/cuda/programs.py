@@ -342,7 +342,7 @@ def _layer_element(row, m, v, w):
 
 
 def squares(table, rows):
-    """See ``reference.squares``; a thread block takes a chunk, MOMENTUM_FACTOR is the factor, L2 the decay inside."""
+    """See ``reference.squares``; a thread block takes a chunk."""
     row = _row(table, rows)
     chunk = cuda.blockIdx.x - load_i64(row, FIRST)
     start = chunk * CHUNK
@@ -359,18 +359,18 @@ def squares(table, rows):
 
 
 def move(table, rows):
-    """See ``reference.move``; the columns are those of ``squares``."""
+    """See ``reference.move``."""
     row = _row(table, rows)
     i, end = _element_of_tile(row), load_i64(row, SIZE)
     if i >= end:
         return
     w, u = _layer(row, i, end)
-    decay, rate = _number(row, DECAY), _number(row, STEP_SIZE)
+    decay, step = _number(row, DECAY), _number(row, STEP_SIZE)
     moved = (
-        mul(decay, w[0]) - mul(rate, u[0]),
-        mul(decay, w[1]) - mul(rate, u[1]),
-        mul(decay, w[2]) - mul(rate, u[2]),
-        mul(decay, w[3]) - mul(rate, u[3]),
+        mul(decay, w[0]) - mul(step, u[0]),
+        mul(decay, w[1]) - mul(step, u[1]),
+        mul(decay, w[2]) - mul(step, u[2]),
+        mul(decay, w[3]) - mul(step, u[3]),
     )
     store4(load_i64(row, WEIGHT), i, end, load_i64(row, ALIGNED), moved)
 
