@@ -197,7 +197,7 @@ class Engine:
             self.exchanges += 1
             self._say_skipped("the gradients of some worker")
             return False
-        with self.times.measure("decode"):
+        with self.times.measure("decode"), self.context.kernels.batch():
             for index, tensor in enumerate(self.tensors):
                 rules[index].local_step(tensor, grads[index], self.context)
         if kind is Kind.SYNC:
@@ -220,9 +220,9 @@ class Engine:
         """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``step``."""
         assert self.layout is not None
         self.exchanges += 1
-        handles = []
+        handles, host = [], self.context.kernels.host
         for bucket in self.layout.buckets:
-            fused = np.concatenate([grads[piece.tensor][piece.start : piece.stop] for piece in bucket.pieces])
+            fused = np.concatenate([host(grads[piece.tensor][piece.start : piece.stop]) for piece in bucket.pieces])
             handles.append(self.collectives.allreduce(fused, f"{self.name}.exact.{bucket.index}"))
             sent = allreduce_bytes(fused.nbytes, self.collectives.size)
             self.traffic.add(sent, sent)
@@ -238,15 +238,16 @@ class Engine:
                 size = piece.stop - piece.start
                 means[piece.tensor][piece.start : piece.stop] = total[start : start + size]
                 start += size
+        workers = np.float32(self.collectives.size)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
-                rules[index].exact_step(tensor, means[index] / np.float32(self.collectives.size))
+                rules[index].exact_step_anywhere(tensor, means[index] / workers, self.context)
         return True
 
     def flush(self, rules: Sequence[Rule]) -> None:
         """Bring all workers to the same weights, exactly, after local steps. Collective."""
         for index, tensor in enumerate(self.tensors):
-            moved = rules[index].pending(tensor)
+            moved = rules[index].pending(tensor, self.context)
             if moved is not None:
                 total = self.collectives.allreduce(moved, f"{self.name}.flush.{index}").wait()
                 sent = allreduce_bytes(moved.nbytes, self.collectives.size)

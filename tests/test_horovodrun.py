@@ -60,8 +60,10 @@ def test_on_every_rank(processes, backend, files, only):
     pytest_on_ranks(processes, backend, *files, *selected, **(REPEATABLE if processes > 2 else {}))
 
 
-def test_the_cuda_kernels_in_the_simulator():
-    pytest_on_ranks(2, "mpi", "tests/ranks/test_torch_cuda.py", NUMBA_ENABLE_CUDASIM="1")
+def test_the_compiled_cuda_kernels(tmp_path):
+    subprocess.run([sys.executable, "-m", "tests.cuda.compile", tmp_path], cwd=ROOT, check=True)
+    files = ["tests/ranks/test_torch_cuda.py"]
+    pytest_on_ranks(2, "mpi", *files, NUMBA_ENABLE_CUDASIM="1", ONEBIT_PTX=str(tmp_path))
 
 
 def test_a_communicator_of_mpi4py():

@@ -14,6 +14,7 @@ import numpy as np
 from horovod_onebit.kernels.compiling import exact, reordered
 from horovod_onebit.kernels.elements import denominator, mean_of_block
 from horovod_onebit.kernels.layers import move, squares
+from horovod_onebit.kernels.local import apply_gradient, displacement, local_step, take_over
 from horovod_onebit.kernels.reference import (
     GUARD,
     Array,
@@ -21,6 +22,7 @@ from horovod_onebit.kernels.reference import (
     ScaleName,
     Spec,
     batch,
+    copy,
     host,
     write,
 )
@@ -29,15 +31,21 @@ from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 __all__ = [
     "Spec",
     "apply",
+    "apply_gradient",
     "batch",
+    "copy",
     "decode_mean",
     "encode",
+    "encode_moved",
     "host",
+    "local_step",
     "move",
     "recode",
     "restore",
+    "restore_moved",
     "set_num_threads",
     "squares",
+    "take_over",
     "write",
 ]
 
@@ -278,6 +286,43 @@ def restore(
         _restore(grad, momentum, variance, weight, error, scales, bits, scalars, spec.block_size, first, last)
 
     over_blocks(grad.size, spec.block_size, work)
+
+
+def encode_moved(
+    weight: Array,
+    anchor: Array,
+    variance: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+    *,
+    decay: float,
+) -> bool:
+    """See ``reference.encode_moved``; in two passes: it is rare."""
+    moved = displacement(weight, anchor, variance, spec, decay)
+    return encode(moved, moved, None, None, error, scales, bits, _alone(spec))
+
+
+def restore_moved(
+    weight: Array,
+    anchor: Array,
+    variance: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+    *,
+    decay: float,
+) -> None:
+    """See ``reference.restore_moved``."""
+    moved = displacement(weight, anchor, variance, spec, decay)
+    restore(moved, moved, None, None, error, scales, bits, _alone(spec))
+
+
+def _alone(spec: Spec) -> Spec:
+    """``spec`` for what is encoded as it is."""
+    return spec._replace(momentum_factor=0.0, grad_factor=1.0)
 
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:

@@ -62,6 +62,11 @@ def write(array: Array, values: Array | float) -> None:
     array[:] = values
 
 
+def copy(source: Array, target: Array) -> None:
+    """Put ``source`` into ``target``, which lies in the same memory."""
+    target[:] = source
+
+
 def num_blocks(size: int, block_size: int) -> int:
     """How many scales ``size`` elements need."""
     return -(-size // block_size)
@@ -170,9 +175,12 @@ def restore(
     ``error`` comes back to rounding (a unit in the last place of ``c``); blocks that ``encode`` left alone are
     left alone here too.
     """
+    _take_back(contribution(grad, momentum, variance, weight, spec), error, scales, bits, spec.block_size)
+
+
+def _take_back(u: Array, error: Array, scales: Array, bits: Bytes, block_size: int) -> None:
     with np.errstate(invalid="ignore", over="ignore"):
-        u = contribution(grad, momentum, variance, weight, spec)
-        sent = unpack_signs(bits, error.size) * per_element(scales, error.size, spec.block_size)
+        sent = unpack_signs(bits, error.size) * per_element(scales, error.size, block_size)
         before = (error + sent) - u
     untouched = np.isnan(sent)
     error[~untouched] = before[~untouched]
@@ -272,3 +280,113 @@ def move(momentum: Array, variance: Array, weight: Array, spec: Spec, *, step_si
 def _layer_update(momentum: Array, variance: Array, weight: Array, spec: Spec) -> Array:
     adam = momentum / denominator(variance, spec) * np.float32(spec.momentum_factor)
     return adam + np.float32(spec.l2) * weight
+
+
+# 0/1 Adam: see ``rules.zero_one_adam``.
+
+
+def local_step(
+    grad: Array,
+    momentum: Array,
+    variance: Array,
+    weight: Array,
+    spec: Spec,
+    *,
+    step_size: float,
+    decay: float,
+) -> None:
+    """Adam's step by this worker's own gradient, in place on ``momentum`` and ``weight``, each element bounded.
+
+    ``m <- momentum_factor * m + grad_factor * (g + l2 * w); w <- decay * w - step_size * clip(m / D)``.
+    """
+    momentum[:] = contribution(grad, momentum, None, weight, spec)
+    with np.errstate(invalid="ignore", over="ignore"):
+        update = momentum / denominator(variance, spec)
+        update = np.minimum(np.maximum(update, np.float32(-spec.clip)), np.float32(spec.clip))
+        weight[:] = np.float32(decay) * weight - np.float32(step_size) * update
+
+
+def displacement(weight: Array, anchor: Array, variance: Array | None, spec: Spec, decay: float) -> Array:
+    """How far local steps have moved ``weight`` from ``decay * anchor``; times ``D`` unless ``variance`` is None."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        moved = weight - np.float32(decay) * anchor
+        return moved if variance is None else moved * denominator(variance, spec)
+
+
+def encode_moved(
+    weight: Array,
+    anchor: Array,
+    variance: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+    *,
+    decay: float,
+) -> bool:
+    """As ``encode``, of the ``displacement``."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        c = displacement(weight, anchor, variance, spec, decay) + error + np.float32(0)
+    return _compress(c, error, scales, bits, spec.scale, spec.block_size)
+
+
+def restore_moved(
+    weight: Array,
+    anchor: Array,
+    variance: Array | None,
+    error: Array,
+    scales: Array,
+    bits: Bytes,
+    spec: Spec,
+    *,
+    decay: float,
+) -> None:
+    """As ``restore``, of ``encode_moved``."""
+    _take_back(displacement(weight, anchor, variance, spec, decay), error, scales, bits, spec.block_size)
+
+
+def apply_gradient(
+    scales: Array,
+    bits: Bytes,
+    momentum: Array,
+    variance: Array,
+    weight: Array,
+    spec: Spec,
+    *,
+    update_space: bool,
+    step_size: float,
+    decay: float,
+) -> None:
+    """Adam's step by the mean of gradients, in place: ``m <- momentum_factor * m + grad_factor * mean``.
+
+    In update space the mean is of ``g / D``, and is multiplied by ``D`` first. ``w <- decay * w - step_size * m / D``.
+    """
+    mean, d = decode_mean(scales, bits, weight.size, spec.block_size), denominator(variance, spec)
+    gradient = mean * d if update_space else mean
+    momentum[:] = np.float32(spec.momentum_factor) * momentum + np.float32(spec.grad_factor) * gradient
+    weight[:] = np.float32(decay) * weight - np.float32(step_size) * (momentum / d)
+
+
+def take_over(
+    scales: Array,
+    bits: Bytes,
+    momentum: Array,
+    variance: Array,
+    weight: Array,
+    anchor: Array,
+    spec: Spec,
+    *,
+    update_space: bool,
+    decay: float,
+    rates: float,
+) -> None:
+    """Go where all workers' local steps lead in the mean: ``w <- decay * anchor + mean; m <- -mean * D / rates``.
+
+    In momentum space the mean is of displacements times ``D``, and is divided by it first. ``rates`` is the sum of the
+    local steps' sizes; with none, the momentum stays.
+    """
+    mean, d = decode_mean(scales, bits, weight.size, spec.block_size), denominator(variance, spec)
+    moved = mean if update_space else mean / d
+    weight[:] = np.float32(decay) * anchor + moved
+    if rates > 0:
+        momentum[:] = moved * d / -np.float32(rates)

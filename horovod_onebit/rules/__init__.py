@@ -8,7 +8,7 @@ uncompressed step is (``exact_step``).
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import ClassVar
 
@@ -119,16 +119,26 @@ class Rule:
         """A step of this worker alone, for rules that have such steps."""
         raise NotImplementedError
 
-    def pending(self, tensor: Tensor) -> Array | None:
-        """What local steps have moved since the last exchange, alike in kind on all workers; None if nothing."""
+    def pending(self, tensor: Tensor, context: Context) -> Array | None:
+        """What local steps have moved since the last exchange, in host memory; None if nothing, on all alike."""
         return None
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         """Take over the ``mean`` of what all workers have ``pending``."""
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
-        """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""
+        """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it. All in host memory."""
         raise NotImplementedError
+
+    def exact_step_anywhere(self, tensor: Tensor, grad: Array, context: Context) -> None:
+        """``exact_step`` for tensors that may lie elsewhere; they then go to the host's memory and back: it is rare."""
+        names = [name for name in ("weight", "momentum", "variance") if getattr(tensor, name) is not None]
+        here = replace(tensor, **{name: context.kernels.host(getattr(tensor, name)) for name in names})
+        self.exact_step(here, grad)
+        for name in names:
+            if getattr(here, name) is not getattr(tensor, name):
+                context.kernels.write(getattr(tensor, name), getattr(here, name))
+        tensor.step, tensor.variance_steps = here.step, here.variance_steps
 
     def encode(
         self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context

@@ -49,8 +49,6 @@ class ZeroOneAdam(Adam):
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         variance, weight, spec = super().coding(tensor, block_size, context)
         if self.kind is Kind.SYNC:
-            if context.recipe.space == "momentum":
-                variance = tensor.variance
             return variance, None, spec._replace(momentum_factor=0.0, grad_factor=1.0, l2=0.0, clip=np.inf)
         # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
         clip = spec.clip / (1 - self.beta1)
@@ -61,8 +59,8 @@ class ZeroOneAdam(Adam):
     ) -> bool:
         if self.kind is not Kind.SYNC:
             return super().encode(tensor, grad, scales, bits, block_size, context)
-        moved, spec = self._moved(tensor, block_size, context)
-        return context.kernels.encode(moved, tensor.momentum, None, None, tensor.residual, scales, bits, spec)
+        *moved, spec, decay = self._moved(tensor, block_size, context)
+        return context.kernels.encode_moved(*moved, tensor.residual, scales, bits, spec, decay=decay)
 
     def restore(
         self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
@@ -70,67 +68,65 @@ class ZeroOneAdam(Adam):
         if self.kind is not Kind.SYNC:
             super().restore(tensor, grad, scales, bits, block_size, context)
             return
-        moved, spec = self._moved(tensor, block_size, context)
-        context.kernels.restore(moved, tensor.momentum, None, None, tensor.residual, scales, bits, spec)
+        *moved, spec, decay = self._moved(tensor, block_size, context)
+        context.kernels.restore_moved(*moved, tensor.residual, scales, bits, spec, decay=decay)
 
-    def _moved(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array, Spec]:
+    def _moved(
+        self, tensor: Tensor, block_size: int, context: Context
+    ) -> tuple[Array, Array, Array | None, Spec, float]:
+        """What is compressed at a SYNC: of the weights, from the weights of the last one, times D in momentum space."""
         assert tensor.fresh is not None
         assert tensor.layer is not None
         _, _, spec = self.coding(tensor, block_size, context)
-        moved = tensor.weight - tensor.layer[DECAY] * tensor.fresh
-        if context.recipe.space == "momentum":
-            moved = moved * self._denominator(tensor, context)
-        return moved, spec
+        variance = tensor.variance if context.recipe.space == "momentum" else None
+        return tensor.weight, tensor.fresh, variance, spec, float(tensor.layer[DECAY])
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""
         assert tensor.fresh is not None
         assert tensor.layer is not None
-        layer = tensor.layer
+        layer, kernels = tensor.layer, context.kernels
         if layer[COUNT] == 0:
-            tensor.fresh[:] = tensor.weight
+            kernels.copy(tensor.weight, tensor.fresh)
             layer[:] = 0, 1, 0
-        g = f32(self.grad_scale) * grad
-        if self.weight_decay and not self.decoupled:
-            g = g + f32(self.weight_decay) * tensor.weight
-        tensor.momentum *= f32(self.beta1)
-        tensor.momentum += f32(1 - self.beta1) * g
-        clip = f32(context.recipe.clip_for(context.workers))
-        update = np.clip(tensor.momentum / self._denominator(tensor, context), -clip, clip)
-        rate, decay = self._rate(tensor), f32(1 - self.lr * self.weight_decay if self.decoupled else 1.0)
-        tensor.weight *= decay
-        tensor.weight -= rate * update
+        _, _, spec = Adam.coding(self, tensor, 8, context)
+        rate, decay = self._rate(tensor), self._decay()
+        kernels.local_step(
+            grad, tensor.momentum, tensor.variance, tensor.weight, spec, step_size=float(rate), decay=decay
+        )
         layer[RATES] += rate
-        layer[DECAY] *= decay
+        layer[DECAY] *= f32(decay)
         layer[COUNT] += 1
 
     def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
-        mean = context.kernels.decode_mean(scales, bits, tensor.weight.size, block_size)
-        d = self._denominator(tensor, context)
+        _, _, spec = Adam.coding(self, tensor, block_size, context)
+        moments = tensor.momentum, tensor.variance, tensor.weight
         update_space = context.recipe.space == "update"
         if self.kind is Kind.SYNC:
-            self._take_over(tensor, mean if update_space else mean / d, d)
+            assert tensor.layer is not None
+            decay, rates = float(tensor.layer[DECAY]), float(tensor.layer[RATES])
+            options = {"update_space": update_space, "decay": decay, "rates": rates}
+            context.kernels.take_over(scales, bits, *moments, tensor.fresh, spec, **options)
             return
-        tensor.momentum *= f32(self.beta1)
-        tensor.momentum += f32(1 - self.beta1) * (mean * d if update_space else mean)
-        tensor.weight *= f32(1 - self.lr * self.weight_decay if self.decoupled else 1.0)
-        tensor.weight -= self._rate(tensor) * (tensor.momentum / d)
+        spec = spec._replace(grad_factor=1 - self.beta1)  # the mean is of scaled gradients
+        step_size = float(self._rate(tensor))
+        context.kernels.apply_gradient(
+            scales, bits, *moments, spec, update_space=update_space, step_size=step_size, decay=self._decay()
+        )
 
-    def _take_over(self, tensor: Tensor, moved: Array, d: Array) -> None:
-        assert tensor.fresh is not None
-        assert tensor.layer is not None
-        tensor.weight[:] = tensor.layer[DECAY] * tensor.fresh + moved
-        if tensor.layer[RATES] > 0:
-            tensor.momentum[:] = moved * d / -tensor.layer[RATES]
-
-    def pending(self, tensor: Tensor) -> Array | None:
+    def pending(self, tensor: Tensor, context: Context) -> Array | None:
         if tensor.layer is None or tensor.fresh is None or tensor.layer[COUNT] == 0:
             return None
-        return tensor.weight - tensor.layer[DECAY] * tensor.fresh
+        host = context.kernels.host
+        return np.asarray(host(tensor.weight) - tensor.layer[DECAY] * host(tensor.fresh))
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         assert tensor.layer is not None
-        self._take_over(tensor, mean, self._denominator(tensor, context))
+        host, write = context.kernels.host, context.kernels.write
+        write(tensor.weight, tensor.layer[DECAY] * host(tensor.fresh) + mean)
+        if tensor.layer[RATES] > 0:
+            _, _, spec = Adam.coding(self, tensor, 8, context)
+            write(tensor.momentum, mean * denominator(host(tensor.variance), spec) / -tensor.layer[RATES])
         tensor.layer[COUNT] = 0
 
     def finish(self, tensor: Tensor, context: Context) -> None:
@@ -140,10 +136,8 @@ class ZeroOneAdam(Adam):
     def _rate(self, tensor: Tensor) -> np.float32:
         return f32(self.lr / (1 - self.beta1 ** (tensor.step + 1)))
 
-    def _denominator(self, tensor: Tensor, context: Context) -> Array:
-        assert tensor.variance is not None
-        _, _, spec = Adam.coding(self, tensor, 8, context)
-        return denominator(tensor.variance, spec)
+    def _decay(self) -> float:
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
 
 def of(rule: Adam, kind: Kind) -> ZeroOneAdam:

@@ -13,7 +13,6 @@ from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend, has_gpu
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
-from horovod_onebit.schedule import EveryStep, ZeroOne
 from horovod_onebit.torch.rules import Adapter
 
 logger = logging.getLogger("horovod_onebit")
@@ -63,13 +62,12 @@ class Placement:
 
     "auto" is the GPU for what lies there, where the CUDA kernels can run; "cuda" insists on them, and takes parameters
     in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone cannot take
-    (0/1 Adam; LAMB in momentum space; a recipe with refresh or rescale_error) is the host's in any case.
+    (LAMB in momentum space; a recipe with rescale_error) is the host's in any case.
     """
 
-    def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe, schedule: EveryStep | ZeroOne) -> None:
+    def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe) -> None:
         one_of("kernels", kernels, Kernels)
-        plain = isinstance(schedule, EveryStep) and not (recipe.refresh or recipe.rescale_error)
-        self._able = adapter.runs_on_device and plain
+        self._able = adapter.runs_on_device and not recipe.rescale_error
         self._kernels = kernels
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None
         self._told = False

@@ -343,7 +343,7 @@ def DistributedOptimizer(
         process_set=process_set,
         sum_gradients=op == hvd.Sum,
         overlap=overlap,
-        placement=Placement(kernels, adapter, chosen, schedule or EveryStep(chosen.refresh)),
+        placement=Placement(kernels, adapter, chosen),
     )
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(

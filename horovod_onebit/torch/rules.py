@@ -171,7 +171,6 @@ def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
 
-    runs_on_device = False
     fresh_key = "anchor"
     layer_key = "local"
 

@@ -1,6 +1,10 @@
-"""The CUDA kernels against the NumPy reference: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in Numba's simulator."""
+"""The CUDA kernels against the NumPy reference: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in Numba's simulator.
+
+With ONEBIT_PTX, a folder of what they compile to, besides: that is what runs, by ``machine`` on the CPU.
+"""
 
 import math
+import os
 import warnings
 
 import numpy as np
@@ -26,11 +30,19 @@ elif not cuda.is_available():
 
 from horovod_onebit.kernels import cuda as kernels  # noqa: E402
 
+MACHINE = os.environ.get("ONEBIT_PTX")
+if MACHINE:
+    from tests.cuda import machine
+
+    machine.install(MACHINE)
+
 f32 = np.float32
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-42, 1e-30, -1e-20, 1e30, -3e38, np.nan, np.inf, -np.inf], f32)
 # A thread block of the simulator takes a tenth of a second.
 SIZES = [1, 9, 131, 200] if SIMULATED else [1, 7, 9, 131, 300, 1023, 1025, 70_001, 5_000_003]
 BLOCKS = [16, 64, 2048] if SIMULATED else [8, 64, 1024, 2048, 8192]
+if MACHINE:
+    SIZES, BLOCKS = [1, 7, 9, 131, 300, 1023, 1025, 9001], [8, 64, 1024, 2048, 8192]
 
 
 @pytest.fixture(autouse=True)
@@ -68,7 +80,7 @@ class Device:
 
 
 def host(place):
-    return np.array(place) if SIMULATED else place.copy_to_host()
+    return np.array(place) if isinstance(place, np.ndarray) else place.copy_to_host()
 
 
 def arrays(size, seed=0, special=0.0, count=4):
@@ -201,6 +213,56 @@ def test_a_step_of_a_layer_is_the_reference(size, inside):
     kernels.move(*device, s, step_size=0.02, decay=0.99)
     reference.move(momentum, variance, weight, s, step_size=0.02, decay=0.99)
     np.testing.assert_array_equal(host(device[2]), weight)
+
+
+@pytest.mark.parametrize("update_space", [True, False])
+@pytest.mark.parametrize("inside", [0.0, 0.01])
+def test_local_steps_are_the_reference(update_space, inside):
+    size, workers, s = SIZES[-1], 3, spec(eps=1e-6, eps_inside_sqrt=inside > 0, l2=inside)
+    rng = np.random.default_rng(3)
+    scales = np.abs(rng.standard_normal((workers, num_blocks(size, s.block_size))).astype(f32))
+    bits = rng.integers(0, 256, (workers, num_bytes(size)), dtype=np.uint8)
+    grad, momentum, weight, error = arrays(size, 4)
+    (variance,) = np.abs(arrays(size, 5, count=1))
+    results = []
+    for backend, put in ((reference, np.copy), (kernels, Device(int(inside > 0)))):
+        g, m, v, w, e, anchor = (put(x) for x in (grad, momentum, variance, weight, error, np.zeros(size, f32)))
+        backend.copy(w, anchor)
+        out = np.zeros(num_blocks(size, s.block_size), f32), np.zeros(num_bytes(size), np.uint8)
+        backend.local_step(g, m, v, w, s, step_size=0.01, decay=0.99)
+        seen = [host(m), host(w)]
+        arguments = w, anchor, None if update_space else v, e, *out, s
+        assert backend.encode_moved(*arguments, decay=0.98)
+        seen += [out[1].copy(), host(e)]
+        backend.restore_moved(*arguments, decay=0.98)
+        seen.append(host(e))
+        options = {"update_space": update_space, "decay": 0.99}
+        backend.apply_gradient(scales, bits, m, v, w, s, step_size=0.01, **options)
+        seen += [host(m), host(w)]
+        for rates in (0.0, 0.03):
+            backend.take_over(scales, bits, m, v, w, anchor, s, rates=rates, **options)
+            seen += [host(m), host(w)]
+        results.append(seen)
+    for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
+        if number in (3, 4):  # what is owed depends on a float64 sum
+            np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6 * np.abs(theirs).max())
+        else:
+            np.testing.assert_array_equal(ours, theirs)
+
+
+@pytest.mark.parametrize("odd", ["grad", "momentum", "variance", "error"])
+def test_one_tensor_that_is_not_aligned_is_enough(odd):
+    grad, momentum, error, _ = arrays(200, 6)
+    (variance,) = np.abs(arrays(200, 7, count=1))
+    given = {"grad": grad, "momentum": momentum, "variance": variance, "error": error}
+    placed = {name: Device(int(name == odd))(array) for name, array in given.items()}
+    results = []
+    for backend, (g, m, v, e) in ((reference, given.values()), (kernels, placed.values())):
+        out = np.zeros(num_blocks(200, 64), f32), np.zeros(num_bytes(200), np.uint8)
+        assert backend.encode(g, m, v, None, e, *out, spec())
+        results.append((out[1], host(e)))
+    np.testing.assert_array_equal(results[0][0], results[1][0])
+    close(*(owed for _, owed in results))
 
 
 def test_whole_arrays_are_fetched_and_written():

@@ -1,9 +1,10 @@
 """The PyTorch face with the CUDA kernels against the host's: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in the simulator.
 
-One GPU serves all ranks.
+One GPU serves all ranks. With ONEBIT_PTX, see ``tests.cuda.test_kernels``.
 """
 
 import copy
+import os
 
 import numpy as np
 import pytest
@@ -21,6 +22,10 @@ pytestmark = pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU here, and N
 
 if config.ENABLE_CUDASIM:
     stay_on_one_core(RANK)
+if "ONEBIT_PTX" in os.environ:
+    from tests.cuda import machine
+
+    machine.install(os.environ["ONEBIT_PTX"])
 DEVICE = "cpu" if config.ENABLE_CUDASIM else "cuda"
 RECIPE = Recipe(block_size=64, min_compressed_size=100)
 ADAM = (torch.optim.AdamW, {"lr": 1e-2})
@@ -143,8 +148,44 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels():
         torch.testing.assert_close(weights(model), weights(again), rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("space", ["update", "momentum"])
+@pytest.mark.parametrize("decoupled", [True, False])
+def test_zero_one_adam(space, decoupled):
+    """Exact steps, steps by one-bit gradients, local steps, exchanges of what they moved; in the end, a flush."""
+    schedule = onebit.ZeroOne(var_freeze_step=8, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4)
+    recipe = Recipe(block_size=64, min_compressed_size=100, space=space, clip=3.0 if space == "update" else None)
+    kind = torch.optim.AdamW if decoupled else torch.optim.Adam
+    trained = []
+    for kernels in ("cpu", "cuda"):
+        model = Small()
+        optimizer = kind(model.parameters(), lr=1e-2, weight_decay=0.01)
+        named = list(model.named_parameters())
+        optimizer = onebit.DistributedOptimizer(optimizer, named, schedule=schedule, recipe=recipe, kernels=kernels)
+        train(model, optimizer, 8)
+        step(model, optimizer, 8, bad=RANK == 0)
+        train(model, optimizer, 9, start=9)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        assert optimizer.stats().skipped_steps == 1
+        optimizer.flush()
+        assert_replicas_equal(model)
+        trained.append(weights(model).cpu())
+    torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
+
+
+def test_a_refresh():
+    trained = []
+    for kernels in ("cpu", "cuda"):
+        model = Small()
+        optimizer = wrap(model, kernels, recipe=Recipe(refresh=2, block_size=64, min_compressed_size=100))
+        train(model, optimizer, 7)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        assert_replicas_equal(model)
+        trained.append(weights(model).cpu())
+    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
+
+
 HOSTS = [
-    (torch.optim.AdamW, Recipe(refresh=2, min_compressed_size=100)),
+    (torch.optim.AdamW, Recipe(rescale_error=True, min_compressed_size=100)),
     (onebit.LAMB, Recipe(space="momentum", clip=None, exchange="direct", min_compressed_size=100)),
 ]
 

@@ -39,6 +39,14 @@ def send(target: Buffer, values: Any, stream: Any) -> None:
         stream.synchronize()  # ``values`` may be gone then
 
 
+def copy(source: Buffer, target: Buffer, stream: Any) -> None:
+    """Put ``source`` into ``target``, both float32 on the device."""
+    if SIMULATED:
+        _here(target, np.float32)[:] = _here(source, np.float32)
+    elif target.size:
+        _there(target, np.float32).copy_to_device(_there(source, np.float32), stream=stream)
+
+
 def _here(place: Buffer, stored: Any) -> NDArray[Any]:
     kind = np.dtype(stored)
     return np.frombuffer((ctypes.c_char * (kind.itemsize * place.size)).from_address(place.address), kind)

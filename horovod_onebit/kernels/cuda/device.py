@@ -15,8 +15,7 @@ from numba import config, cuda
 
 f32 = np.float32
 f64 = np.float64
-WARP = 32
-SLOTS = 2 * WARP
+SLOTS = 64  # two for each warp of the largest thread block
 SIMULATED = bool(config.ENABLE_CUDASIM)
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """Kinds of numbers that gradients may be."""
@@ -25,24 +24,32 @@ inlined: Callable[..., Any] = cuda.jit(device=True) if SIMULATED else cuda.jit(d
 
 if SIMULATED:
     from horovod_onebit.kernels.cuda.simulated import (
+        byte_of,
+        constant_f32,
+        constant_i64,
+        constant_u8,
         load_f32,
-        load_i64,
-        load_u8,
         load_vector,
         mul,
         neighbour,
+        nibble,
+        signed,
         store_f32,
         store_f64,
         store_u8,
         store_vector,
-        warp_sum,
+        warp_sums,
     )
 else:
     from horovod_onebit.kernels.cuda.memory import (
+        byte_of,
+        constant_f32,
+        constant_i64,
+        constant_u8,
         load_f32,
-        load_i64,
-        load_u8,
         load_vector,
+        nibble,
+        signed,
         store_f32,
         store_f64,
         store_u8,
@@ -60,35 +67,37 @@ else:
         return cuda.shfl_xor_sync(0xFFFFFFFF, value, 1)
 
     @inlined
-    def warp_sum(value):
-        """The sum over the warp, in every lane alike."""
-        for step in (16, 8, 4, 2, 1):
-            value += cuda.shfl_xor_sync(0xFFFFFFFF, value, step)
-        return value
+    def warp_sums(a, b):
+        """The sums over the warp: of ``a`` in the lower half of its lanes, of ``b`` in the upper one.
+
+        The halves first tell each other what they do not go on with, so that only one number travels.
+        """
+        upper = (cuda.threadIdx.x & 16) != 0
+        own, other = (b, a) if upper else (a, b)
+        own += cuda.shfl_xor_sync(0xFFFFFFFF, other, 16)
+        for step in (8, 4, 2, 1):
+            own += cuda.shfl_xor_sync(0xFFFFFFFF, own, step)
+        return own
 
 
 @inlined
 def block_sums(a, b):
     """The sums of two float64 over the thread block, in every thread; once a kernel."""
     shared = cuda.shared.array(SLOTS, f64)
-    a, b = warp_sum(a), warp_sum(b)
-    warp = cuda.threadIdx.x // WARP
-    if cuda.threadIdx.x % WARP == 0:
-        shared[warp] = a
-        shared[WARP + warp] = b
+    own = warp_sums(a, b)
+    if cuda.threadIdx.x & 15 == 0:
+        shared[cuda.threadIdx.x >> 4] = own
     cuda.syncthreads()  # all warps' sums are there
     total, squares = f64(0), f64(0)
-    for i in range(cuda.blockDim.x // WARP):
-        total += shared[i]
-        squares += shared[WARP + i]
+    for i in range(cuda.blockDim.x >> 5):
+        total += shared[2 * i]
+        squares += shared[2 * i + 1]
     return total, squares
 
 
 @inlined
-def load4(address, i, end, aligned, kind):
+def load_some(address, i, end, kind):
     """Elements ``i`` to ``i + 3``, as float32; zeros from ``end`` on."""
-    if aligned != 0 and i + 4 <= end:
-        return load_vector(address, i, kind)
     zero = f32(0)
     a = load_f32(address, i, kind) if i < end else zero
     b = load_f32(address, i + 1, kind) if i + 1 < end else zero
@@ -98,9 +107,9 @@ def load4(address, i, end, aligned, kind):
 
 
 @inlined
-def store4(address, i, end, aligned, values):
-    """The reverse of ``load4`` for float32."""
-    if aligned != 0 and i + 4 <= end:
+def store4(address, i, end, whole, values):
+    """Elements ``i`` to ``i + 3``, but for those from ``end`` on; ``whole`` says that a vector may be stored."""
+    if whole:
         store_vector(address, i, values)
         return
     if i < end:
@@ -118,15 +127,18 @@ __all__ = [
     "FLOAT16",
     "FLOAT32",
     "SIMULATED",
-    "WARP",
     "block_sums",
+    "byte_of",
+    "constant_f32",
+    "constant_i64",
+    "constant_u8",
     "inlined",
-    "load4",
-    "load_f32",
-    "load_i64",
-    "load_u8",
+    "load_some",
+    "load_vector",
     "mul",
     "neighbour",
+    "nibble",
+    "signed",
     "store4",
     "store_f32",
     "store_f64",

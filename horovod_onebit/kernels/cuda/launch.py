@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
-from horovod_onebit.kernels.cuda.programs import COLUMNS, PROGRAMS, Column
+from horovod_onebit.kernels.cuda.programs import PROGRAMS
+from horovod_onebit.kernels.cuda.table import FIRST_NUMBER, WIDTH, Column
 
 MAX_THREADS = 512
 TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
@@ -186,12 +187,12 @@ class Launcher(threading.local):
             array.reshape(-1).view(np.uint8)[:] = self._staging.host[offset : offset + array.nbytes]
 
     def _launch_one(self, kind: tuple[str, int], calls: list[Call], stream: Any) -> None:
-        table = np.zeros((len(calls), COLUMNS), np.int64)
-        numbers = table.view(np.float32)[:, ::2]
+        table = np.zeros((len(calls), WIDTH), np.int64)
+        numbers = table.view(np.float32)[:, FIRST_NUMBER:]
         first = 0
         for i, call in enumerate(calls):
             for column, value in call.row.items():
-                (numbers if column >= Column.MOMENTUM_FACTOR else table)[i, column] = value
+                (numbers if column >= FIRST_NUMBER else table)[i, column] = value
             table[i, Column.FIRST] = first
             first += call.blocks
         program, threads = kind

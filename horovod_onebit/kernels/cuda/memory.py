@@ -40,8 +40,23 @@ def _storer(value: Any, element: Any) -> Any:
     return intrinsic(store)
 
 
-load_i64 = _loader(types.int64, LONG)
-load_u8 = _loader(types.uint8, BYTE)
+def _constant(result: Any, element: Any) -> Any:
+    """A load of what nobody writes to while the kernel runs, which the compiler may do once and early."""
+
+    def load(typing_context, address, index):
+        def code(context, builder, signature, args):
+            value = builder.load(_pointer(builder, args[0], args[1], element))
+            value.set_metadata("invariant.load", builder.module.add_metadata([]))
+            return value
+
+        return result(types.int64, types.int64), code
+
+    return intrinsic(load)
+
+
+constant_i64 = _constant(types.int64, LONG)
+constant_f32 = _constant(types.float32, FLOAT)
+constant_u8 = _constant(types.uint8, BYTE)
 store_u8 = _storer(types.uint8, BYTE)
 store_f32 = _storer(types.float32, FLOAT)
 store_f64 = _storer(types.float64, ir.DoubleType())
@@ -119,3 +134,41 @@ def store_vector(typing_context, address, index, values):
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, FOUR), code
+
+
+@intrinsic
+def nibble(typing_context, values):
+    """Four signs as the lowest bits: 1 where a value is below 0."""
+
+    def code(context, builder, signature, args):
+        bits = ir.Constant(INT, 0)
+        for i in range(4):
+            negative = builder.fcmp_ordered("<", builder.extract_value(args[0], i), ir.Constant(FLOAT, 0.0))
+            bit = builder.select(negative, ir.Constant(INT, 1 << i), ir.Constant(INT, 0))
+            bits = builder.or_(bits, bit)
+        return bits
+
+    return types.int32(FOUR), code
+
+
+@intrinsic
+def byte_of(typing_context, low, high):
+    """Two nibbles as one byte."""
+
+    def code(context, builder, signature, args):
+        return builder.trunc(builder.or_(args[0], builder.shl(args[1], ir.Constant(INT, 4))), BYTE)
+
+    return types.uint8(types.int32, types.int32), code
+
+
+@intrinsic
+def signed(typing_context, s, byte, bit):
+    """``s``, or ``-s`` where bit number ``bit`` of ``byte`` is 1."""
+
+    def code(context, builder, signature, args):
+        word, shift = builder.zext(args[1], INT), builder.trunc(args[2], INT)
+        sign = builder.shl(word, builder.sub(ir.Constant(INT, 31), shift))
+        sign = builder.and_(sign, ir.Constant(INT, 0x80000000))
+        return builder.bitcast(builder.xor(builder.bitcast(args[0], INT), sign), FLOAT)
+
+    return types.float32(types.float32, types.uint8, types.int64), code

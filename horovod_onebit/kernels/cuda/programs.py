@@ -1,14 +1,13 @@
-"""The kernels: one pass over memory each, over many tensors in one launch.
+"""The kernels: one pass over memory each, over many tensors in one launch (see ``table``).
 
-A launch is described by a table in device memory, a row of 64-bit numbers for each tensor (the columns below).
-A thread works on four neighbours. Where a scale is needed, a thread block works on one block of the tensor; its
-elements stay in registers between the sum and the signs (blocks of more than four elements a thread are read twice).
+A thread works on four neighbours at a time, and on ``PARTS`` such groups, so that what a thread does once is shared by
+many elements. Where a scale is needed, a thread block works on one block of the tensor; its elements stay in registers
+between the sum and the signs (blocks of more elements than that are read twice).
 """
 
 from __future__ import annotations
 
 import math
-from enum import IntEnum
 from typing import Any
 
 import numpy as np
@@ -17,370 +16,337 @@ from numba import cuda
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     block_sums,
+    byte_of,
+    constant_f32,
+    constant_u8,
     inlined,
-    load4,
-    load_f32,
-    load_i64,
-    load_u8,
     mul,
     neighbour,
+    nibble,
+    signed,
     store4,
     store_f32,
     store_f64,
     store_u8,
 )
-from horovod_onebit.kernels.reference import CHUNK, GUARD, TINY
+from horovod_onebit.kernels.cuda.elements import (
+    absolute_sums,
+    block_of,
+    clipped,
+    contribution,
+    denominator,
+    displacement,
+    has_vectors,
+    load,
+    load_gradient,
+    mean,
+    moment,
+    of_four,
+    owing,
+)
+from horovod_onebit.kernels.cuda.table import (
+    ANCHOR,
+    BITS,
+    BLOCK_SIZE,
+    DECAY,
+    ERROR,
+    FIRST,
+    GRAD_FACTOR,
+    L2,
+    LOOK_BACK,
+    MOMENTUM,
+    MOMENTUM_FACTOR,
+    OUT_BITS,
+    OUT_ERROR,
+    OUT_MOMENTUM,
+    OUT_SCALES,
+    OUT_WEIGHT,
+    PORTION,
+    SCALE,
+    SCALES,
+    SIZE,
+    STEP_SIZE,
+    UPDATE_SPACE,
+    VARIANCE,
+    WEIGHT,
+    row_of,
+)
+from horovod_onebit.kernels.reference import CHUNK, GUARD
 
-f32, f64, u8 = np.float32, np.float64, np.uint8
+__all__ = ["FLOAT32", "PARTS", "PROGRAMS"]
 
-
-class Column(IntEnum):
-    """A row of the table. FIRST: the row's first thread block; GRADIENT to OUT_WEIGHT are addresses, 0 for none;
-    from MOMENTUM_FACTOR on, float32 in the lower half of a column."""
-
-    FIRST = 0
-    SIZE = 1
-    BLOCK_SIZE = 2
-    GRADIENT = 3
-    MOMENTUM = 4
-    VARIANCE = 5
-    WEIGHT = 6
-    ERROR = 7
-    SCALES = 8
-    BITS = 9
-    OUT_ERROR = 10
-    OUT_SCALES = 11
-    OUT_BITS = 12
-    OUT_MOMENTUM = 13
-    OUT_WEIGHT = 14
-    WORKERS = 15
-    SCALES_STRIDE = 16
-    BITS_STRIDE = 17
-    KIND = 18  # of numbers that the gradient is in
-    ALIGNED = 19  # all addresses are multiples of 16
-    SCALE = 20  # which scale
-    EPS_INSIDE = 21
-    UPDATE_SPACE = 22
-    MOMENTUM_FACTOR = 23
-    GRAD_FACTOR = 24
-    L2 = 25
-    EPS = 26
-    CORRECTION = 27
-    CLIP = 28
-    DECAY = 29
-    STEP_SIZE = 30
-    LOOK_BACK = 31
-
-
-COLUMNS = len(Column)
+f32, f64 = np.float32, np.float64
 RMS, MEAN_ABS = 0, 1  # the third is guarded
-
-(FIRST, SIZE, BLOCK_SIZE, GRADIENT, MOMENTUM, VARIANCE, WEIGHT, ERROR, SCALES, BITS, OUT_ERROR, OUT_SCALES, OUT_BITS,
- OUT_MOMENTUM, OUT_WEIGHT, WORKERS, SCALES_STRIDE, BITS_STRIDE, KIND, ALIGNED, SCALE, EPS_INSIDE, UPDATE_SPACE,
- MOMENTUM_FACTOR, GRAD_FACTOR, L2, EPS, CORRECTION, CLIP, DECAY, STEP_SIZE, LOOK_BACK) = map(int, Column)  # fmt: skip
+PARTS = 4  # ``_compressor`` has them written out
 
 
 @inlined
-def _row(table, rows):
-    """The row of this thread block: the last whose FIRST is not beyond it."""
-    low, high = 0, rows - 1
-    block = cuda.blockIdx.x
-    while low < high:
-        middle = (low + high + 1) // 2
-        if load_i64(table, middle * COLUMNS) <= block:
-            low = middle
-        else:
-            high = middle - 1
-    return table + 8 * COLUMNS * low
-
-
-@inlined
-def _number(row, column):
-    return load_f32(row, 2 * column, FLOAT32)
-
-
-@inlined
-def _denominator(v, correction, eps, eps_inside):
-    if eps_inside != 0:
-        return max(f32(math.sqrt(mul(v, correction) + eps)), TINY)
-    return max(f32(f32(math.sqrt(mul(v, correction))) + eps), TINY)
-
-
-@inlined
-def _element(row, g, m, v, w):
-    """The contribution of one element: see ``reference.contribution``."""
-    if load_i64(row, WEIGHT) != 0:
-        g = g + mul(_number(row, L2), w)
-    u = mul(_number(row, MOMENTUM_FACTOR), m) + mul(_number(row, GRAD_FACTOR), g)
-    if load_i64(row, VARIANCE) == 0:
-        return u
-    clip, moment = _number(row, CLIP), u
-    u = moment / _denominator(v, _number(row, CORRECTION), _number(row, EPS), load_i64(row, EPS_INSIDE))
-    u = -clip if u < -clip else u
-    u = clip if u > clip else u
-    return u + mul(moment, f32(0))
-
-
-@inlined
-def _contribution(row, i, end):
-    aligned, kind = load_i64(row, ALIGNED), load_i64(row, KIND)
-    zeros = f32(0), f32(0), f32(0), f32(0)
-    g = load4(load_i64(row, GRADIENT), i, end, aligned, kind)
-    m = load4(load_i64(row, MOMENTUM), i, end, aligned, FLOAT32)
-    v = w = zeros
-    if load_i64(row, VARIANCE) != 0:
-        v = load4(load_i64(row, VARIANCE), i, end, aligned, FLOAT32)
-    if load_i64(row, WEIGHT) != 0:
-        w = load4(load_i64(row, WEIGHT), i, end, aligned, FLOAT32)
-    return (
-        _element(row, g[0], m[0], v[0], w[0]),
-        _element(row, g[1], m[1], v[1], w[1]),
-        _element(row, g[2], m[2], v[2], w[2]),
-        _element(row, g[3], m[3], v[3], w[3]),
-    )
-
-
-@inlined
-def _signed(byte, bit, s):
-    return -s if (byte >> bit) & 1 != 0 else s
-
-
-@inlined
-def _mean(row, i, end):
-    """The mean of the workers' messages, in rank order: see ``reference.decode_mean``."""
-    a = b = c = d = f32(0)
-    if i < end:
-        workers = load_i64(row, WORKERS)
-        scales, bits = load_i64(row, SCALES), load_i64(row, BITS)
-        block = i // load_i64(row, BLOCK_SIZE)
-        for worker in range(workers):
-            s = load_f32(scales + worker * load_i64(row, SCALES_STRIDE), block, FLOAT32) / f32(workers)
-            byte = load_u8(bits + worker * load_i64(row, BITS_STRIDE), i // 8)
-            bit = i % 8
-            a += _signed(byte, bit, s)
-            b += _signed(byte, bit + 1, s)
-            c += _signed(byte, bit + 2, s)
-            d += _signed(byte, bit + 3, s)
-    return a, b, c, d
-
-
-@inlined
-def _owed(row, u, i, end):
-    """``u`` and the error that is added to it; zeros from ``end`` on."""
-    e = load4(load_i64(row, ERROR), i, end, load_i64(row, ALIGNED), FLOAT32)
-    zero = f32(0)
-    return (
-        u[0] + e[0] + zero if i < end else zero,
-        u[1] + e[1] + zero if i + 1 < end else zero,
-        u[2] + e[2] + zero if i + 2 < end else zero,
-        u[3] + e[3] + zero if i + 3 < end else zero,
-    )
-
-
-@inlined
-def _to_encode(row, i, end):
-    return _owed(row, _contribution(row, i, end), i, end)
-
-
-@inlined
-def _to_recode(row, i, end):
-    return _owed(row, _mean(row, i, end), i, end)
-
-
-@inlined
-def _absolute(c):
-    a, b, d, e = f64(c[0]), f64(c[1]), f64(c[2]), f64(c[3])
-    return abs(a) + abs(b) + abs(d) + abs(e), a * a + b * b + d * d + e * e
-
-
-@inlined
-def _scale(total, squares, count, which):
-    mean_abs = total / count
+def _scale(row, total, squares, count):
+    portion = f64(row[PORTION])
+    if portion != 0 and count == row[BLOCK_SIZE]:  # a multiplication is exact, and much shorter
+        mean_abs, mean_square = total * portion, squares * portion
+    else:
+        mean_abs, mean_square = total / f64(count), squares / f64(count)
+    which = row[SCALE]
     if which == MEAN_ABS:
         return f32(mean_abs)
-    rms = math.sqrt(squares / count)
+    rms = math.sqrt(mean_square)
     return f32(rms if which == RMS else min(rms, GUARD * mean_abs))
 
 
 @inlined
 def _lost(c, s):
-    return c + s if c < f32(0) else c - s
+    return c - (-s if c < f32(0) else s)
 
 
 @inlined
 def _write(row, c, s, i, end):
     """The bits of four elements, and what is lost of them."""
-    nibble = (1 if c[0] < 0 else 0) | (2 if c[1] < 0 else 0) | (4 if c[2] < 0 else 0) | (8 if c[3] < 0 else 0)
-    other = neighbour(nibble)
-    if i % 8 == 0 and i < end:
-        store_u8(load_i64(row, OUT_BITS), i // 8, u8(nibble | other << 4))
+    own = nibble(c)
+    other = neighbour(own)
+    if i & 7 == 0 and i < end:
+        store_u8(row[OUT_BITS], i >> 3, byte_of(own, other))
     if math.isfinite(s):
         lost = _lost(c[0], s), _lost(c[1], s), _lost(c[2], s), _lost(c[3], s)
-        store4(load_i64(row, OUT_ERROR), i, end, load_i64(row, ALIGNED), lost)
+        store4(row[OUT_ERROR], i, end, has_vectors(row, i, end), lost)
 
 
 def _compressor(source: Any, name: str) -> Any:
     """The kernel that compresses what ``source`` gives."""
 
+    @inlined
+    def owed(row, i, end):
+        if i >= end:
+            return f32(0), f32(0), f32(0), f32(0)
+        vectors = has_vectors(row, i, end)
+        return owing(row, source(row, i, end, vectors), i, end, vectors)
+
     def compress(table, rows):
-        row = _row(table, rows)
-        block, block_size = cuda.blockIdx.x - load_i64(row, FIRST), load_i64(row, BLOCK_SIZE)
+        row = row_of(table, rows)
+        block, block_size = cuda.blockIdx.x - row[FIRST], row[BLOCK_SIZE]
         start = block * block_size
-        end = min(start + block_size, load_i64(row, SIZE))
-        first = start + 4 * cuda.threadIdx.x
-        step = 4 * cuda.blockDim.x
-        c = source(row, first, end)
-        total, squares = _absolute(c)
-        for again in range(1, (end - start + step - 1) // step):
-            more = _absolute(source(row, first + again * step, end))
-            total += more[0]
-            squares += more[1]
+        end = min(start + block_size, row[SIZE])
+        own, step = 4 * cuda.threadIdx.x, 4 * cuda.blockDim.x
+        i = start + own
+        a, b = owed(row, i, end), owed(row, i + step, end)
+        c, d = owed(row, i + 2 * step, end), owed(row, i + 3 * step, end)
+        total, squares = absolute_sums(a)
+        for part in (b, c, d):
+            sums = absolute_sums(part)
+            total += sums[0]
+            squares += sums[1]
+        base = start + PARTS * step
+        while base < end:
+            sums = absolute_sums(owed(row, base + own, end))
+            total += sums[0]
+            squares += sums[1]
+            base += step
         total, squares = block_sums(total, squares)
-        s = _scale(total, squares, end - start, load_i64(row, SCALE))
-        _write(row, c, s, first, end)
-        for again in range(1, (end - start + step - 1) // step):
-            i = first + again * step
-            _write(row, source(row, i, end), s, i, end)
+        s = _scale(row, total, squares, end - start)
+        _write(row, a, s, i, end)
+        _write(row, b, s, i + step, end)
+        _write(row, c, s, i + 2 * step, end)
+        _write(row, d, s, i + 3 * step, end)
+        base = start + PARTS * step
+        while base < end:
+            _write(row, owed(row, base + own, end), s, base + own, end)
+            base += step
         if cuda.threadIdx.x == 0:
-            store_f32(load_i64(row, OUT_SCALES), block, s if math.isfinite(s) else f32(math.nan))
+            store_f32(row[OUT_SCALES], block, s if math.isfinite(s) else f32(math.nan))
 
     compress.__name__ = compress.__qualname__ = name
     return compress
 
 
-encode = _compressor(_to_encode, "encode")
-recode = _compressor(_to_recode, "recode")
+def _restorer(source: Any, name: str) -> Any:
+    """The kernel that takes back what that of ``_compressor(source)`` did: see ``reference.restore``."""
+
+    @inlined
+    def restore4(row, i, end, vectors):
+        s = constant_f32(row[SCALES], block_of(row, i))
+        if math.isnan(s):
+            return
+        u, e = source(row, i, end, vectors), load(row[ERROR], i, end, vectors)
+        byte, bit = constant_u8(row[BITS], i >> 3), i & 7
+        before = (
+            (e[0] + signed(s, byte, bit)) - u[0],
+            (e[1] + signed(s, byte, bit + 1)) - u[1],
+            (e[2] + signed(s, byte, bit + 2)) - u[2],
+            (e[3] + signed(s, byte, bit + 3)) - u[3],
+        )
+        store4(row[ERROR], i, end, vectors, before)
+
+    return _by_parts(restore4, name)
+
+
+def _by_parts(work: Any, name: str) -> Any:
+    """The kernel that does ``work(row, i, end, vectors)`` on all groups of four, whatever their order."""
+
+    def tile(table, rows):
+        row = row_of(table, rows)
+        end, step = row[SIZE], 4 * cuda.blockDim.x
+        i = (cuda.blockIdx.x - row[FIRST]) * (PARTS * step) + 4 * cuda.threadIdx.x
+        for _ in range(PARTS):
+            if i < end:
+                work(row, i, end, has_vectors(row, i, end))
+            i += step
+
+    tile.__name__ = tile.__qualname__ = name
+    return tile
 
 
 @inlined
-def _element_of_tile(row):
-    tile = cuda.blockIdx.x - load_i64(row, FIRST)
-    return 4 * (tile * cuda.blockDim.x + cuda.threadIdx.x)
-
-
-def restore(table, rows):
-    """See ``reference.restore``."""
-    row = _row(table, rows)
-    i, end, aligned = _element_of_tile(row), load_i64(row, SIZE), load_i64(row, ALIGNED)
-    if i >= end:
-        return
-    s = load_f32(load_i64(row, SCALES), i // load_i64(row, BLOCK_SIZE), FLOAT32)
-    if math.isnan(s):
-        return
-    u = _contribution(row, i, end)
-    e = load4(load_i64(row, ERROR), i, end, aligned, FLOAT32)
-    byte, bit = load_u8(load_i64(row, BITS), i // 8), i % 8
-    before = (
-        (e[0] + _signed(byte, bit, s)) - u[0],
-        (e[1] + _signed(byte, bit + 1, s)) - u[1],
-        (e[2] + _signed(byte, bit + 2, s)) - u[2],
-        (e[3] + _signed(byte, bit + 3, s)) - u[3],
-    )
-    store4(load_i64(row, ERROR), i, end, aligned, before)
-
-
-def decode(table, rows):
+def _decode(row, i, end, vectors):
     """The mean of the messages, into OUT_WEIGHT."""
-    row = _row(table, rows)
-    i, end = _element_of_tile(row), load_i64(row, SIZE)
-    store4(load_i64(row, OUT_WEIGHT), i, end, load_i64(row, ALIGNED), _mean(row, i, end))
+    store4(row[OUT_WEIGHT], i, end, vectors, mean(row, i, end, vectors))
 
 
 @inlined
-def _moved(row, mean, m, v, w):
-    """Momentum and weight after the step: see ``reference.apply``."""
-    decayed, step = mul(_number(row, DECAY), w), _number(row, STEP_SIZE)
-    if load_i64(row, VARIANCE) == 0:
-        return mean, decayed + mul(_number(row, LOOK_BACK), m) - mul(step, mean)
-    d = _denominator(v, _number(row, CORRECTION), _number(row, EPS), load_i64(row, EPS_INSIDE))
-    if load_i64(row, UPDATE_SPACE) != 0:
-        return mul(mean, d), decayed - mul(step, mean)
-    return mean, decayed - mul(step, mean / d)
+def _store_both(row, i, end, vectors, moved):
+    """Momentum and weight of four elements, which are the pairs in ``moved``."""
+    a, b, c, d = moved
+    store4(row[OUT_MOMENTUM], i, end, vectors, (a[0], b[0], c[0], d[0]))
+    store4(row[OUT_WEIGHT], i, end, vectors, (a[1], b[1], c[1], d[1]))
 
 
-def apply(table, rows):
+@inlined
+def _moved_in_update_space(row, x, m, v, w):
+    return mul(x, denominator(row, v)), mul(row[DECAY], w) - mul(row[STEP_SIZE], x)
+
+
+@inlined
+def _moved_in_momentum_space(row, x, m, v, w):
+    return x, mul(row[DECAY], w) - mul(row[STEP_SIZE], x / denominator(row, v))
+
+
+@inlined
+def _moved_plainly(row, x, m, v, w):
+    return x, mul(row[DECAY], w) + mul(row[LOOK_BACK], m) - mul(row[STEP_SIZE], x)
+
+
+_in_update_space, _in_momentum_space = of_four(_moved_in_update_space), of_four(_moved_in_momentum_space)
+_plainly = of_four(_moved_plainly)
+
+
+@inlined
+def _apply(row, i, end, vectors):
     """See ``reference.apply``."""
-    row = _row(table, rows)
-    i, end, aligned = _element_of_tile(row), load_i64(row, SIZE), load_i64(row, ALIGNED)
-    if i >= end:
-        return
-    mean = _mean(row, i, end)
-    v = m = (f32(0), f32(0), f32(0), f32(0))
-    if load_i64(row, VARIANCE) != 0:
-        v = load4(load_i64(row, VARIANCE), i, end, aligned, FLOAT32)
+    v, w = load(row[VARIANCE], i, end, vectors), load(row[WEIGHT], i, end, vectors)
+    x = mean(row, i, end, vectors)
+    if row[VARIANCE] == 0:
+        _store_both(row, i, end, vectors, _plainly(row, x, load(row[MOMENTUM], i, end, vectors), v, w))
+    elif row[UPDATE_SPACE] != 0:
+        _store_both(row, i, end, vectors, _in_update_space(row, x, x, v, w))
     else:
-        m = load4(load_i64(row, MOMENTUM), i, end, aligned, FLOAT32)
-    w = load4(load_i64(row, WEIGHT), i, end, aligned, FLOAT32)
-    a = _moved(row, mean[0], m[0], v[0], w[0])
-    b = _moved(row, mean[1], m[1], v[1], w[1])
-    c = _moved(row, mean[2], m[2], v[2], w[2])
-    d = _moved(row, mean[3], m[3], v[3], w[3])
-    store4(load_i64(row, OUT_MOMENTUM), i, end, aligned, (a[0], b[0], c[0], d[0]))
-    store4(load_i64(row, OUT_WEIGHT), i, end, aligned, (a[1], b[1], c[1], d[1]))
+        _store_both(row, i, end, vectors, _in_momentum_space(row, x, x, v, w))
 
 
 @inlined
-def _layer(row, i, end):
+def _moved_by_gradient(row, x, m, v, w):
+    d = denominator(row, v)
+    g = mul(x, d) if row[UPDATE_SPACE] != 0 else x
+    after = mul(row[MOMENTUM_FACTOR], m) + mul(row[GRAD_FACTOR], g)
+    return after, mul(row[DECAY], w) - mul(row[STEP_SIZE], after / d)
+
+
+@inlined
+def _moved_locally(row, g, m, v, w):
+    after = moment(row, g, m, w)
+    update = clipped(row, after / denominator(row, v))
+    return after, mul(row[DECAY], w) - mul(row[STEP_SIZE], update)
+
+
+@inlined
+def _taken_over(row, x, m, v, anchor):
+    d, rates = denominator(row, v), row[STEP_SIZE]
+    moved = x if row[UPDATE_SPACE] != 0 else x / d
+    after = mul(moved, d) / -rates if rates > f32(0) else m
+    return after, mul(row[DECAY], anchor) + moved
+
+
+_by_gradient, _locally, _over = of_four(_moved_by_gradient), of_four(_moved_locally), of_four(_taken_over)
+
+
+@inlined
+def _apply_gradient(row, i, end, vectors):
+    """See ``reference.apply_gradient``."""
+    m, v = load(row[MOMENTUM], i, end, vectors), load(row[VARIANCE], i, end, vectors)
+    w, x = load(row[WEIGHT], i, end, vectors), mean(row, i, end, vectors)
+    _store_both(row, i, end, vectors, _by_gradient(row, x, m, v, w))
+
+
+@inlined
+def _local_step(row, i, end, vectors):
+    """See ``reference.local_step``."""
+    g, m = load_gradient(row, i, end, vectors), load(row[MOMENTUM], i, end, vectors)
+    v, w = load(row[VARIANCE], i, end, vectors), load(row[WEIGHT], i, end, vectors)
+    _store_both(row, i, end, vectors, _locally(row, g, m, v, w))
+
+
+@inlined
+def _take_over(row, i, end, vectors):
+    """See ``reference.take_over``."""
+    m, v = load(row[MOMENTUM], i, end, vectors), load(row[VARIANCE], i, end, vectors)
+    anchor, x = load(row[ANCHOR], i, end, vectors), mean(row, i, end, vectors)
+    _store_both(row, i, end, vectors, _over(row, x, m, v, anchor))
+
+
+@inlined
+def _layer_element(row, m, v, w, unused):
+    return mul(m / denominator(row, v), row[MOMENTUM_FACTOR]) + mul(row[L2], w)
+
+
+@inlined
+def _layer_moved(row, u, w, unused, as_well):
+    return mul(row[DECAY], w) - mul(row[STEP_SIZE], u)
+
+
+_layer_update, _move_by = of_four(_layer_element), of_four(_layer_moved)
+
+
+@inlined
+def _layer(row, i, end, vectors):
     """Of four elements: the weights, and LAMB's update; see ``reference.squares``."""
-    aligned = load_i64(row, ALIGNED)
-    m = load4(load_i64(row, MOMENTUM), i, end, aligned, FLOAT32)
-    v = load4(load_i64(row, VARIANCE), i, end, aligned, FLOAT32)
-    w = load4(load_i64(row, WEIGHT), i, end, aligned, FLOAT32)
-    u = (
-        _layer_element(row, m[0], v[0], w[0]),
-        _layer_element(row, m[1], v[1], w[1]),
-        _layer_element(row, m[2], v[2], w[2]),
-        _layer_element(row, m[3], v[3], w[3]),
-    )
-    return w, u
-
-
-@inlined
-def _layer_element(row, m, v, w):
-    d = _denominator(v, _number(row, CORRECTION), _number(row, EPS), load_i64(row, EPS_INSIDE))
-    return mul(m / d, _number(row, MOMENTUM_FACTOR)) + mul(_number(row, L2), w)
+    m, v = load(row[MOMENTUM], i, end, vectors), load(row[VARIANCE], i, end, vectors)
+    w = load(row[WEIGHT], i, end, vectors)
+    return w, _layer_update(row, m, v, w, w)
 
 
 def squares(table, rows):
     """See ``reference.squares``; a thread block takes a chunk."""
-    row = _row(table, rows)
-    chunk = cuda.blockIdx.x - load_i64(row, FIRST)
+    row = row_of(table, rows)
+    chunk = cuda.blockIdx.x - row[FIRST]
     start = chunk * CHUNK
-    end = min(start + CHUNK, load_i64(row, SIZE))
+    end = min(start + CHUNK, row[SIZE])
     of_weight, of_update = f64(0), f64(0)
     for i in range(start + 4 * cuda.threadIdx.x, end, 4 * cuda.blockDim.x):
-        w, u = _layer(row, i, end)
-        of_weight += _absolute(w)[1]
-        of_update += _absolute(u)[1]
+        w, u = _layer(row, i, end, has_vectors(row, i, end))
+        of_weight += absolute_sums(w)[1]
+        of_update += absolute_sums(u)[1]
     of_weight, of_update = block_sums(of_weight, of_update)
     if cuda.threadIdx.x == 0:
-        store_f64(load_i64(row, OUT_SCALES), 2 * chunk, of_weight)
-        store_f64(load_i64(row, OUT_SCALES), 2 * chunk + 1, of_update)
+        store_f64(row[OUT_SCALES], 2 * chunk, of_weight)
+        store_f64(row[OUT_SCALES], 2 * chunk + 1, of_update)
 
 
-def move(table, rows):
+@inlined
+def _move(row, i, end, vectors):
     """See ``reference.move``."""
-    row = _row(table, rows)
-    i, end = _element_of_tile(row), load_i64(row, SIZE)
-    if i >= end:
-        return
-    w, u = _layer(row, i, end)
-    decay, step = _number(row, DECAY), _number(row, STEP_SIZE)
-    moved = (
-        mul(decay, w[0]) - mul(step, u[0]),
-        mul(decay, w[1]) - mul(step, u[1]),
-        mul(decay, w[2]) - mul(step, u[2]),
-        mul(decay, w[3]) - mul(step, u[3]),
-    )
-    store4(load_i64(row, WEIGHT), i, end, load_i64(row, ALIGNED), moved)
+    w, u = _layer(row, i, end, vectors)
+    store4(row[WEIGHT], i, end, vectors, _move_by(row, u, w, w, w))
 
 
 PROGRAMS = {
-    "encode": encode,
-    "recode": recode,
-    "restore": restore,
-    "decode": decode,
-    "apply": apply,
+    "encode": _compressor(contribution, "encode"),
+    "encode_moved": _compressor(displacement, "encode_moved"),
+    "recode": _compressor(mean, "recode"),
+    "restore": _restorer(contribution, "restore"),
+    "restore_moved": _restorer(displacement, "restore_moved"),
+    "decode": _by_parts(_decode, "decode"),
+    "apply": _by_parts(_apply, "apply"),
+    "apply_gradient": _by_parts(_apply_gradient, "apply_gradient"),
+    "local_step": _by_parts(_local_step, "local_step"),
+    "take_over": _by_parts(_take_over, "take_over"),
     "squares": squares,
-    "move": move,
+    "move": _by_parts(_move, "move"),
 }

@@ -11,11 +11,15 @@ f32 = np.float32
 FLOAT32, FLOAT16 = 0, 1
 
 
-def load_i64(address, i):
+def constant_i64(address, i):
     return ctypes.c_int64.from_address(address + 8 * int(i)).value
 
 
-def load_u8(address, i):
+def constant_f32(address, i):
+    return load_f32(address, i, FLOAT32)
+
+
+def constant_u8(address, i):
     return ctypes.c_uint8.from_address(address + int(i)).value
 
 
@@ -67,12 +71,24 @@ def neighbour(value):
 
 
 @cuda.jit(device=True)
-def warp_sum(value):
-    shared = cuda.shared.array(1024, np.float64)
+def warp_sums(a, b):
+    shared = cuda.shared.array((2, 1024), np.float64)
     thread = cuda.threadIdx.x
-    shared[thread] = value
+    shared[0, thread], shared[1, thread] = a, b
     cuda.syncthreads()
-    first = thread - thread % 32
-    total = shared[first : first + 32].sum()
+    first, second = thread - thread % 32, thread % 32 // 16
+    total = shared[second, first : first + 32].sum()
     cuda.syncthreads()
     return total
+
+
+def nibble(values):
+    return sum(1 << i for i in range(4) if values[i] < 0)
+
+
+def byte_of(low, high):
+    return np.uint8(low | high << 4)
+
+
+def signed(s, byte, bit):
+    return -s if (byte >> bit) & 1 else s
