@@ -1,9 +1,9 @@
 """The kernels for NVIDIA GPUs: Numba CUDA, one pass over device memory.
 
 Same functions, arguments and results as ``reference``: bits exactly, floats to rounding of a float64 sum. Tensors lie
-in device memory (a ``Buffer``, or anything flat with ``__cuda_array_interface__``); gradients may be float16 or
-bfloat16. Messages (scales and bits) may lie in host memory, where they travel from: 1/32 of the tensors' bytes cross
-the bus, through pinned memory. Calls inside ``with batch():`` are launched together, on the stream that
+in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__`` or ``__dlpack__``; gradients may be
+float16 or bfloat16. Messages (scales and bits) may lie in host memory, where they travel from: 1/32 of the tensors'
+bytes cross the bus, through pinned memory. Calls inside ``with batch():`` are launched together, on the stream that
 ``use_stream`` names. What lies in host memory altogether is worked on by ``cpu``.
 
 Needs the extra ``[cuda]`` (numba-cuda) and a GPU; with ``NUMBA_ENABLE_CUDASIM=1`` it runs in Numba's simulator.

@@ -15,6 +15,7 @@ from numba import cuda, types
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.kernels.cuda import dlpack
 from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
 from horovod_onebit.kernels.cuda.programs import PROGRAMS
 from horovod_onebit.kernels.cuda.table import FIRST_NUMBER, WIDTH, Column
@@ -52,7 +53,7 @@ class Buffer:
 
 
 def buffer(array: Any) -> Buffer:
-    """``array`` as a Buffer: one already, or anything flat, contiguous and with ``__cuda_array_interface__``."""
+    """``array`` as a Buffer: one already, or flat and contiguous, with ``__cuda_array_interface__`` or ``__dlpack__``."""
     if isinstance(array, Buffer):
         return array
     if SIMULATED and isinstance(array, np.ndarray):
@@ -60,6 +61,8 @@ def buffer(array: Any) -> Buffer:
             raise ConfigurationError(f"the kernels got an array of shape {array.shape}; expected flat and contiguous")
         return Buffer(array.ctypes.data, array.size, array.dtype.name, array)
     interface = getattr(array, "__cuda_array_interface__", None)
+    if interface is None and hasattr(array, "__dlpack__"):
+        return Buffer(*dlpack.read(array, host=SIMULATED))
     if interface is None:
         raise ConfigurationError(f"the CUDA kernels got {type(array).__name__}; expected an array in device memory")
     shape, kind = interface["shape"], np.dtype(interface["typestr"]).name
