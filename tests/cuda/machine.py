@@ -10,6 +10,7 @@ errors. Source: PTX ISA 8.8.
 
 import ctypes
 import re
+import traceback
 from collections import Counter
 from pathlib import Path
 
@@ -321,32 +322,53 @@ class _Launch:
         self._write(here, target.split("|")[0], everyone[here ^ mask.astype(here.dtype)])
 
 
+def read(folder):
+    """The programs in ``folder``, one file each, by name."""
+    return {path.stem: Program(path.read_text()) for path in Path(folder).glob("*.ptx")}
+
+
 def install(folder):
-    """Let the launcher run the PTX in ``folder``, one file a program, instead of the simulator."""
+    """Let the launcher run the PTX in ``folder`` instead of the simulator."""
     from horovod_onebit.kernels.cuda import calls, launch
 
-    programs = {path.stem: Program(path.read_text()) for path in Path(folder).glob("*.ptx")}
-    launch._compiled = lambda name: _Configured(programs[name], name)
+    programs = read(folder)
     calls.TILE_THREADS = 256
+
+    def configured(name, blocks, threads, stream):
+        return lambda table, rows: run(programs, name, blocks, threads, table, rows)
+
+    launch._configured = configured
     return programs
 
 
-class _Configured:
-    def __init__(self, program, name):
-        self.program, self.name = program, name
+def drive(folder, driver):
+    """Let the kernels that Numba launches by ``driver``, the library of driver.c, be run from the PTX in ``folder``."""
+    programs = read(folder)
 
-    def __getitem__(self, configuration):
-        blocks, threads, _ = configuration
+    @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p))
+    def launch(name, blocks, threads, arguments):
+        try:
+            length, rest = re.search(r"8programs(\d+)(\w+)", name.decode()).groups()
+            table, rows = (ctypes.c_int64.from_address(arguments[i]).value for i in range(2))
+            run(programs, rest[: int(length)], blocks, threads, table, rows)
+        except Exception:
+            traceback.print_exc()
+            return 1
+        return 0
 
-        def launch(table, rows):
-            address = table - FIRST_ADDRESS
-            known = MEMORY[address : address + 8 * WIDTH * rows].view(np.int64).reshape(rows, WIDTH)
-            described = [_described(self.name, row) for row in known]
-            reads = [(table, table + 8 * WIDTH * rows), *(r for found in described for r in found[0])]
-            writes = [w for found in described for w in found[1]]
-            self.program.launch(blocks, threads, (table, rows), reads, writes)
+    drive.kept = launch, ctypes.CDLL(driver)
+    drive.kept[1].launch_by(launch)
+    return programs
 
-        return launch
+
+def run(programs, name, blocks, threads, table, rows):
+    """One launch, whose table says which memory it is about."""
+    address = table - FIRST_ADDRESS
+    known = MEMORY[address : address + 8 * WIDTH * rows].view(np.int64).reshape(rows, WIDTH)
+    described = [_described(name, row) for row in known]
+    reads = [(table, table + 8 * WIDTH * rows), *(r for found in described for r in found[0])]
+    writes = [w for found in described for w in found[1]]
+    programs[name].launch(blocks, threads, (table, rows), reads, writes)
 
 
 def _described(name, row):

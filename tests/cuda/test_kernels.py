@@ -1,6 +1,7 @@
 """The CUDA kernels against the NumPy reference: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in Numba's simulator.
 
-With ONEBIT_PTX, a folder of what they compile to, besides: that is what runs, by ``machine`` on the CPU.
+With ONEBIT_PTX, a folder of what they compile to, that is what runs, by ``machine`` on the CPU: in the simulator's
+place, or, with ONEBIT_DRIVER, the library of driver.c, in a GPU's.
 """
 
 import math
@@ -34,7 +35,10 @@ MACHINE = os.environ.get("ONEBIT_PTX")
 if MACHINE:
     from tests.cuda import machine
 
-    machine.install(MACHINE)
+    if SIMULATED:
+        machine.install(MACHINE)
+    else:
+        machine.drive(MACHINE, os.environ["ONEBIT_DRIVER"])
 
 f32 = np.float32
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-42, 1e-30, -1e-20, 1e30, -3e38, np.nan, np.inf, -np.inf], f32)

@@ -19,22 +19,22 @@ from numpy.typing import NDArray
 
 from horovod_onebit.kernels import cpu
 from horovod_onebit.kernels.cuda import copies
+from horovod_onebit.kernels.cuda import table as t
 from horovod_onebit.kernels.cuda.calls import (
     by_block,
     by_chunk,
     by_tile,
     launcher,
-    of_blocks,
-    of_contribution,
-    of_messages,
-    of_outputs,
-    of_spec,
     on_host,
-    tensors_of,
+    row_of_blocks,
+    row_of_spec,
+    set_contribution,
+    set_messages,
+    set_outputs,
+    set_tensors,
 )
 from horovod_onebit.kernels.cuda.device import SIMULATED
-from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, buffer
-from horovod_onebit.kernels.cuda.table import Column
+from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, buffer
 from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
 
 __all__ = [
@@ -102,13 +102,10 @@ def encode(
     """
     if on_host(error):
         return cpu.encode(grad, momentum, variance, weight, error, scales, bits, spec)
-    row, sent = of_contribution(grad, momentum, variance, weight, error)
-    there, fetched = of_outputs(scales, bits)
-    row |= of_spec(spec) | there | {Column.OUT_ERROR: row[Column.ERROR]}
-    by_block("encode", row, sent, fetched)
-    if launcher.collecting or not fetched:
-        return True
-    return bool(np.isfinite(scales).all())
+    row = row_of_spec(spec)
+    sent = set_contribution(row, grad, momentum, variance, weight, error)
+    row[t.OUT_ERROR] = row[t.ERROR]
+    return by_block("encode", row, sent, set_outputs(row, scales, bits))
 
 
 def restore(
@@ -117,18 +114,18 @@ def restore(
     """See ``reference.restore``."""
     if on_host(error):
         return cpu.restore(grad, momentum, variance, weight, error, scales, bits, spec)
-    row, gradient = of_contribution(grad, momentum, variance, weight, error)
-    there, sent = of_messages(scales[None], bits[None])
-    return by_tile("restore", row | of_spec(spec) | there, sent | gradient, {})
+    row = row_of_spec(spec)
+    sent = set_contribution(row, grad, momentum, variance, weight, error)
+    return by_tile("restore", row, sent + set_messages(row, scales[None], bits[None]))
 
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int, out: Any = None) -> Any:
     """See ``reference.decode_mean``; into ``out`` in device memory, if it is given."""
     if out is None:
         return cpu.decode_mean(scales, bits, size, block_size)
-    there, sent = of_messages(scales, bits)
-    row = tensors_of(out_weight=out) | of_blocks(block_size) | there
-    by_tile("decode", row, sent, {})
+    row = row_of_blocks(block_size)
+    set_tensors(row, (t.OUT_WEIGHT, out))
+    by_tile("decode", row, set_messages(row, scales, bits))
     return out
 
 
@@ -145,10 +142,11 @@ def recode(
     """See ``reference.recode``."""
     if on_host(error):
         return cpu.recode(scales, bits, error, new_error, scales_out, bits_out, scale, block_size)
-    (there, sent), (out, fetched) = of_messages(scales, bits), of_outputs(scales_out, bits_out)
-    row = tensors_of(error=error, out_error=new_error) | there | out
-    row |= of_blocks(block_size) | {Column.SCALE: cpu.SCALE_CODES[scale]}
-    return by_block("recode", row, sent, fetched)
+    row = row_of_blocks(block_size)
+    row[t.SCALE] = cpu.SCALE_CODES[scale]
+    set_tensors(row, (t.ERROR, error), (t.OUT_ERROR, new_error))
+    by_block("recode", row, set_messages(row, scales, bits), set_outputs(row, scales_out, bits_out))
+    return None
 
 
 def apply(
@@ -167,37 +165,42 @@ def apply(
     new_weight: Any = None,
 ) -> None:
     """See ``reference.apply``."""
-    steps: dict[str, Any] = {"step_size": step_size, "decay": decay, "look_back": look_back}
     if on_host(weight):
+        steps: dict[str, Any] = {"step_size": step_size, "decay": decay, "look_back": look_back}
         places: dict[str, Any] = {"new_momentum": new_momentum, "new_weight": new_weight}
         return cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=update_space, **steps, **places)
-    there, sent = of_messages(scales, bits)
-    row = tensors_of(
-        momentum=momentum,
-        variance=variance,
-        weight=weight,
-        out_momentum=momentum if new_momentum is None else new_momentum,
-        out_weight=weight if new_weight is None else new_weight,
-    )
-    row |= of_spec(spec) | there | {Column.UPDATE_SPACE: int(update_space)}
-    row |= {Column[name.upper()]: value for name, value in steps.items()}
-    return by_tile("apply", row, sent, {})
+    row = row_of_spec(spec)
+    out = momentum if new_momentum is None else new_momentum, weight if new_weight is None else new_weight
+    _set_state(row, momentum, variance, weight, *out)
+    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY], row[t.LOOK_BACK] = update_space, step_size, decay, look_back
+    return by_tile("apply", row, set_messages(row, scales, bits))
+
+
+def _set_state(
+    row: Row, momentum: Any, variance: Any, weight: Any, out_momentum: Any = None, out_weight: Any = None
+) -> None:
+    """What a step reads and what it writes."""
+    outputs = (t.OUT_MOMENTUM, out_momentum), (t.OUT_WEIGHT, out_weight)
+    set_tensors(row, (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.WEIGHT, weight), *outputs)
 
 
 def squares(momentum: Any, variance: Any, weight: Any, out: NDArray[np.float64], spec: Spec) -> None:
     """See ``reference.squares``; ``out`` lies in host memory, and is there at the end of a batch."""
     if on_host(weight):
         return cpu.squares(momentum, variance, weight, out, spec)
-    row = tensors_of(momentum=momentum, variance=variance, weight=weight) | of_spec(spec)
-    return by_chunk("squares", row, {Column.OUT_SCALES: out})
+    row = row_of_spec(spec)
+    _set_state(row, momentum, variance, weight)
+    return by_chunk("squares", row, out)
 
 
 def move(momentum: Any, variance: Any, weight: Any, spec: Spec, *, step_size: float, decay: float) -> None:
     """See ``reference.move``."""
     if on_host(weight):
         return cpu.move(momentum, variance, weight, spec, step_size=step_size, decay=decay)
-    row = tensors_of(momentum=momentum, variance=variance, weight=weight) | of_spec(spec)
-    return by_tile("move", row | {Column.STEP_SIZE: step_size, Column.DECAY: decay}, {}, {})
+    row = row_of_spec(spec)
+    _set_state(row, momentum, variance, weight)
+    row[t.STEP_SIZE], row[t.DECAY] = step_size, decay
+    return by_tile("move", row, [])
 
 
 def local_step(
@@ -206,11 +209,11 @@ def local_step(
     """See ``reference.local_step``."""
     if on_host(weight):
         return cpu.local_step(grad, momentum, variance, weight, spec, step_size=step_size, decay=decay)
-    row = tensors_of(
-        gradient=grad, momentum=momentum, variance=variance, weight=weight, out_momentum=momentum, out_weight=weight
-    )
-    row |= of_spec(spec) | {Column.STEP_SIZE: step_size, Column.DECAY: decay}
-    return by_tile("local_step", row, {}, {})
+    row = row_of_spec(spec)
+    moments = (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.WEIGHT, weight)
+    set_tensors(row, (t.GRADIENT, grad), *moments, (t.OUT_MOMENTUM, momentum), (t.OUT_WEIGHT, weight))
+    row[t.STEP_SIZE], row[t.DECAY] = step_size, decay
+    return by_tile("local_step", row, [])
 
 
 def encode_moved(
@@ -219,10 +222,10 @@ def encode_moved(
     """See ``reference.encode_moved``, and for the result ``encode``."""
     if on_host(error):
         return cpu.encode_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    there, fetched = of_outputs(scales, bits)
-    row = tensors_of(weight=weight, anchor=anchor, variance=variance, error=error, out_error=error)
-    by_block("encode_moved", row | of_spec(spec) | there | {Column.DECAY: decay}, {}, fetched)
-    return True if launcher.collecting or not fetched else bool(np.isfinite(scales).all())
+    row = row_of_spec(spec)
+    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
+    row[t.OUT_ERROR], row[t.DECAY] = row[t.ERROR], decay
+    return by_block("encode_moved", row, [], set_outputs(row, scales, bits))
 
 
 def restore_moved(
@@ -231,9 +234,10 @@ def restore_moved(
     """See ``reference.restore_moved``."""
     if on_host(error):
         return cpu.restore_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    there, sent = of_messages(scales[None], bits[None])
-    row = tensors_of(weight=weight, anchor=anchor, variance=variance, error=error)
-    return by_tile("restore_moved", row | of_spec(spec) | there | {Column.DECAY: decay}, sent, {})
+    row = row_of_spec(spec)
+    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
+    row[t.DECAY] = decay
+    return by_tile("restore_moved", row, set_messages(row, scales[None], bits[None]))
 
 
 def apply_gradient(
@@ -252,12 +256,10 @@ def apply_gradient(
     if on_host(weight):
         options: dict[str, Any] = {"update_space": update_space, "step_size": step_size, "decay": decay}
         return cpu.apply_gradient(scales, bits, momentum, variance, weight, spec, **options)
-    there, sent = of_messages(scales, bits)
-    row = tensors_of(
-        momentum=momentum, variance=variance, weight=weight, out_momentum=momentum, out_weight=weight
-    ) | of_spec(spec)
-    row |= there | {Column.UPDATE_SPACE: int(update_space), Column.STEP_SIZE: step_size, Column.DECAY: decay}
-    return by_tile("apply_gradient", row, sent, {})
+    row = row_of_spec(spec)
+    _set_state(row, momentum, variance, weight, momentum, weight)
+    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY] = update_space, step_size, decay
+    return by_tile("apply_gradient", row, set_messages(row, scales, bits))
 
 
 def take_over(
@@ -277,8 +279,8 @@ def take_over(
     if on_host(weight):
         options: dict[str, Any] = {"update_space": update_space, "decay": decay, "rates": rates}
         return cpu.take_over(scales, bits, momentum, variance, weight, anchor, spec, **options)
-    there, sent = of_messages(scales, bits)
-    row = tensors_of(momentum=momentum, variance=variance, anchor=anchor, out_momentum=momentum, out_weight=weight)
-    row |= of_spec(spec) | there
-    row |= {Column.UPDATE_SPACE: int(update_space), Column.STEP_SIZE: rates, Column.DECAY: decay}
-    return by_tile("take_over", row, sent, {})
+    row = row_of_spec(spec)
+    outputs = (t.OUT_MOMENTUM, momentum), (t.OUT_WEIGHT, weight)
+    set_tensors(row, (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.ANCHOR, anchor), *outputs)
+    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY] = update_space, rates, decay
+    return by_tile("take_over", row, set_messages(row, scales, bits))

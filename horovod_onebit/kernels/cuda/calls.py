@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -9,13 +10,22 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import cpu
+from horovod_onebit.kernels.cuda import table as t
 from horovod_onebit.kernels.cuda.device import SIMULATED
-from horovod_onebit.kernels.cuda.launch import KINDS, MAX_THREADS, TILE_THREADS, Call, Launcher, buffer
+from horovod_onebit.kernels.cuda.launch import (
+    KINDS,
+    MAX_THREADS,
+    TILE_THREADS,
+    Buffer,
+    Call,
+    Launcher,
+    Places,
+    Row,
+    buffer,
+)
 from horovod_onebit.kernels.cuda.programs import PARTS
-from horovod_onebit.kernels.cuda.table import Column
 from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks
 
-Row = dict[Column, int | float]
 launcher = Launcher()
 
 
@@ -24,100 +34,118 @@ def on_host(array: Any) -> bool:
     return isinstance(array, np.ndarray) and not SIMULATED
 
 
-def tensors_of(**arrays: Any) -> Row:
-    """The columns of tensors by name; None is left out. All have one length, and all but gradients are float32."""
-    buffers = {Column[name.upper()]: buffer(array) for name, array in arrays.items() if array is not None}
-    sizes = {found.size for found in buffers.values()}
-    if len(sizes) != 1:
-        lengths = {column.name.lower(): found.size for column, found in buffers.items()}
-        raise ConfigurationError(f"the CUDA kernels got tensors of different lengths: {lengths}")
-    aligned = True
-    for column, found in buffers.items():
-        gradient = column is Column.GRADIENT
-        if found.dtype not in KINDS or (found.dtype != "float32" and not gradient):
-            raise ConfigurationError(
-                f"the CUDA kernels got {column.name.lower()} as {found.dtype}; expected float32"
-                + (", float16 or bfloat16" if gradient else "")
-            )
-        aligned &= found.address % (16 if found.dtype == "float32" else 8) == 0
-    row: Row = {column: found.address for column, found in buffers.items()}
-    gradient_kind = KINDS[buffers[Column.GRADIENT].dtype] if Column.GRADIENT in buffers else 0
-    return row | {Column.SIZE: sizes.pop(), Column.ALIGNED: int(aligned), Column.KIND: gradient_kind}
+def set_tensors(row: Row, *tensors: tuple[int, Any]) -> None:
+    """Put tensors into the columns given with them; None is left out. Their lengths agree, and but for the gradient
+    they are float32."""
+    size, offsets = -1, 0
+    for column, array in tensors:
+        if array is None:
+            continue
+        found = array if type(array) is Buffer else buffer(array)
+        if size not in (-1, found.size):
+            raise ConfigurationError(f"the CUDA kernels got tensors of different lengths: {_lengths(tensors)}")
+        size = found.size
+        row[column] = found.address
+        if found.dtype == "float32":
+            offsets |= found.address
+        elif column == t.GRADIENT and found.dtype in KINDS:
+            offsets |= 2 * found.address  # four of them have 8 bytes
+            row[t.KIND] = KINDS[found.dtype]
+        else:
+            name = t.Column(column).name.lower()
+            also = ", float16 or bfloat16" if column == t.GRADIENT else ""
+            raise ConfigurationError(f"the CUDA kernels got {name} as {found.dtype}; expected float32{also}")
+    row[t.SIZE], row[t.ALIGNED] = size, int(offsets % 16 == 0)
 
 
-def inverse(n: int) -> float:
+def _lengths(tensors: tuple[tuple[int, Any], ...]) -> dict[str, int]:
+    return {t.Column(column).name.lower(): buffer(array).size for column, array in tensors if array is not None}
+
+
+def _inverse(n: int) -> float:
     """1 / n where a multiplication by it is as exact as a division by n; else 0."""
     return 1 / n if n & (n - 1) == 0 else 0.0
 
 
-def of_blocks(block_size: int) -> Row:
-    portion = inverse(block_size)
-    shift = block_size.bit_length() - 1 if portion else -1
-    return {Column.BLOCK_SIZE: block_size, Column.SHIFT: shift, Column.PORTION: portion}
+def row_of_blocks(block_size: int) -> Row:
+    """A new row that knows the size of blocks."""
+    row: Row = list(t.EMPTY)
+    row[t.BLOCK_SIZE], row[t.PORTION] = block_size, _inverse(block_size)
+    row[t.SHIFT] = block_size.bit_length() - 1 if row[t.PORTION] else -1
+    return row
 
 
-def of_spec(spec: Spec) -> Row:
-    return of_blocks(spec.block_size) | {
-        Column.SCALE: cpu.SCALE_CODES[spec.scale],
-        Column.MOMENTUM_FACTOR: spec.momentum_factor,
-        Column.GRAD_FACTOR: spec.grad_factor,
-        Column.L2: spec.l2,
-        Column.EPS_INSIDE if spec.eps_inside_sqrt else Column.EPS_OUTSIDE: spec.eps,
-        Column.CORRECTION: spec.variance_correction,
-        Column.CLIP: spec.clip,
-    }
+@lru_cache(1024)
+def _of_spec(spec: Spec) -> tuple[Any, ...]:
+    row = row_of_blocks(spec.block_size)
+    row[t.SCALE] = cpu.SCALE_CODES[spec.scale]
+    row[t.MOMENTUM_FACTOR], row[t.GRAD_FACTOR], row[t.L2] = spec.momentum_factor, spec.grad_factor, spec.l2
+    row[t.EPS_INSIDE if spec.eps_inside_sqrt else t.EPS_OUTSIDE] = spec.eps
+    row[t.CORRECTION], row[t.CLIP] = spec.variance_correction, spec.clip
+    return tuple(row)
 
 
-def of_contribution(
-    grad: Any, momentum: Any, variance: Any, weight: Any, error: Any
-) -> tuple[Row, dict[Column, NDArray[Any]]]:
-    """The columns of what is compressed; a gradient in host memory (a mean of a host's workers) is sent along."""
-    state = {"momentum": momentum, "variance": variance, "weight": weight, "error": error}
+def row_of_spec(spec: Spec) -> Row:
+    """A new row that knows ``spec``."""
+    return list(_of_spec(spec))
+
+
+def set_contribution(row: Row, grad: Any, momentum: Any, variance: Any, weight: Any, error: Any) -> Places:
+    """What is compressed; a gradient in host memory (a mean of a host's workers) is sent along."""
+    state = (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.WEIGHT, weight), (t.ERROR, error)
     if not on_host(grad):
-        return tensors_of(gradient=grad, **state), {}
-    row = tensors_of(**state)
-    if grad.dtype != np.float32 or grad.shape != (row[Column.SIZE],):
+        set_tensors(row, (t.GRADIENT, grad), *state)
+        return []
+    set_tensors(row, *state)
+    if grad.dtype != np.float32 or grad.shape != (row[t.SIZE],):
         raise ConfigurationError(f"the gradient is {grad.dtype} of shape {grad.shape}; expected flat float32 as long")
-    return row | {Column.KIND: KINDS["float32"]}, {Column.GRADIENT: np.ascontiguousarray(grad)}
+    return [(t.GRADIENT, np.ascontiguousarray(grad))]
 
 
-def of_messages(scales: Any, bits: Any) -> tuple[Row, dict[Column, NDArray[Any]]]:
-    """Of several workers, a row for each: what is known of them, and what has to be sent to the device."""
-    row: Row = {Column.WORKERS: len(scales), Column.SHARE: inverse(len(scales))}
-    sent = {}
-    for address, stride, array in (
-        (Column.SCALES, Column.SCALES_STRIDE, scales),
-        (Column.BITS, Column.BITS_STRIDE, bits),
-    ):
+def set_messages(row: Row, scales: Any, bits: Any) -> Places:
+    """Of several workers, a row for each; what has to be sent to the device."""
+    row[t.WORKERS], row[t.SHARE] = len(scales), _inverse(len(scales))
+    sent = []
+    for address, stride, array in ((t.SCALES, t.SCALES_STRIDE, scales), (t.BITS, t.BITS_STRIDE, bits)):
         if isinstance(array, np.ndarray):
-            sent[address] = array = np.ascontiguousarray(array)
+            array = np.ascontiguousarray(array)
+            sent.append((address, array))
             row[stride] = array.strides[0]
         else:
             interface = array.__cuda_array_interface__
             row[address] = interface["data"][0]
             width = np.dtype(interface["typestr"]).itemsize
             row[stride] = (interface.get("strides") or (width * interface["shape"][-1],))[0]
-    return row, sent
+    return sent
 
 
-def of_outputs(scales: Any, bits: Any) -> tuple[Row, dict[Column, NDArray[Any]]]:
-    """Of this worker: where they are on the device, or what has to be fetched from it."""
-    arrays = {Column.OUT_SCALES: scales, Column.OUT_BITS: bits}
-    fetched = {column: array for column, array in arrays.items() if isinstance(array, np.ndarray)}
-    here = {column: array for column, array in arrays.items() if column not in fetched}
-    return {column: array.__cuda_array_interface__["data"][0] for column, array in here.items()}, fetched
+def set_outputs(row: Row, scales: Any, bits: Any) -> Places:
+    """This worker's message: what has to be fetched from the device."""
+    fetched = []
+    for column, array in ((t.OUT_SCALES, scales), (t.OUT_BITS, bits)):
+        if isinstance(array, np.ndarray):
+            fetched.append((column, array))
+        else:
+            row[column] = array.__cuda_array_interface__["data"][0]
+    return fetched
 
 
-def by_block(program: str, row: Row, sent: Any, fetched: Any) -> None:
-    block_size, size = int(row[Column.BLOCK_SIZE]), int(row[Column.SIZE])
+def by_block(program: str, row: Row, sent: Places, fetched: Places) -> bool:
+    """Compress, a thread block for each block; whether all is finite, which is True as long as it is not known."""
+    block_size, size = row[t.BLOCK_SIZE], row[t.SIZE]
     threads = min(-(-min(block_size, size) // (32 * 4 * PARTS)) * 32, MAX_THREADS)
     launcher.call(Call(program, num_blocks(size, block_size), threads, row, sent, fetched))
+    if launcher.collecting or not fetched:
+        return True
+    return bool(np.isfinite(fetched[0][1]).all())
 
 
-def by_tile(program: str, row: Row, sent: Any, fetched: Any) -> None:
-    blocks = -(-int(row[Column.SIZE]) // (4 * TILE_THREADS * PARTS))
-    launcher.call(Call(program, blocks, TILE_THREADS, row, sent, fetched))
+def by_tile(program: str, row: Row, sent: Places) -> None:
+    """Whatever the blocks are."""
+    blocks = -(-row[t.SIZE] // (4 * TILE_THREADS * PARTS))
+    launcher.call(Call(program, blocks, TILE_THREADS, row, sent, []))
 
 
-def by_chunk(program: str, row: Row, fetched: Any) -> None:
-    launcher.call(Call(program, num_blocks(int(row[Column.SIZE]), CHUNK), TILE_THREADS, row, {}, fetched))
+def by_chunk(program: str, row: Row, out: NDArray[np.float64]) -> None:
+    """A thread block for each chunk; its sums go to ``out``."""
+    launcher.call(Call(program, num_blocks(row[t.SIZE], CHUNK), TILE_THREADS, row, [], [(t.OUT_SCALES, out)]))

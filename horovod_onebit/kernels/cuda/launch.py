@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
+import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import cache
-from typing import Any
+from functools import cache, lru_cache
+from typing import Any, NamedTuple
 
 import numpy as np
 from numba import cuda, types
@@ -18,7 +20,8 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.cuda import dlpack
 from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
 from horovod_onebit.kernels.cuda.programs import PROGRAMS
-from horovod_onebit.kernels.cuda.table import FIRST_NUMBER, WIDTH, Column
+from horovod_onebit.kernels.cuda.staging import Staging, address_of
+from horovod_onebit.kernels.cuda.table import FIRST, ROW_BYTES, pack
 
 MAX_THREADS = 512
 TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
@@ -53,7 +56,7 @@ class Buffer:
 
 
 def buffer(array: Any) -> Buffer:
-    """``array`` as a Buffer: one already, or flat and contiguous, with ``__cuda_array_interface__`` or ``__dlpack__``."""
+    """A Buffer of what is one, or is flat and contiguous and has ``__cuda_array_interface__`` or ``__dlpack__``."""
     if isinstance(array, Buffer):
         return array
     if SIMULATED and isinstance(array, np.ndarray):
@@ -71,58 +74,24 @@ def buffer(array: Any) -> Buffer:
     return Buffer(interface["data"][0], shape[0], kind, array)
 
 
-class _Staging:
-    """Bytes on the device and their twin on the host, pinned; they grow as needed."""
-
-    def __init__(self) -> None:
-        self.host: NDArray[np.uint8] = np.zeros(0, np.uint8)
-        self.device: Any = self.host
-        self._sent: Any = None  # an event: what was sent last has left the host
-
-    def reserve(self, size: int) -> int:
-        """The address of ``size`` bytes on the device; the host's may be written to."""
-        if self._sent is not None:
-            self._sent.synchronize()
-        if self.host.size < size:
-            self.host = np.zeros(size, np.uint8) if SIMULATED else cuda.pinned_array(size, np.uint8)
-            self.device = np.zeros(size, np.uint8) if SIMULATED else cuda.device_array(size, np.uint8)
-        return _address(self.device)
-
-    def send(self, size: int, stream: Any) -> None:
-        if SIMULATED:
-            self.device[:size] = self.host[:size]
-        else:
-            self.device[:size].copy_to_device(self.host[:size], stream=stream)
-            self._sent = self._sent or cuda.event(timing=False)
-            self._sent.record(stream)
-
-    def fetch(self, start: int, stop: int, stream: Any) -> None:
-        """Waits until the bytes are there."""
-        if SIMULATED:
-            self.host[start:stop] = self.device[start:stop]
-        else:
-            self.device[start:stop].copy_to_host(self.host[start:stop], stream=stream)
-            stream.synchronize()
+Row = list[Any]
+"""A row of a launch's table: numbers by ``table``'s columns."""
+Places = list[tuple[int, NDArray[Any]]]
+"""Contiguous arrays of host memory, by the columns that are to hold their addresses on the device."""
 
 
-def _address(array: Any) -> int:
-    return array.ctypes.data if SIMULATED else array.__cuda_array_interface__["data"][0]
-
-
-@dataclass(frozen=True)
-class Call:
+class Call(NamedTuple):
     """``blocks`` thread blocks of ``threads`` of a program, for one tensor.
 
-    ``row`` has values by column; ``sent`` and ``fetched`` are arrays of host memory, contiguous, by the columns of
-    their addresses: copied to the device before, and from it after.
+    ``sent`` is copied to the device before, ``fetched`` from it after.
     """
 
     program: str
     blocks: int
     threads: int
-    row: dict[Column, int | float]
-    sent: dict[Column, NDArray[Any]]
-    fetched: dict[Column, NDArray[Any]]
+    row: Row
+    sent: Places
+    fetched: Places
 
 
 class Launcher(threading.local):
@@ -136,7 +105,8 @@ class Launcher(threading.local):
     def __init__(self) -> None:
         self._depth = 0
         self._calls: list[Call] = []
-        self._staging = _Staging()
+        self._stagings = itertools.cycle([Staging() for _ in range(2)])
+        self._last_stream: Any = None
         self._tables: OrderedDict[bytes, Any] = OrderedDict()
 
     @contextmanager
@@ -151,9 +121,7 @@ class Launcher(threading.local):
         finally:
             self._depth -= 1
         if self._depth == 0:
-            calls, self._calls = self._calls, []
-            with _simulator:
-                self._launch(calls)
+            self._launch_collected()
 
     @property
     def collecting(self) -> bool:
@@ -166,51 +134,79 @@ class Launcher(threading.local):
 
     def call(self, call: Call) -> None:
         if call.blocks:
-            with self.batch():
-                self._calls.append(call)
+            self._calls.append(call)
+            if self._depth == 0:
+                self._launch_collected()
+
+    def _launch_collected(self) -> None:
+        calls, self._calls = self._calls, []
+        if calls:
+            with _simulator:
+                self._launch(calls)
 
     def _launch(self, calls: list[Call]) -> None:
+        """One copy to the device, a launch for every kind of call, one copy back."""
+        stream, staging = self._current_alone(), next(self._stagings)
+        sent = [(call.row, *place) for call in calls for place in call.sent]
+        fetched = [(call.row, *place) for call in calls for place in call.fetched]
+        arrays = [array for _, _, array in sent] + [array for _, _, array in fetched]
+        offsets = list(itertools.accumulate((-(-array.nbytes // 16) * 16 for array in arrays), initial=0))
+        base = staging.reserve(offsets[-1] + ROW_BYTES * len(calls))
+        for (row, column, _), offset in zip(itertools.chain(sent, fetched), offsets, strict=False):
+            row[column] = base + offset
+        for (_, _, array), offset in zip(sent, offsets, strict=False):
+            staging.put(offset, array)
+        launches, end = self._with_tables(calls, staging, offsets[-1])
+        middle = offsets[len(sent)]
+        if end > offsets[-1]:
+            staging.send(0 if sent else offsets[-1], end, stream)
+        elif sent:
+            staging.send(0, middle, stream)
+        for program, threads, blocks, table, rows in launches:
+            _configured(program, blocks, threads, stream)(table, rows)
+        if fetched:
+            staging.fetch(middle, offsets[-1], stream)
+        for (_, _, array), offset in zip(fetched, offsets[len(sent) :], strict=False):
+            staging.get(offset, array)
+
+    def _current_alone(self) -> Any:
+        """The current stream; what other streams were given before uses the same memory, and has to be done."""
         stream = self.current()
-        sends = [(call, column, array) for call in calls for column, array in call.sent.items()]
-        fetches = [(call, column, array) for call in calls for column, array in call.fetched.items()]
-        offsets = np.cumsum([0, *(-(-array.nbytes // 16) * 16 for _, _, array in sends + fetches)])
-        base = self._staging.reserve(int(offsets[-1]))
-        for (call, column, _), offset in zip(sends + fetches, offsets[:-1], strict=True):
-            call.row[column] = base + int(offset)
-        for (_, _, array), offset in zip(sends, offsets[:-1], strict=False):
-            self._staging.host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
-        middle = int(offsets[len(sends)])
-        if sends:
-            self._staging.send(middle, stream)
-        for kind in dict.fromkeys((call.program, call.threads) for call in calls):
-            self._launch_one(kind, [call for call in calls if (call.program, call.threads) == kind], stream)
-        if fetches:
-            self._staging.fetch(middle, int(offsets[-1]), stream)
-        for (_, _, array), offset in zip(fetches, offsets[len(sends) : -1], strict=True):
-            array.reshape(-1).view(np.uint8)[:] = self._staging.host[offset : offset + array.nbytes]
+        if self._last_stream is not None and stream is not self._last_stream:
+            self._last_stream.synchronize()
+        self._last_stream = stream if not SIMULATED else None
+        return stream
 
-    def _launch_one(self, kind: tuple[str, int], calls: list[Call], stream: Any) -> None:
-        table = np.zeros((len(calls), WIDTH), np.int64)
-        numbers = table.view(np.float32)[:, FIRST_NUMBER:]
-        first = 0
-        for i, call in enumerate(calls):
-            for column, value in call.row.items():
-                (numbers if column >= FIRST_NUMBER else table)[i, column] = value
-            table[i, Column.FIRST] = first
-            first += call.blocks
-        program, threads = kind
-        _compiled(program)[first, threads, stream](_address(self._table(table, stream)), len(calls))
+    def _with_tables(self, calls: list[Call], staging: Staging, end: int) -> tuple[list[tuple[Any, ...]], int]:
+        """Program, threads, blocks, address of the table, and its rows; and where the staged bytes end now."""
+        kinds: dict[tuple[str, int], list[Call]] = {}
+        for call in calls:
+            kinds.setdefault((call.program, call.threads), []).append(call)
+        launches = []
+        for (program, threads), some in kinds.items():
+            blocks = 0
+            for call in some:
+                call.row[FIRST] = blocks
+                blocks += call.blocks
+            packed = b"".join([pack(*call.row) for call in some])
+            table = self._kept_table(packed)
+            if table is None:
+                staging.put(end, np.frombuffer(packed, np.uint8))
+                table = staging.address + end
+                end += len(packed)
+            launches.append((program, threads, blocks, table, len(some)))
+        return launches, end
 
-    def _table(self, table: NDArray[np.int64], stream: Any) -> Any:
-        """On the device; what a step needs is mostly what the last one needed."""
-        key = table.tobytes()
-        found = self._tables.pop(key, None)
-        if found is None:
-            found = table if SIMULATED else cuda.to_device(table, stream=stream)
-        self._tables[key] = found
+    def _kept_table(self, packed: bytes) -> int | None:
+        """The address of a table that is on the device already; those that come a second time are kept there."""
+        known = packed in self._tables
+        kept = self._tables.pop(packed, None)
+        if known and kept is None:
+            kept = np.frombuffer(packed, np.uint8) if SIMULATED else cuda.to_device(np.frombuffer(packed, np.uint8))
+        self._tables[packed] = kept
         if len(self._tables) > TABLES_KEPT:
             self._tables.popitem(last=False)
-        return found
+        return None if kept is None else address_of(kept)
 
 
 # Simulated workers are threads, and the simulator runs one kernel at a time.
@@ -221,6 +217,16 @@ _simulator: Any = threading.Lock() if SIMULATED else nullcontext()
 def _compiled(program: str) -> Any:
     function = PROGRAMS[program]
     return cuda.jit(function) if SIMULATED else cuda.jit((types.int64, types.int64))(function)
+
+
+def _configured(program: str, blocks: int, threads: int, stream: Any) -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Grid size")  # is small, as small tensors' are
+        return _compiled(program)[blocks, threads, stream]
+
+
+if not SIMULATED:  # the simulator's are all one
+    _configured = lru_cache(4096)(_configured)
 
 
 @cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import struct
 from enum import IntEnum
 
 from numba import cuda
@@ -53,8 +54,11 @@ class Column(IntEnum):
     PORTION = 35
 
 
-WIDTH = 32
-"""Whole numbers that a row has room for; float32 take half of that, after the whole numbers."""
+_ROW = struct.Struct("<24q12f16x")
+pack, ROW_BYTES = _ROW.pack, _ROW.size
+WIDTH = ROW_BYTES // 8
+EMPTY = (0,) * 24 + (0.0,) * 12
+"""A row of no tensor."""
 
 (FIRST, SIZE, BLOCK_SIZE, GRADIENT, MOMENTUM, VARIANCE, WEIGHT, ANCHOR, ERROR, SCALES, BITS, OUT_ERROR, OUT_SCALES,
  OUT_BITS, OUT_MOMENTUM, OUT_WEIGHT, WORKERS, SCALES_STRIDE, BITS_STRIDE, KIND, ALIGNED, SCALE, UPDATE_SPACE, SHIFT,
