@@ -57,10 +57,11 @@ test: lint ## set everything up, check the code, run all tests
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda
 
 .PHONY: test-gpu
-test-gpu: setup ## the tests that want an NVIDIA GPU, and the kernels' speed on it
+test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, and a training run
 	$(BIN)/python -m pytest -rs tests/cuda
 	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/python -m benchmarks.gpu
+	$(BIN)/python -m benchmarks.gpu_training
 
 .PHONY: soak
 soak: setup ## train for half an hour while workers are killed, delayed, given NaN, added, removed and restarted

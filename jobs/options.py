@@ -45,6 +45,7 @@ class Options:
     weight_decay: float
     lr_schedule: str
     width: int
+    device: str
     seed: int
     log_interval: int
     eval_interval: int
@@ -78,6 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     add("--weight-decay", type=float, default=0.01)
     add("--lr-schedule", choices=("constant", "cosine"), default="cosine")
     add("--width", type=int, default=0, help="size of the network; 0 is the task's own")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto is a GPU where there is one")
     add("--seed", type=int, default=0)
     add("--log-interval", type=int, default=10)
     add("--eval-interval", type=int, default=100)

@@ -24,7 +24,7 @@ from networks import build
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import OnebitError, UnsupportedError
+from horovod_onebit import ConfigurationError, OnebitError, UnsupportedError
 from jobs.data import Task, load
 from jobs.metrics import Metrics
 from jobs.options import Options, learning_rate, parse
@@ -45,6 +45,17 @@ def distributed_optimizer(options: Options) -> Any:
         warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
         recipe=options.recipe,
     )
+
+
+def choose_device(options: Options) -> None:
+    """Let this worker see one GPU, or none."""
+    gpus = tf.config.list_physical_devices("GPU")
+    if options.device == "cuda" and not gpus:
+        raise ConfigurationError("--device cuda: TensorFlow sees no GPU here: use --device cpu")
+    own = gpus[hvd.local_rank() % len(gpus) :][:1] if gpus and options.device != "cpu" else []
+    tf.config.set_visible_devices(own, "GPU")
+    for gpu in own:
+        tf.config.experimental.set_memory_growth(gpu, True)
 
 
 def channels_last(x: np.ndarray) -> np.ndarray:
@@ -123,6 +134,7 @@ def main() -> int:
         threads = max(1, len(os.sched_getaffinity(0)) // hvd.local_size())
         tf.config.threading.set_intra_op_parallelism_threads(threads)
     try:
+        choose_device(options)
         train(options, load(options))
     except OnebitError as error:
         if hvd.rank() == 0:

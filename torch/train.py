@@ -19,7 +19,7 @@ from torch.nn.functional import cross_entropy
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import OnebitError
+from horovod_onebit import ConfigurationError, OnebitError
 from jobs.data import Task, load
 from jobs.metrics import Metrics
 from jobs.options import Options, learning_rate, parse
@@ -55,19 +55,32 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[t
     return cross_entropy(logits, y.flatten()), logits
 
 
+def device_for(options: Options) -> torch.device:
+    """This worker's: a GPU each, or shared if there are fewer of them than workers on a host."""
+    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+        return torch.device("cpu")
+    if not torch.cuda.is_available():
+        raise ConfigurationError(
+            "--device cuda: PyTorch sees no GPU here (nvidia-smi; torch.version.cuda): use --device cpu"
+        )
+    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    return torch.device("cuda", torch.cuda.current_device())
+
+
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, task: Task) -> tuple[float, float]:
+def evaluate(model: torch.nn.Module, task: Task, device: torch.device) -> tuple[float, float]:
     """Loss and accuracy on the test examples; the same on every worker, since the replicas are."""
     model.eval()
-    x, y = torch.from_numpy(task.test_x), torch.from_numpy(task.test_y)
+    x, y = (torch.from_numpy(a).to(device) for a in (task.test_x, task.test_y))
     loss, logits = loss_of(model, x, y)
     model.train()
     return float(loss), float((logits.argmax(1) == y.flatten()).float().mean())
 
 
 def train(options: Options, task: Task) -> None:
+    device = device_for(options)
     torch.manual_seed(options.seed)
-    model = build(options.task, options.width, task.train_x.shape[1], task.classes)
+    model = build(options.task, options.width, task.train_x.shape[1], task.classes).to(device)
     optimizer = distributed_optimizer(options, model)
     parameters = sum(p.numel() for p in model.parameters())
     dense = dense_bytes(parameters, 4, hvd.size())
@@ -76,7 +89,7 @@ def train(options: Options, task: Task) -> None:
         for step in range(options.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
-            x, y = (torch.from_numpy(a) for a in task.batch(options, step, hvd.rank(), hvd.size()))
+            x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, hvd.rank(), hvd.size()))
             optimizer.zero_grad()
             loss, _ = loss_of(model, x, y)
             phase = optimizer.phase.value if options.compression == "onebit" else options.compression
@@ -95,7 +108,7 @@ def train(options: Options, task: Task) -> None:
             if done % options.log_interval == 0 or done == options.steps:
                 values["loss"] = float(hvd.allreduce(loss.detach(), name="metrics.loss"))
                 if done % options.eval_interval == 0 or done == options.steps:
-                    values["test_loss"], values["accuracy"] = evaluate(model, task)
+                    values["test_loss"], values["accuracy"] = evaluate(model, task, device)
                 metrics.log(done, **values)
         compressed = optimizer.stats(norms=False).compressed_parameters if options.compression == "onebit" else 0
         metrics.final(
@@ -113,7 +126,7 @@ def train(options: Options, task: Task) -> None:
             bytes_received=total,
         )
     if options.save_weights:
-        weights = {name: p.detach().numpy() for name, p in model.named_parameters()}
+        weights = {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
         np.savez(options.save_weights.format(rank=hvd.rank()), **weights)
 
 

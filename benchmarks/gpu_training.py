@@ -1,0 +1,105 @@
+"""Training `charlm` with the CUDA kernels against the CPU's: the same loss within noise, replicas bit for bit equal.
+
+    python -m benchmarks.gpu_training       writes benchmarks/results/gpu_training.json
+
+One process, and two on one card over Gloo, each on the CPU and on the GPU; noise is what another seed makes of the run
+on the CPU. Then a network that fills the card, in one process. Without a GPU it says so and ends; `--device cpu` goes
+through it all the same, to try this program.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results" / "gpu_training.json"
+
+
+def train(processes: int, device: str, steps: int, width: int, seed: int = 0, batch: int = 0) -> dict[str, Any]:
+    """One job: its losses, the last line of its metrics, and whether the replicas were equal."""
+    with tempfile.TemporaryDirectory() as folder:
+        metrics, weights = Path(folder, "metrics.jsonl"), str(Path(folder, "{rank}.npz"))
+        command = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(processes), "--gloo", sys.executable]
+        command += ["torch/train.py", "--task", "charlm", "--device", device, "--steps", str(steps)]
+        command += ["--width", str(width), "--seed", str(seed), "--batch-size", str(batch), "--warmup-steps", "50"]
+        command += ["--metrics", str(metrics), "--save-weights", weights]
+        env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
+        if done.returncode:
+            sys.exit(
+                f"{done.stdout[-3000:]}\nbenchmarks.gpu_training: {' '.join(command)} ended with {done.returncode}"
+            )
+        *lines, last = map(json.loads, metrics.read_text().splitlines())
+        ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)]
+        equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks for name in ranks[0].files)
+        return {"losses": [line["loss"] for line in lines], "last": last, "replicas equal": equal}
+
+
+def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
+    """The root mean square of the relative difference between two loss curves."""
+    x, y = np.array(a["losses"]), np.array(b["losses"])
+    return float(np.sqrt(np.mean((x / y - 1) ** 2)))
+
+
+def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for processes in (1, 2):
+        runs = {}
+        for name, device, seed in (("cpu", "cpu", 0), ("noise", "cpu", 1), ("gpu", options.device, 0)):
+            with console.status(f"charlm, {processes} processes, {name} ..."):
+                runs[name] = train(processes, device, options.steps, options.width, seed)
+        found[f"{processes} processes"] = {
+            "test loss": {name: run["last"]["test_loss"] for name, run in runs.items()},
+            "distance of the loss curves, GPU to CPU": distance(runs["gpu"], runs["cpu"]),
+            "distance of the loss curves, seed to seed": distance(runs["noise"], runs["cpu"]),
+            "replicas equal": all(run["replicas equal"] for run in runs.values()),
+        }
+    with console.status("a large network ..."):
+        large = train(1, options.device, options.large_steps, options.large_width, batch=options.large_batch)
+    found["large"] = {
+        "parameters": large["last"]["parameters"],
+        "loss, first and last": [large["losses"][0], large["last"]["loss"]],
+        "milliseconds a step": 1e3 * large["last"]["seconds"] / options.large_steps,
+    }
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--width", type=int, default=128)
+    parser.add_argument("--large-width", type=int, default=8192, help="2.4 billion parameters")
+    parser.add_argument("--large-steps", type=int, default=100)
+    parser.add_argument("--large-batch", type=int, default=64)
+    options, console = parser.parse_args(), Console()
+    import torch
+
+    from horovod_onebit.kernels import has_gpu
+
+    if options.device == "cuda" and not (torch.cuda.is_available() and has_gpu()):
+        console.print("benchmarks.gpu_training: skipped, for want of an NVIDIA GPU, PyTorch's CUDA build or numba-cuda")
+        return
+    found = measure(options, console)
+    if options.device == "cuda":
+        card = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
+        RESULTS.write_text(json.dumps(card | found, indent=1) + "\n")
+    table = Table("", "", title="charlm on a GPU and on the CPU")
+    for name, value in found.items():
+        table.add_row(name, json.dumps(value, indent=1))
+    console.print(table)
+
+
+if __name__ == "__main__":
+    main()
