@@ -155,6 +155,21 @@ Two processes on one machine (`python -m benchmarks.step`).
 
 {foretold(link["results"])}
 
+## On a GPU
+
+Not measured: no card was at hand (`make test-gpu` measures, on one). What bounds the CUDA kernels can be counted
+without: the instructions that a warp executes for 128 elements, by running on the CPU what they compile to (PTX for
+compute capability 9.0; blocks of 1,024, messages of two workers).
+
+    python -m tests.cuda.instructions > benchmarks/results/instructions.json
+
+{instructions(load("instructions"))}
+
+The last column is arithmetic on the card's data: 132 processors that start four instructions a cycle, at 1.755 GHz, and
+a copy of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can be what bounds a
+kernel only where its instructions are clearly fewer; they are not in a server's second stage, which is about an n-th of
+the elements.
+
 ## Looking ahead
 
 110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
@@ -163,6 +178,16 @@ an estimate from its memory's bandwidth, and nothing of this was measured.
 {ahead()}
 """
     (DOCS / "performance.md").write_text(text)
+
+
+def instructions(counts: dict[str, Any]) -> str:
+    """Beside the instructions that an H200 can start while its memory moves the bytes."""
+    starts_per_byte = 132 * 4 * 1.755e9 / 4.3e12
+    rows = [
+        [name, f"{one['bytes']:.1f}", str(one["instructions"]), f"{128 * one['bytes'] * starts_per_byte:.0f}"]
+        for name, one in counts.items()
+    ]
+    return table(["kernel", "bytes an element", "instructions", "an H200 starts meanwhile"], rows)
 
 
 def codec_table(codec: dict[str, Any]) -> str:

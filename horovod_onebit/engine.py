@@ -28,7 +28,7 @@ from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, norms_of
 from horovod_onebit.schedule import Kind
-from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
+from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -65,6 +65,7 @@ class Engine:
         self.layout: Layout | None = None
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
+        self._elsewhere: list[bool] = []  # whether a bucket's tensors lie outside of host memory
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._forgotten = 0  # times that messages were forgotten under way: their names are not free yet
@@ -85,6 +86,7 @@ class Engine:
         self.tensors = list(tensors)
         self._rules = list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
+            self._make_messages(self.layout)
             return
         recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives, rules)
         layout = plan(specs, recipe, self.collectives.size)
@@ -92,10 +94,19 @@ class Engine:
         self.layout = layout
         self.exchange = make_exchange(recipe.exchange, self.context, self.collectives, self.feedback)
         self.exchange.prepare(layout)
-        self._messages = [wire.Message(bucket) for bucket in layout.buckets]
+        self._messages = []
+        self._make_messages(layout)
         text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
         logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
+
+    def _make_messages(self, layout: Layout) -> None:
+        """Memory for the messages, again when tensors went to another memory."""
+        here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
+        elsewhere = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
+        if elsewhere != self._elsewhere or not self._messages:
+            self._elsewhere = elsewhere
+            self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
@@ -151,10 +162,10 @@ class Engine:
             with self.times.measure("encode"), self.context.kernels.batch():
                 for piece in message.bucket.pieces:
                     tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                    scales, bits = message.scales[piece.blocks], message.bits[piece.bytes]
+                    scales, bits = message.out_scales[piece.blocks], message.out_bits[piece.bytes]
                     rule, grad = rules[piece.tensor], gradient(piece)
                     rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
-            message.seal(stamp, finite=bool(np.isfinite(message.scales).all()))
+            message.written(stamp)
 
         name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
         pending = self.exchange.start(message, gradient, encode, stamp, name)
@@ -231,17 +242,10 @@ class Engine:
         if not (finite and all(np.isfinite(total).all() for total in totals)):
             self._say_skipped("the mean gradient")
             return False
-        means = [np.empty(tensor.weight.size, np.float32) for tensor in self.tensors]
-        for bucket, total in zip(self.layout.buckets, totals, strict=True):
-            start = 0
-            for piece in bucket.pieces:
-                size = piece.stop - piece.start
-                means[piece.tensor][piece.start : piece.stop] = total[start : start + size]
-                start += size
-        workers = np.float32(self.collectives.size)
+        sums, workers = self.layout.unfuse(totals), np.float32(self.collectives.size)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
-                rules[index].exact_step_anywhere(tensor, means[index] / workers, self.context)
+                rules[index].exact_step_anywhere(tensor, sums[index] / workers, self.context)
         return True
 
     def flush(self, rules: Sequence[Rule]) -> None:
@@ -286,6 +290,10 @@ class Engine:
         for bucket in self.layout.buckets:
             if bucket.index not in self._sent:
                 self.send(bucket.index, grads, rules)
+        for item in self._sent.values():
+            if item.pending.arriving:
+                item.pending.advance()
+                item.advanced += 1
         self._progress()
 
     def _progress(self, *, block: bool = False) -> None:
@@ -377,21 +385,14 @@ class Engine:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
         nan = math.nan
         error, momentum = norms_of(self.tensors, self._rules, self.context) if norms else (nan, nan)
-        traffic, times = self.traffic, self.times
-        return Stats(
+        return snapshot(
+            self.traffic,
+            self.times,
             phase=phase,
             step=step,
             skipped_steps=self.skipped,
             parameters=parameters,
             compressed_parameters=compressed,
-            bytes_sent=traffic.total,
-            bytes_received=traffic.total,
-            step_bytes_sent=traffic.step,
-            step_bytes_received=traffic.step,
-            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
-            encode_seconds=times.encode,
-            exchange_seconds=times.exchange,
-            decode_seconds=times.decode,
             error_norm=error,
             momentum_norm=momentum,
         )

@@ -12,8 +12,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.reference import num_blocks, num_bytes
+from horovod_onebit.kernels.reference import Array, num_blocks, num_bytes
 from horovod_onebit.recipe import GATHER_LIMIT, Recipe
 
 Cut = tuple[int, int, int, int]  # tensor, start, stop, block size
@@ -84,6 +86,17 @@ class Layout:
     @property
     def size(self) -> int:
         return sum(spec.size for spec in self.tensors)
+
+    def unfuse(self, fused: Sequence[Array]) -> list[Array]:
+        """The tensors of which the elements of each bucket lie together in ``fused``: flat float32."""
+        tensors = [np.empty(spec.size, np.float32) for spec in self.tensors]
+        for bucket, values in zip(self.buckets, fused, strict=True):
+            start = 0
+            for piece in bucket.pieces:
+                size = piece.stop - piece.start
+                tensors[piece.tensor][piece.start : piece.stop] = values[start : start + size]
+                start += size
+        return tensors
 
 
 def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:

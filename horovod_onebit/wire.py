@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,20 +55,59 @@ class Stamp:
 class Message:
     """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
-    ``buffer`` is memory to use instead of its own: (at least ``message_size(bucket)``,) uint8.
+    ``buffer`` is memory to use instead of its own: (at least ``message_size(bucket)``,) uint8. With a ``twin`` (see
+    ``kernels.reference.twin``) the kernels write there, and the message arrives later.
+
+    Attributes:
+        scales, bits: views of the buffer.
+        out_scales, out_bits: where the kernels write.
+        arriving: whether ``arrive`` is still to be called.
     """
 
-    def __init__(self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None) -> None:
+    def __init__(self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None, twin: Any = None) -> None:
         self.bucket = bucket
-        self.buffer = np.zeros(message_size(bucket), np.uint8) if buffer is None else buffer
-        self.scales, self.bits = _body(self.buffer, bucket)
-        self.finite = True
+        self._twin = twin
+        if buffer is None:
+            buffer = np.zeros(message_size(bucket), np.uint8) if twin is None else twin.host
+        self.buffer: NDArray[np.uint8] = buffer
+        self.scales, self.bits = self.out_scales, self.out_bits = _body(self.buffer, bucket)
+        if twin is not None:
+            self.out_scales = twin.part(HEADER.itemsize, bucket.blocks, "float32")
+            self.out_bits = twin.part(HEADER.itemsize + 4 * bucket.blocks, bucket.bytes, "uint8")
+        self.finite, self.arriving = True, False
+
+    def written(self, stamp: Stamp) -> None:
+        """The kernels were told to write all of it: seal it, or start to fetch it."""
+        if self._twin is None:
+            self._seal_checked(stamp)
+        else:
+            self._twin.fetch()
+            self.arriving = True
+
+    def arrived(self) -> bool:
+        """Whether ``arrive`` would not block."""
+        return not self.arriving or self._twin.arrived()
+
+    def arrive(self, stamp: Stamp) -> None:
+        """Wait until it is here, and seal it."""
+        self._twin.wait()
+        self.arriving = False
+        self._seal_checked(stamp)
+
+    def _seal_checked(self, stamp: Stamp) -> None:
+        self.seal(stamp, finite=bool(np.isfinite(self.scales).all()))
 
     def seal(self, stamp: Stamp, *, finite: bool) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent."""
         seal_rows(self.buffer[None], self.bucket.blocks, self.bucket.index, stamp, finite)
         self.finite = finite
         return self.buffer
+
+
+def messages(buckets: Sequence[Bucket], elsewhere: Sequence[bool], kernels: ModuleType) -> list[Message]:
+    """A message for each bucket; of ``kernels``'s making for those whose tensors lie outside of host memory."""
+    twins = [kernels.twin(message_size(b)) if away else None for b, away in zip(buckets, elsewhere, strict=True)]
+    return [Message(bucket, twin=twin) for bucket, twin in zip(buckets, twins, strict=True)]
 
 
 def seal_rows(

@@ -86,11 +86,15 @@ class Pending(Protocol):
 
     Attributes:
         stages: how often ``advance`` is called before ``wait``.
+        arriving: whether ``advance`` only waits for what this worker itself has encoded.
         encoded: what was compressed; None as long as nothing is.
     """
 
     @property
     def stages(self) -> int: ...
+
+    @property
+    def arriving(self) -> bool: ...
 
     @property
     def encoded(self) -> Encoded | None: ...

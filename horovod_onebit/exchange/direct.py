@@ -13,19 +13,29 @@ from horovod_onebit.rules import Context
 
 
 class _Pending:
-    stages = 0
+    def __init__(self, collectives: Collectives, encoded: Encoded, stamp: wire.Stamp, name: str) -> None:
+        self.collectives, self.encoded, self.stamp, self.name = collectives, encoded, stamp, name
+        self.stages = int(encoded.message.arriving)
+        self.handle: Handle | None = None if self.stages else self._send()
 
-    def __init__(self, handle: Handle, encoded: Encoded, stamp: wire.Stamp, workers: int) -> None:
-        self.handle, self.encoded, self.stamp, self.workers = handle, encoded, stamp, workers
+    @property
+    def arriving(self) -> bool:
+        return self.encoded.message.arriving
+
+    def _send(self) -> Handle:
+        return self.collectives.allgather(self.encoded.message.buffer, self.name)
 
     def ready(self) -> bool:
-        return True
+        return self.encoded.message.arrived()
 
     def advance(self) -> None:
-        pass
+        self.encoded.message.arrive(self.stamp)
+        self.handle = self._send()
 
     def wait(self) -> wire.Gathered:
-        return wire.read(self.handle.wait(), self.encoded.message.bucket, self.stamp, workers=self.workers)
+        assert self.handle is not None
+        bucket, workers = self.encoded.message.bucket, self.collectives.size
+        return wire.read(self.handle.wait(), bucket, self.stamp, workers=workers)
 
 
 class Direct:
@@ -44,8 +54,7 @@ class Direct:
         self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
     ) -> _Pending:
         encode(message, gradient)
-        handle = self.collectives.allgather(message.buffer, name)
-        return _Pending(handle, Encoded(message, gradient), stamp, self.collectives.size)
+        return _Pending(self.collectives, Encoded(message, gradient), stamp, name)
 
     def settle(self, taken: bool) -> None:
         pass

@@ -88,6 +88,7 @@ class Hierarchical:
 
 class _Pending:
     stages = 2
+    arriving = False
 
     def __init__(
         self,

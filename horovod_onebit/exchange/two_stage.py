@@ -73,14 +73,7 @@ class TwoStage:
         self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
     ) -> _Pending:
         encode(message, gradient)
-        served = self._served[message.bucket.index]
-        for share, part in zip(served.shares, served.parts, strict=True):
-            part.scales[:] = message.scales[share.blocks]
-            part.bits[:] = message.bits[share.bytes]
-        rows = served.outgoing.reshape(-1, served.size)
-        wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
-        handle = self.collectives.alltoall(served.outgoing, f"{name}.scatter")
-        return _Pending(self, served, Encoded(message, gradient), stamp, name, handle)
+        return _Pending(self, self._served[message.bucket.index], Encoded(message, gradient), stamp, name)
 
     def settle(self, taken: bool) -> None:
         if taken:
@@ -92,28 +85,47 @@ class TwoStage:
 
 
 class _Pending:
-    stages = 1
-
-    def __init__(
-        self, exchange: TwoStage, served: _Served, encoded: Encoded, stamp: wire.Stamp, name: str, handle: Handle
-    ) -> None:
+    def __init__(self, exchange: TwoStage, served: _Served, encoded: Encoded, stamp: wire.Stamp, name: str) -> None:
         self.exchange, self.served, self.encoded = exchange, served, encoded
-        self.stamp, self.name, self.handle = stamp, name, handle
+        self.stamp, self.name = stamp, name
         self.finite = np.ones(0, bool)
+        self.stages = 1 + encoded.message.arriving
+        self.handle: Handle | None = None if encoded.message.arriving else self._scatter()
+
+    @property
+    def arriving(self) -> bool:
+        return self.encoded.message.arriving
 
     def ready(self) -> bool:
-        return self.handle.ready()
+        return self.encoded.message.arrived() if self.handle is None else self.handle.ready()
 
     def advance(self) -> None:
-        """Serve: decode the mean of this worker's share, compress it again, send it to all."""
+        if self.handle is None:
+            self.encoded.message.arrive(self.stamp)
+            self.handle = self._scatter()
+        else:
+            self.handle = self._serve(self.handle)
+
+    def _scatter(self) -> Handle:
+        """Send every server its share of the message."""
+        served, message = self.served, self.encoded.message
+        for share, part in zip(served.shares, served.parts, strict=True):
+            part.scales[:] = message.scales[share.blocks]
+            part.bits[:] = message.bits[share.bytes]
+        rows = served.outgoing.reshape(-1, served.size)
+        wire.seal_rows(rows, served.blocks, message.bucket.index, self.stamp, message.finite)
+        return self.exchange.collectives.alltoall(served.outgoing, f"{self.name}.scatter")
+
+    def _serve(self, scattered: Handle) -> Handle:
+        """Decode the mean of this worker's share, compress it again, send it to all."""
         served, collectives = self.served, self.exchange.collectives
         n, share = collectives.size, served.own.bucket
-        messages = wire.read(self.handle.wait(), share, self.stamp, workers=n, size=served.size)
+        messages = wire.read(scattered.wait(), share, self.stamp, workers=n, size=served.size)
         self.finite = messages.finite
         if messages.finite.all():
             self._recode(messages)
         served.own.seal(self.stamp, finite=bool(messages.finite.all()))
-        self.handle = collectives.allgather(served.own.buffer, f"{self.name}.gather")
+        return collectives.allgather(served.own.buffer, f"{self.name}.gather")
 
     def _recode(self, messages: wire.Gathered) -> None:
         served, context = self.served, self.exchange.context
@@ -135,5 +147,6 @@ class _Pending:
     def wait(self) -> wire.Gathered:
         """Put the servers' messages together to one that covers the whole bucket."""
         served, bucket = self.served, self.encoded.message.bucket
+        assert self.handle is not None
         found = wire.read_shares(self.handle.wait(), bucket, served.shares, self.stamp, hosts=1, size=served.size)
         return replace(found, finite=self.finite)

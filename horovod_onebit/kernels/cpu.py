@@ -24,6 +24,7 @@ from horovod_onebit.kernels.reference import (
     batch,
     copy,
     host,
+    twin,
     write,
 )
 from horovod_onebit.kernels.threads import over_blocks, set_num_threads
@@ -46,6 +47,7 @@ __all__ = [
     "set_num_threads",
     "squares",
     "take_over",
+    "twin",
     "write",
 ]
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -50,6 +50,14 @@ class Spec(NamedTuple):
 def batch() -> Iterator[None]:
     """Calls within do not depend on each other, and their results are there at its end: for those who launch."""
     yield
+
+
+def twin(size: int) -> Any:
+    """A message of ``size`` bytes for tensors that lie elsewhere, which arrives some time after it was encoded.
+
+    Its attributes are those of ``cuda.twin.Twin``; None where tensors lie in host memory.
+    """
+    return None
 
 
 def host(array: Array) -> Array:

@@ -299,7 +299,7 @@ def DistributedOptimizer(
             ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
             they change for the first time after they were sent, ``step`` raises on all workers and names this option.
         kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these can run; ``"cuda"``
-            insists on that; ``"cpu"`` does it in the host's memory. 0/1 Adam is the host's for now.
+            insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
             ``check_replicas``. None is never.
 

@@ -1,9 +1,7 @@
 """How many instructions the compiled CUDA kernels execute, which bounds their speed: python -m tests.cuda.instructions.
 
 By ``machine``, so no GPU is needed: PTX instructions of a warp for 128 elements (a warp's 32 threads, four each), in
-blocks of 1,024, with two workers' messages. An H200 starts at most 4 x 132 of them a cycle and reads or writes about
-2.4 KB a cycle, so that a kernel of 20 bytes an element wants clearly fewer than 560. (A division or a root is one
-instruction in PTX, and about ten on the GPU.)
+blocks of 1,024, with two workers' messages, and the bytes that an element takes from and to the device's memory.
 """
 
 import json
@@ -16,6 +14,7 @@ import numpy as np
 
 ELEMENTS, BLOCK = 65_536, 1024
 f32 = np.float32
+BIT = 1 / 8 + 4 / BLOCK  # and its share of a scale
 
 
 def measure(folder):
@@ -40,26 +39,37 @@ def measure(folder):
     scales, bits = np.ones((2, ELEMENTS // BLOCK), f32), rng.integers(0, 256, (2, ELEMENTS // 8), dtype=np.uint8)
     one, options = (scales[0].copy(), bits[0].copy()), {"step_size": 1e-3, "decay": 1.0}
     cases = {
-        "encode, update space": ("encode", lambda: kernels.encode(g, m, v, None, e, *one, spec)),
-        "encode, momentum space": ("encode", lambda: kernels.encode(g, m, None, None, e, *one, spec)),
-        "decode and Adam": ("apply", lambda: kernels.apply(scales, bits, m, v, w, spec, update_space=True, **options)),
+        "encode, update space": (20 + BIT, "encode", lambda: kernels.encode(g, m, v, None, e, *one, spec)),
+        "encode, momentum space": (16 + BIT, "encode", lambda: kernels.encode(g, m, None, None, e, *one, spec)),
+        "decode and Adam": (
+            16 + 2 * BIT,
+            "apply",
+            lambda: kernels.apply(scales, bits, m, v, w, spec, update_space=True, **options),
+        ),
         "decode and SGD": (
+            16 + 2 * BIT,
             "apply",
             lambda: kernels.apply(scales, bits, m, None, w, spec, update_space=True, **options),
         ),
-        "a server's second stage": ("recode", lambda: kernels.recode(scales, bits, e, g, *one, "guarded", BLOCK)),
-        "LAMB's sums": ("squares", lambda: kernels.squares(m, v, w, np.empty((ELEMENTS // CHUNK, 2)), spec)),
-        "LAMB's step": ("move", lambda: kernels.move(m, v, w, spec, **options)),
-        "0/1 Adam's local step": ("local_step", lambda: kernels.local_step(g, m, v, w, spec, **options)),
+        "a server's second stage": (
+            8 + 3 * BIT,
+            "recode",
+            lambda: kernels.recode(scales, bits, e, g, *one, "guarded", BLOCK),
+        ),
+        "LAMB's sums": (12, "squares", lambda: kernels.squares(m, v, w, np.empty((ELEMENTS // CHUNK, 2)), spec)),
+        "LAMB's step": (16, "move", lambda: kernels.move(m, v, w, spec, **options)),
+        "0/1 Adam's local step": (24, "local_step", lambda: kernels.local_step(g, m, v, w, spec, **options)),
         "0/1 Adam's exchange": (
+            16 + BIT,
             "encode_moved",
             lambda: kernels.encode_moved(w, anchor, None, e, *one, spec, decay=1.0),
         ),
     }
     found = {}
-    for name, (program, run) in cases.items():
+    for name, (width, program, run) in cases.items():
         run()
-        found[name] = round(programs[program].counts.total() / (ELEMENTS / 128))
+        count = programs[program].counts.total() / (ELEMENTS / 128)
+        found[name] = {"instructions": round(count), "bytes": width}
         programs[program].counts.clear()
     return found
 

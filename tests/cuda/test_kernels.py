@@ -299,6 +299,27 @@ def test_whole_arrays_are_fetched_and_written():
     assert not host(place).any()
 
 
+def test_a_message_arrives_later():
+    s, put = spec(), Device()
+    grad, momentum, error, _ = arrays(300)
+    expected, out = error.copy(), (np.zeros(5, f32), np.zeros(38, np.uint8))
+    reference.encode(grad, momentum, None, None, expected, *out, s)
+    twin, place = kernels.twin(32 + 20 + 38 + 6), put(error)
+    for _ in range(2):
+        place = put(error)
+        twin.host[:] = 90
+        arguments = put(grad), put(momentum), None, None, place
+        with kernels.batch():
+            kernels.encode(*arguments, twin.part(32, 5, "float32")[0:5], twin.part(52, 38, "uint8")[0:38], s)
+        twin.fetch()
+        assert twin.arrived() != SIMULATED
+        twin.wait()
+        close(twin.host[32:52].view(f32), out[0])
+        np.testing.assert_array_equal(twin.host[52:90], out[1])
+        assert not twin.host[:32].any()
+        close(host(place), expected)
+
+
 def test_a_batch_is_one_launch_for_all_tensors():
     s, put = spec(), Device()
     tensors = [arrays(size, size) for size in (131, 9, 64)]

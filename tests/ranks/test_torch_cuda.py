@@ -74,7 +74,10 @@ def train(model, optimizer, steps, start=0):
 
 
 def uses_kernels(optimizer):
-    places = {not isinstance(b.tensor.weight, np.ndarray) for b in optimizer._compressor.bindings.values()}
+    """Whether all tensors are the kernels', and all messages theirs, too."""
+    compressor = optimizer._compressor
+    places = {not isinstance(b.tensor.weight, np.ndarray) for b in compressor.bindings.values()}
+    places |= {not isinstance(message.out_bits, np.ndarray) for message in compressor.engine._messages}
     assert len(places) == 1
     return places.pop()
 
@@ -197,6 +200,24 @@ def test_what_the_kernels_cannot_do_is_the_hosts(kind, recipe):
     train(model, optimizer, 4)
     assert not uses_kernels(optimizer)
     assert_replicas_equal(model)
+
+
+def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
+    model = Small()
+    optimizer = wrap(model, "cuda")
+    train(model, optimizer, 4)
+    assert uses_kernels(optimizer)
+    placement = optimizer._compressor.placement
+    for host in (True, False):
+        with monkeypatch.context() as patch:
+            if host:
+                patch.setattr(placement, "of", lambda p: None)
+            for p, binding in list(optimizer._compressor.bindings.items()):
+                binding.release()
+                optimizer._compressor._bind(p)
+            train(model, optimizer, 2, start=4 + 2 * (not host))
+        assert uses_kernels(optimizer) != host
+        assert_replicas_equal(model)
 
 
 def test_a_floor():

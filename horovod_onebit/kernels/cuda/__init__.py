@@ -35,6 +35,7 @@ from horovod_onebit.kernels.cuda.calls import (
 )
 from horovod_onebit.kernels.cuda.device import SIMULATED
 from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, buffer
+from horovod_onebit.kernels.cuda.twin import Twin
 from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
 
 __all__ = [
@@ -59,6 +60,7 @@ __all__ = [
     "set_num_threads",
     "squares",
     "take_over",
+    "twin",
     "use_stream",
     "write",
 ]
@@ -75,6 +77,11 @@ def use_stream(stream: Callable[[], int]) -> None:
 def host(array: Any) -> NDArray[np.float32]:
     """See ``reference.host``; waits for what was launched before."""
     return array if isinstance(array, np.ndarray) else copies.fetch(buffer(array), launcher.current())
+
+
+def twin(size: int) -> Twin:
+    """See ``reference.twin``."""
+    return Twin(size)
 
 
 def write(array: Any, values: Any) -> None:

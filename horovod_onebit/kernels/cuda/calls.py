@@ -125,6 +125,8 @@ def set_outputs(row: Row, scales: Any, bits: Any) -> Places:
     for column, array in ((t.OUT_SCALES, scales), (t.OUT_BITS, bits)):
         if isinstance(array, np.ndarray):
             fetched.append((column, array))
+        elif isinstance(array, Buffer):
+            row[column] = array.address
         else:
             row[column] = array.__cuda_array_interface__["data"][0]
     return fetched

@@ -26,6 +26,7 @@ from horovod_onebit.kernels.cuda.table import FIRST, ROW_BYTES, pack
 MAX_THREADS = 512
 TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
 TABLES_KEPT = 256
+WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 KINDS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
 
 
@@ -36,7 +37,7 @@ class Buffer:
     Attributes:
         address: of the first, in bytes.
         size: how many there are.
-        dtype: "float32", "float16" or "bfloat16"; what is not a gradient is float32.
+        dtype: "float32", or for gradients also "float16" and "bfloat16"; "uint8" for bits.
     """
 
     address: int
@@ -51,7 +52,7 @@ class Buffer:
         start, stop, step = part.indices(self.size)
         if step != 1:
             raise ConfigurationError(f"a Buffer has no parts with step {step}; expected 1")
-        width = 4 if self.dtype == "float32" else 2
+        width = WIDTHS[self.dtype]
         return Buffer(self.address + width * start, max(stop - start, 0), self.dtype, self.owner)
 
 

@@ -25,6 +25,11 @@ def _check(result: tuple[Any, ...]) -> None:
         raise OnebitError(f"a copy between the host and the GPU failed: {result[0].name}")
 
 
+def copy_to_host(here: int, there: int, size: int, stream: Any) -> None:
+    """Start to copy ``size`` bytes at the address ``there``, on the device, to ``here``, in pinned memory."""
+    _check(driver.cuMemcpyDtoHAsync(here, there, size, stream.handle))
+
+
 class Staging:
     """Bytes on the device and their twin on the host, pinned; they grow as needed. ``address`` is on the device."""
 
@@ -67,6 +72,5 @@ class Staging:
         if SIMULATED:
             self._host[start:stop] = self._device[start:stop]
             return
-        here, there = self._host_address + start, self.address + start
-        _check(driver.cuMemcpyDtoHAsync(here, there, stop - start, stream.handle))
+        copy_to_host(self._host_address + start, self.address + start, stop - start, stream)
         stream.synchronize()
