@@ -20,6 +20,7 @@ from horovod_onebit import handshake, wire
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
 from horovod_onebit.exchange import Collectives, Exchange, Gradient, Handle, Pending, choose
 from horovod_onebit.exchange import make as make_exchange
+from horovod_onebit.exchange.direct import Direct
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
@@ -83,18 +84,16 @@ class Engine:
         """
         texts = details or [""] * len(tensors)
         specs = [TensorSpec(t.name, t.weight.size, text) for t, text in zip(tensors, texts, strict=True)]
-        self.tensors = list(tensors)
-        self._rules = list(rules)
+        self.tensors, self._rules = list(tensors), list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             self._make_messages(self.layout)
             return
         recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives, rules)
         layout = plan(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
-        self.layout = layout
+        self.layout, self._messages = layout, []
         self.exchange = make_exchange(recipe.exchange, self.context, self.collectives, self.feedback)
         self.exchange.prepare(layout)
-        self._messages = []
         self._make_messages(layout)
         text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
@@ -106,7 +105,8 @@ class Engine:
         elsewhere = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
         if elsewhere != self._elsewhere or not self._messages:
             self._elsewhere = elsewhere
-            self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels)
+            stay = isinstance(self.exchange, Direct) and self.collectives.gathers_elsewhere
+            self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels, stay=stay)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
@@ -378,8 +378,9 @@ class Engine:
         message = encoded.message
         for piece in message.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-            grad, scales, bits = encoded.gradient(piece), message.scales[piece.blocks], message.bits[piece.bytes]
-            item.rules[piece.tensor].restore(tensor, grad, scales, bits, piece.block_size, self.context)
+            scales, bits = message.out_scales[piece.blocks], message.out_bits[piece.bytes]
+            rule, grad = item.rules[piece.tensor], encoded.gradient(piece)
+            rule.restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""

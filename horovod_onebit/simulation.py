@@ -95,6 +95,8 @@ class _Waiting:
 class SimulatedCollectives:
     """One simulated worker's collectives."""
 
+    gathers_elsewhere = False
+
     def __init__(
         self, world: _World, rank: int, hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None
     ) -> None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -56,7 +56,8 @@ class Message:
     """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
     ``buffer`` is memory to use instead of its own: (at least ``message_size(bucket)``,) uint8. With a ``twin`` (see
-    ``kernels.reference.twin``) the kernels write there, and the message arrives later.
+    ``kernels.reference.twin``) the kernels write there, and the message arrives later; ``stays`` says that it leaves
+    from where the kernels write it, so that no more of it arrives here than the scales.
 
     Attributes:
         scales, bits: views of the buffer.
@@ -64,16 +65,19 @@ class Message:
         arriving: whether ``arrive`` is still to be called.
     """
 
-    def __init__(self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None, twin: Any = None) -> None:
+    def __init__(
+        self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None, twin: Any = None, *, stays: bool = False
+    ) -> None:
         self.bucket = bucket
         self._twin = twin
+        self._stays = stays and twin is not None
         if buffer is None:
             buffer = np.zeros(message_size(bucket), np.uint8) if twin is None else twin.host
         self.buffer: NDArray[np.uint8] = buffer
         self.scales, self.bits = self.out_scales, self.out_bits = _body(self.buffer, bucket)
         if twin is not None:
             self.out_scales = twin.part(HEADER.itemsize, bucket.blocks, "float32")
-            self.out_bits = twin.part(HEADER.itemsize + 4 * bucket.blocks, bucket.bytes, "uint8")
+            self.out_bits = twin.part(_middle(bucket), bucket.bytes, "uint8")
         self.finite, self.arriving = True, False
 
     def written(self, stamp: Stamp) -> None:
@@ -81,7 +85,7 @@ class Message:
         if self._twin is None:
             self._seal_checked(stamp)
         else:
-            self._twin.fetch()
+            self._twin.fetch(_middle(self.bucket) if self._stays else self.buffer.size)
             self.arriving = True
 
     def arrived(self) -> bool:
@@ -93,6 +97,13 @@ class Message:
         self._twin.wait()
         self.arriving = False
         self._seal_checked(stamp)
+        if self._stays:
+            self._twin.send(HEADER.itemsize)
+
+    @property
+    def outgoing(self) -> Any:
+        """What is to be gathered: ``buffer``, or the bytes where the kernels wrote them."""
+        return self._twin if self._stays else self.buffer
 
     def _seal_checked(self, stamp: Stamp) -> None:
         self.seal(stamp, finite=bool(np.isfinite(self.scales).all()))
@@ -104,10 +115,10 @@ class Message:
         return self.buffer
 
 
-def messages(buckets: Sequence[Bucket], elsewhere: Sequence[bool], kernels: ModuleType) -> list[Message]:
+def messages(buckets: Sequence[Bucket], elsewhere: Sequence[bool], kernels: ModuleType, *, stay: bool) -> list[Message]:
     """A message for each bucket; of ``kernels``'s making for those whose tensors lie outside of host memory."""
     twins = [kernels.twin(message_size(b)) if away else None for b, away in zip(buckets, elsewhere, strict=True)]
-    return [Message(bucket, twin=twin) for bucket, twin in zip(buckets, twins, strict=True)]
+    return [Message(bucket, twin=twin, stays=stay) for bucket, twin in zip(buckets, twins, strict=True)]
 
 
 def seal_rows(
@@ -117,6 +128,24 @@ def seal_rows(
     headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
     headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, FINITE if finite else 0
     headers["step"], headers["layout"], headers["bucket"], headers["blocks"] = stamp.step, stamp.layout, index, blocks
+
+
+class Remote(Protocol):
+    """Messages that arrived outside of host memory, one after the other.
+
+    Attributes:
+        size: bytes in all.
+    """
+
+    size: int
+
+    def heads(self, rows: int, width: int) -> NDArray[np.uint8]:
+        """Of each of ``rows`` messages the first ``width`` bytes, in host memory: (rows, width)."""
+        ...
+
+    def bytes(self, rows: int, start: int) -> Any:
+        """Of each of ``rows`` messages what begins at byte ``start``, where it lies, for the kernels: rows of uint8."""
+        ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +161,7 @@ class Gathered:
 
 
 def read(
-    gathered: NDArray[np.uint8], bucket: Bucket, stamp: Stamp, *, workers: int, size: int | None = None
+    gathered: NDArray[np.uint8] | Remote, bucket: Bucket, stamp: Stamp, *, workers: int, size: int | None = None
 ) -> Gathered:
     """Check what arrived, (workers * size,) uint8, against what this step expects, and open it.
 
@@ -141,12 +170,30 @@ def read(
     claims to be finite is refused as well.
     """
     size = message_size(bucket) if size is None else size
+    if not isinstance(gathered, np.ndarray):
+        return _read_remote(gathered, bucket, stamp, workers)
     rows, finite = _open(gathered, bucket.index, np.full(workers, bucket.blocks), stamp, size, np.arange(workers))
     scales, bits = _body(rows, bucket)
     bad = finite & _corrupt(scales)
     if bad.any():
         raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
     return Gathered(scales, bits, finite)
+
+
+def _read_remote(gathered: Remote, bucket: Bucket, stamp: Stamp, workers: int) -> Gathered:
+    """As ``read``; only headers and scales come to the host's memory."""
+    if gathered.size != workers * message_size(bucket):
+        raise WireError(
+            f"bucket {bucket.index}: {gathered.size} bytes arrived, expected {workers} * {message_size(bucket)}: "
+            "the workers do not have the same model, recipe or version"
+        )
+    heads, senders = gathered.heads(workers, _middle(bucket)), np.arange(workers)
+    finite = _check_headers(heads, bucket.index, np.full(workers, bucket.blocks), stamp, senders)
+    scales = np.ascontiguousarray(heads[:, HEADER.itemsize :]).view(np.float32)
+    bad = finite & _corrupt(scales)
+    if bad.any():
+        raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
+    return Gathered(scales, gathered.bytes(workers, _middle(bucket)), finite)
 
 
 def read_shares(
@@ -188,6 +235,17 @@ def _open(
             "the workers do not have the same model, recipe or version"
         )
     rows = np.ascontiguousarray(gathered).reshape(len(blocks), size)
+    return rows, _check_headers(rows, index, blocks, stamp, senders)
+
+
+def _check_headers(
+    rows: NDArray[np.uint8],
+    index: int,
+    blocks: NDArray[np.integer],
+    stamp: Stamp,
+    senders: NDArray[np.integer],
+) -> NDArray[np.bool_]:
+    """Which messages are finite; their headers, which ``rows`` begin with, are as expected."""
     headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
     joined = senders[headers["magic"] == 0]  # Horovod lets zeros stand for a worker that has left
     if joined.size:
@@ -202,7 +260,7 @@ def _open(
                 f"{headers[field][first]}, expected {np.broadcast_to(values, len(blocks))[first]} "
                 f"(workers that differ: {senders[wrong].tolist()})"
             )
-    return rows, (headers["flags"] & FINITE).astype(bool)
+    return np.asarray((headers["flags"] & FINITE).astype(bool))
 
 
 def _corrupt(scales: NDArray[np.float32]) -> NDArray[np.bool_]:
@@ -217,8 +275,12 @@ def _corruption(index: int, stamp: Stamp, worker: np.integer) -> WireError:
     )
 
 
+def _middle(bucket: Bucket) -> int:
+    """Where the scales end and the bits begin."""
+    return HEADER.itemsize + 4 * bucket.blocks
+
+
 def _body(buffer: NDArray[np.uint8], bucket: Bucket) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
     """Views of the scales and the bits, along the last axis of ``buffer``."""
-    start = HEADER.itemsize
-    middle = start + 4 * bucket.blocks
+    start, middle = HEADER.itemsize, _middle(bucket)
     return buffer[..., start:middle].view(np.float32), buffer[..., middle : middle + bucket.bytes]

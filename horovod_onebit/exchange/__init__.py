@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,8 +27,8 @@ class Handle(Protocol):
         """Whether ``wait`` would not block; False if that is not known."""
         ...
 
-    def wait(self) -> NDArray:
-        """Block until it is done, and return its result. Called once."""
+    def wait(self) -> Any:
+        """Block until it is done, and return its result, an array. Called once."""
         ...
 
 
@@ -44,7 +44,12 @@ class Collectives(Protocol):
     @property
     def size(self) -> int: ...
 
-    def allgather(self, array: Bytes, name: str) -> Handle:
+    @property
+    def gathers_elsewhere(self) -> bool:
+        """Whether ``allgather`` takes bytes that lie in a GPU's memory, too; ``wait`` then gives a ``wire.Remote``."""
+        ...
+
+    def allgather(self, array: Any, name: str) -> Handle:
         """Start gathering (k,) uint8 of every worker; ``wait`` gives (size * k,) in rank order."""
         ...
 

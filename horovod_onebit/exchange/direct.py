@@ -23,7 +23,7 @@ class _Pending:
         return self.encoded.message.arriving
 
     def _send(self) -> Handle:
-        return self.collectives.allgather(self.encoded.message.buffer, self.name)
+        return self.collectives.allgather(self.encoded.message.outgoing, self.name)
 
     def ready(self) -> bool:
         return self.encoded.message.arrived()

@@ -65,6 +65,8 @@ class _Handle:
 class HorovodCollectives:
     """One process's view of a Horovod process set. Create it after ``hvd.init()``."""
 
+    gathers_elsewhere = False
+
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         self.process_set = process_set
         self._functions: dict[tuple[str, str], Any] = {}

@@ -1,4 +1,7 @@
-"""The core's ``Collectives`` over Horovod's PyTorch operations, for NumPy arrays in host memory."""
+"""The core's ``Collectives`` over Horovod's PyTorch operations, for NumPy arrays in host memory.
+
+Where Horovod has NCCL, messages are gathered where the CUDA kernels write them, too.
+"""
 
 from __future__ import annotations
 
@@ -25,6 +28,34 @@ class _Handle:
         return (result[0] if isinstance(result, tuple) else result).numpy()
 
 
+class _Arrived:
+    """A ``wire.Remote``: what was gathered on a GPU."""
+
+    def __init__(self, gathered: torch.Tensor) -> None:
+        self._gathered = gathered
+        self.size = gathered.numel()
+
+    def heads(self, rows: int, width: int) -> NDArray[np.uint8]:
+        return self._gathered.view(rows, -1)[:, :width].contiguous().cpu().numpy()
+
+    def bytes(self, rows: int, start: int) -> Any:
+        from horovod_onebit.kernels.cuda import Rows
+
+        return Rows(self._gathered.data_ptr() + start, rows, self.size // rows, 1, self._gathered)
+
+
+class _HandleElsewhere:
+    def __init__(self, handle: Any, source: Any) -> None:
+        self.handle = handle
+        self.source = source  # as in _Handle
+
+    def ready(self) -> bool:
+        return bool(hvd.poll(self.handle))
+
+    def wait(self) -> _Arrived:
+        return _Arrived(hvd.synchronize(self.handle))
+
+
 class HorovodCollectives:
     """One process's view of a Horovod process set. Create it after ``hvd.init()``."""
 
@@ -39,9 +70,15 @@ class HorovodCollectives:
     def size(self) -> int:
         return self.process_set.size()
 
-    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
-        tensor = torch.from_numpy(array)
-        return _Handle(hvd.allgather_async(tensor, name=name, process_set=self.process_set), array)
+    @property
+    def gathers_elsewhere(self) -> bool:
+        return bool(hvd.nccl_built())
+
+    def allgather(self, array: Any, name: str) -> _Handle | _HandleElsewhere:
+        there = hasattr(array, "__cuda_array_interface__")
+        tensor = torch.as_tensor(array) if there else torch.from_numpy(np.asarray(array))
+        handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
+        return _Handle(handle, array) if isinstance(array, np.ndarray) else _HandleElsewhere(handle, array)
 
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)

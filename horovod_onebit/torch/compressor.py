@@ -214,7 +214,12 @@ class Compressor:
     def _prepare(self, rules: list[Rule]) -> None:
         if not self.prepared:
             self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
-            details = [f"{tuple(b.p.shape)} {b.strides} {b.p.dtype}" for b in self.bindings.values()]
+            # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
+            places = self.engine.collectives.gathers_elsewhere
+            details = [
+                f"{tuple(b.p.shape)} {b.strides} {b.p.dtype} {b.device.type if places else ''}"
+                for b in self.bindings.values()
+            ]
             self.engine.prepare([b.tensor for b in self.bindings.values()], rules, details)
             self.prepared = True
             world.settle(self)

@@ -311,13 +311,17 @@ def test_a_message_arrives_later():
         arguments = put(grad), put(momentum), None, None, place
         with kernels.batch():
             kernels.encode(*arguments, twin.part(32, 5, "float32")[0:5], twin.part(52, 38, "uint8")[0:38], s)
-        twin.fetch()
+        twin.fetch(96)
         assert twin.arrived() != SIMULATED
         twin.wait()
         close(twin.host[32:52].view(f32), out[0])
         np.testing.assert_array_equal(twin.host[52:90], out[1])
         assert not twin.host[:32].any()
         close(host(place), expected)
+    twin.host[:32] = 7
+    twin.send(32)
+    device = np.asarray(twin) if SIMULATED else twin.array.copy_to_host()
+    np.testing.assert_array_equal(device[:90], twin.host[:90])
 
 
 def test_a_batch_is_one_launch_for_all_tensors():

@@ -5,6 +5,7 @@ One GPU serves all ranks. With ONEBIT_PTX, see ``tests.cuda.test_kernels``.
 
 import copy
 import os
+from collections import Counter
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe
 from horovod_onebit.kernels import has_gpu
+from horovod_onebit.torch.collectives import HorovodCollectives, _Arrived
 from tests.one_core import stay_on_one_core
 from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
 
@@ -82,10 +84,25 @@ def uses_kernels(optimizer):
     return places.pop()
 
 
+@pytest.fixture(params=[False, True], ids=["by the host", "where they are"])
+def gathered(request, monkeypatch):
+    """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
+    monkeypatch.setattr(HorovodCollectives, "gathers_elsewhere", request.param)
+    counts, heads = Counter(), _Arrived.heads
+
+    def counted(*arguments):
+        counts["elsewhere"] += 1
+        return heads(*arguments)
+
+    monkeypatch.setattr(_Arrived, "heads", counted)
+    yield counts
+    assert bool(counts) <= request.param
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments", "exchange"), [(*ADAM, "two_stage"), *((*pair, "direct") for pair in OPTIMIZERS)]
 )
-def test_both_kernels_train_alike(kind, arguments, exchange):
+def test_both_kernels_train_alike(kind, arguments, exchange, gathered):
     trained, owed = [], []
     for kernels in ("cpu", "cuda"):
         model = Small()
@@ -118,7 +135,15 @@ def test_other_dtypes(dtype):
     torch.testing.assert_close(*trained, rtol=1e-2 if dtype != torch.float64 else 1e-5, atol=1e-3)
 
 
-def test_nan_on_one_worker_is_skipped_by_all():
+def test_direct_messages_stay_where_they_are(gathered):
+    model = Small()
+    optimizer = wrap(model, "cuda")
+    train(model, optimizer, 5)
+    buckets = len(optimizer._compressor.engine.layout.buckets)
+    assert gathered["elsewhere"] == (3 * buckets if HorovodCollectives.gathers_elsewhere else 0)
+
+
+def test_nan_on_one_worker_is_skipped_by_all(gathered):
     model = Small()
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 4)
@@ -132,7 +157,7 @@ def test_nan_on_one_worker_is_skipped_by_all():
     assert_replicas_equal(model)
 
 
-def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels():
+def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels(gathered):
     model = Small()
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 4)
@@ -153,7 +178,7 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels():
 
 @pytest.mark.parametrize("space", ["update", "momentum"])
 @pytest.mark.parametrize("decoupled", [True, False])
-def test_zero_one_adam(space, decoupled):
+def test_zero_one_adam(space, decoupled, gathered):
     """Exact steps, steps by one-bit gradients, local steps, exchanges of what they moved; in the end, a flush."""
     schedule = onebit.ZeroOne(var_freeze_step=8, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4)
     recipe = Recipe(block_size=64, min_compressed_size=100, space=space, clip=3.0 if space == "update" else None)

@@ -108,33 +108,58 @@ def bucket_and_messages(workers=3, size=3000):
     return bucket, stamp, messages
 
 
-def test_a_message_comes_back_as_it_was_sent():
+class Elsewhere:
+    """A ``wire.Remote`` in host memory."""
+
+    def __init__(self, array):
+        self.array, self.size = array, array.size
+
+    def heads(self, rows, width):
+        return self.array.reshape(rows, -1)[:, :width].copy()
+
+    def bytes(self, rows, start):
+        return self.array.reshape(rows, -1)[:, start:]
+
+
+PLACES = pytest.mark.parametrize("place", [np.asarray, Elsewhere])
+
+
+@PLACES
+def test_a_message_comes_back_as_it_was_sent(place):
     bucket, stamp, messages = bucket_and_messages()
     assert wire.HEADER.itemsize == 32
     assert len(messages[0]) % 16 == 0
-    read = wire.read(np.concatenate(messages), bucket, stamp, workers=3)
+    read = wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
     assert read.finite.all()
     for i, buffer in enumerate(messages):
         sent = wire.Message(bucket, buffer)
         np.testing.assert_array_equal(read.scales[i], sent.scales)
-        np.testing.assert_array_equal(read.bits[i], sent.bits)
+        np.testing.assert_array_equal(read.bits[i][: bucket.bytes], sent.bits)
 
 
+@PLACES
 @pytest.mark.parametrize("field", ["magic", "version", "step", "layout", "bucket", "blocks"])
-def test_a_wrong_header_names_the_worker_and_the_field(field):
+def test_a_wrong_header_names_the_worker_and_the_field(field, place):
     bucket, stamp, messages = bucket_and_messages()
     header = messages[1][:32].view(wire.HEADER)
     header[field] += 1
     with pytest.raises(WireError, match=f"worker 1 has {field}"):
-        wire.read(np.concatenate(messages), bucket, stamp, workers=3)
+        wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
 
 
+@PLACES
 @pytest.mark.parametrize("scale", [np.nan, np.inf, -1.0])
-def test_a_corrupt_scale_is_refused(scale):
+def test_a_corrupt_scale_is_refused(scale, place):
     bucket, stamp, messages = bucket_and_messages()
     wire.Message(bucket, messages[2]).scales[3] = scale
     with pytest.raises(WireError, match="worker 2 is corrupt"):
-        wire.read(np.concatenate(messages), bucket, stamp, workers=3)
+        wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
+
+
+def test_messages_of_another_length_elsewhere_are_refused():
+    bucket, stamp, messages = bucket_and_messages()
+    with pytest.raises(WireError, match="expected 2 \\*"):
+        wire.read(Elsewhere(np.concatenate(messages)), bucket, stamp, workers=2)
 
 
 @pytest.mark.parametrize("change", [lambda a: a[:-1], lambda a: np.append(a, np.uint8(0)), lambda a: a.view(np.int8)])

@@ -26,6 +26,7 @@ from horovod_onebit.kernels.cuda.calls import (
     by_tile,
     launcher,
     on_host,
+    one_row,
     row_of_blocks,
     row_of_spec,
     set_contribution,
@@ -34,13 +35,14 @@ from horovod_onebit.kernels.cuda.calls import (
     set_tensors,
 )
 from horovod_onebit.kernels.cuda.device import SIMULATED
-from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, buffer
+from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, Rows, buffer
 from horovod_onebit.kernels.cuda.twin import Twin
 from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
 
 __all__ = [
     "SIMULATED",
     "Buffer",
+    "Rows",
     "Spec",
     "apply",
     "apply_gradient",
@@ -123,7 +125,7 @@ def restore(
         return cpu.restore(grad, momentum, variance, weight, error, scales, bits, spec)
     row = row_of_spec(spec)
     sent = set_contribution(row, grad, momentum, variance, weight, error)
-    return by_tile("restore", row, sent + set_messages(row, scales[None], bits[None]))
+    return by_tile("restore", row, sent + set_messages(row, one_row(scales), one_row(bits)))
 
 
 def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int, out: Any = None) -> Any:
@@ -244,7 +246,7 @@ def restore_moved(
     row = row_of_spec(spec)
     set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
     row[t.DECAY] = decay
-    return by_tile("restore_moved", row, set_messages(row, scales[None], bits[None]))
+    return by_tile("restore_moved", row, set_messages(row, one_row(scales), one_row(bits)))
 
 
 def apply_gradient(

@@ -16,11 +16,13 @@ from horovod_onebit.kernels.cuda.launch import (
     KINDS,
     MAX_THREADS,
     TILE_THREADS,
+    WIDTHS,
     Buffer,
     Call,
     Launcher,
     Places,
     Row,
+    Rows,
     buffer,
 )
 from horovod_onebit.kernels.cuda.programs import PARTS
@@ -111,12 +113,19 @@ def set_messages(row: Row, scales: Any, bits: Any) -> Places:
             array = np.ascontiguousarray(array)
             sent.append((address, array))
             row[stride] = array.strides[0]
+        elif isinstance(array, Rows):
+            row[address], row[stride] = array.address, array.stride
         else:
             interface = array.__cuda_array_interface__
             row[address] = interface["data"][0]
             width = np.dtype(interface["typestr"]).itemsize
             row[stride] = (interface.get("strides") or (width * interface["shape"][-1],))[0]
     return sent
+
+
+def one_row(array: Any) -> Any:
+    """This worker's own scales or bits, as those of several."""
+    return Rows(array.address, 1, 0, WIDTHS[array.dtype], array) if isinstance(array, Buffer) else array[None]
 
 
 def set_outputs(row: Row, scales: Any, bits: Any) -> Places:

@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -54,6 +54,27 @@ class Buffer:
             raise ConfigurationError(f"a Buffer has no parts with step {step}; expected 1")
         width = WIDTHS[self.dtype]
         return Buffer(self.address + width * start, max(stop - start, 0), self.dtype, self.owner)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """``count`` rows of bytes or float32 on the device, ``stride`` bytes apart: what several workers sent.
+
+    ``width`` is the bytes of a number. ``rows[:, start:stop]`` are parts of all of them.
+    """
+
+    address: int
+    count: int
+    stride: int
+    width: int
+    owner: Any = None
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, parts: tuple[slice, slice]) -> Rows:
+        assert parts[0] == slice(None)
+        return replace(self, address=self.address + self.width * (parts[1].start or 0))
 
 
 def buffer(array: Any) -> Buffer:

@@ -25,6 +25,11 @@ def _check(result: tuple[Any, ...]) -> None:
         raise OnebitError(f"a copy between the host and the GPU failed: {result[0].name}")
 
 
+def copy_to_device(there: int, here: int, size: int, stream: Any) -> None:
+    """Start to copy ``size`` bytes at the address ``here``, in pinned memory, to ``there``, on the device."""
+    _check(driver.cuMemcpyHtoDAsync(there, here, size, stream.handle))
+
+
 def copy_to_host(here: int, there: int, size: int, stream: Any) -> None:
     """Start to copy ``size`` bytes at the address ``there``, on the device, to ``here``, in pinned memory."""
     _check(driver.cuMemcpyDtoHAsync(here, there, size, stream.handle))
@@ -62,8 +67,7 @@ class Staging:
         if SIMULATED:
             self._device[start:stop] = self._host[start:stop]
             return
-        here, there = self._host_address + start, self.address + start
-        _check(driver.cuMemcpyHtoDAsync(there, here, stop - start, stream.handle))
+        copy_to_device(self.address + start, self._host_address + start, stop - start, stream)
         self._sent = self._sent or cuda.event(timing=False)
         self._sent.record(stream)
 
