@@ -1,7 +1,8 @@
 """One compressed step: rule -> feedback -> exchange -> rule, bucket by bucket.
 
 send     1. the rule encodes each tensor of the bucket into one message: scales and bits
-         2. the message starts on its way; the next bucket is encoded, or the backward pass goes on, meanwhile
+         2. the message starts on its way (from a GPU, once it has arrived); the next bucket is encoded, or the
+            backward pass goes on, meanwhile
 agree    3. all workers mean the same, or an error on every worker; whether all gradients were finite
 receive  4. a bucket's messages are there, and are what this step expects
          5. the rule decodes the mean and moves the weights; or all is taken back
