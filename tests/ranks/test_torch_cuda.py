@@ -7,6 +7,7 @@ import copy
 import os
 from collections import Counter
 
+import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -174,6 +175,37 @@ def test_a_resumed_run_goes_on_bit_for_bit_and_may_change_kernels(gathered):
         if kernels == "cuda" and SIZE == 2:
             assert torch.equal(weights(model), weights(again))
         torch.testing.assert_close(weights(model), weights(again), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_and_a_gradscaler(dtype):
+    """Inf on one worker, in warm-up and after it: all skip alike, and all scales fall."""
+    model = Small()
+    optimizer = wrap(model, "cuda")
+    scaler = torch.amp.GradScaler(DEVICE, init_scale=256.0)
+    for number in range(8):
+        optimizer.zero_grad()
+        if number in (1, 5) and RANK == SIZE - 1:
+            spoil(model.first.weight, "inf")
+        generator = torch.Generator().manual_seed(1000 * number + RANK)
+        x = torch.randn(16, 12, generator=generator).to(DEVICE)
+        with torch.autocast(DEVICE, dtype):
+            loss = cross_entropy(model(x).float(), x[:, :7].argmax(1))
+        scaler.scale(loss).backward()
+        if number == 6:
+            optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+        else:
+            scaler.step(optimizer)
+        scaler.update()
+        assert len(set(hvd.allgather_object(scaler.get_scale()))) == 1
+    assert uses_kernels(optimizer)
+    assert scaler.get_scale() == 64.0
+    assert optimizer.stats().skipped_steps == 2
+    assert_replicas_equal(model)
 
 
 @pytest.mark.parametrize("space", ["update", "momentum"])
