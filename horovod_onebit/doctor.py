@@ -102,7 +102,13 @@ def _of_face(face: str, answer: dict[str, Any]) -> list[Finding]:
         text = f"{answer['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
         findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
     if answer.get("gpus") and importlib.util.find_spec("numba_cuda") is None:
-        findings.append(Finding("note", "GPUs, and no numba-cuda", "pip install 'horovod-onebit[cuda]'"))
+        findings.append(
+            Finding(
+                "note",
+                "GPUs, and no numba-cuda",
+                "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12",
+            )
+        )
     return findings
 
 

@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from horovod_onebit.checks import one_of
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend, has_gpu
 from horovod_onebit.recipe import Recipe
@@ -60,9 +61,9 @@ class Place:
 class Placement:
     """Which parameters are worked on where they lie, on a GPU; all others are worked on in the host's memory.
 
-    "auto" is the GPU for what lies there, where the CUDA kernels can run; "cuda" insists on them, and takes parameters
-    in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone cannot take
-    (LAMB in momentum space; a recipe with rescale_error) is the host's in any case.
+    "auto" is the GPU for what lies there, where the CUDA kernels do what they should; "cuda" insists on them, and takes
+    parameters in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone
+    cannot take (LAMB in momentum space; a recipe with rescale_error) is the host's in any case.
     """
 
     def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe) -> None:
@@ -70,6 +71,8 @@ class Placement:
         self._able = adapter.runs_on_device and not recipe.rescale_error
         self._kernels = kernels
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None
+        if self._cuda is not None and (fault := self._cuda.fault()):
+            raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         self._told = False
 
     def of(self, p: torch.Tensor) -> Place | None:
@@ -92,10 +95,12 @@ class Placement:
             return "no CUDA kernels take its steps"
         if self._cuda is None:
             if not has_gpu():
-                return "pip install 'horovod-onebit[cuda]'"
+                return "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
             self._cuda = backend("cuda")
         if p.is_cuda and self._cuda.SIMULATED:
             return "Numba simulates"
+        if fault := self._cuda.fault():
+            return str(fault)
         if p.is_cuda and p.device.index != torch.cuda.current_device():
             return "its GPU is not the current one: call torch.cuda.set_device(hvd.local_rank()) first"
         return ""

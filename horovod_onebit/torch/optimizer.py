@@ -298,7 +298,7 @@ def DistributedOptimizer(
         overlap: send messages while the backward pass goes on. Where gradients are seen to change between
             ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
             they change for the first time after they were sent, ``step`` raises on all workers and names this option.
-        kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these can run; ``"cuda"``
+        kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these work; ``"cuda"``
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
             ``check_replicas``. None is never.

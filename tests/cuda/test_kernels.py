@@ -299,6 +299,18 @@ def test_whole_arrays_are_fetched_and_written():
     assert not host(place).any()
 
 
+@pytest.mark.skipif(SIMULATED, reason="the simulator is for tests")
+def test_kernels_that_do_not_work_are_found_out(monkeypatch):
+    assert kernels.fault() == ""
+    monkeypatch.setattr(kernels, "apply", lambda *arguments, **options: None)
+    kernels.fault.cache_clear()
+    assert "do not compute on this GPU what they should" in kernels.fault()
+    monkeypatch.setattr(kernels, "apply", lambda scales: None)
+    kernels.fault.cache_clear()
+    assert "failed on this GPU: TypeError" in kernels.fault()
+    kernels.fault.cache_clear()
+
+
 def test_a_message_arrives_later():
     s, put = spec(), Device()
     grad, momentum, error, _ = arrays(300)

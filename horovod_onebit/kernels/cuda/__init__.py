@@ -34,6 +34,7 @@ from horovod_onebit.kernels.cuda.calls import (
     set_outputs,
     set_tensors,
 )
+from horovod_onebit.kernels.cuda.check import fault
 from horovod_onebit.kernels.cuda.device import SIMULATED
 from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, Rows, buffer
 from horovod_onebit.kernels.cuda.twin import Twin
@@ -51,6 +52,7 @@ __all__ = [
     "decode_mean",
     "encode",
     "encode_moved",
+    "fault",
     "host",
     "local_step",
     "move",
