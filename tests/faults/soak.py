@@ -64,7 +64,8 @@ class Soak:
         (self.folder / f"{host}.nan").touch()
 
     def resize(self) -> None:
-        """Other hosts, in any number."""
+        """Other hosts, in any number; one of those before must be left, or Horovod gives up: nobody knows the state."""
+        self.job.wait(lambda: self.job.state()[1] == len(HOSTS), "world of all hosts before a resize")
         self.job.give(self.rng.sample(HOSTS, self.rng.randint(1, len(HOSTS))))
 
     def restart(self) -> None:
