@@ -11,9 +11,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -22,28 +19,24 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results" / "gpu_training.json"
+from jobs.demo import run
+
+RESULTS = Path(__file__).parent / "results" / "gpu_training.json"
 
 
 def train(processes: int, device: str, steps: int, width: int, seed: int = 0, batch: int = 0) -> dict[str, Any]:
     """One job: its losses, the last line of its metrics, and whether the replicas were equal."""
     with tempfile.TemporaryDirectory() as folder:
-        metrics, weights = Path(folder, "metrics.jsonl"), str(Path(folder, "{rank}.npz"))
-        command = [str(Path(sys.executable).with_name("horovodrun")), "-np", str(processes), "--gloo", sys.executable]
-        command += ["torch/train.py", "--task", "charlm", "--device", device, "--steps", str(steps)]
-        command += ["--width", str(width), "--seed", str(seed), "--batch-size", str(batch), "--warmup-steps", "50"]
-        command += ["--metrics", str(metrics), "--save-weights", weights]
-        env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-        done = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, env=env)
-        if done.returncode:
-            sys.exit(
-                f"{done.stdout[-3000:]}\nbenchmarks.gpu_training: {' '.join(command)} ended with {done.returncode}"
-            )
-        *lines, last = map(json.loads, metrics.read_text().splitlines())
+        weights = str(Path(folder, "{rank}.npz"))
+        more = ["--device", device, "--width", str(width), "--batch-size", str(batch), "--save-weights", weights]
+        options = argparse.Namespace(
+            framework="torch", task="charlm", np=processes, backend="gloo", recipe="robust",
+            steps=steps, warmup_steps=50, output=Path(folder), more=more,
+        )  # fmt: skip
+        done = run(options, "onebit", seed)
         ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)]
         equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks for name in ranks[0].files)
-        return {"losses": [line["loss"] for line in lines], "last": last, "replicas equal": equal}
+        return {"losses": [line["loss"] for line in done.steps], "last": done.final, "replicas equal": equal}
 
 
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:

@@ -67,7 +67,6 @@ class Engine:
         self.layout: Layout | None = None
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
-        self._elsewhere: list[bool] = []  # whether a bucket's tensors lie outside of host memory
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._forgotten = 0  # times that messages were forgotten under way: their names are not free yet
@@ -104,8 +103,7 @@ class Engine:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         elsewhere = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
-        if elsewhere != self._elsewhere or not self._messages:
-            self._elsewhere = elsewhere
+        if elsewhere != [message.elsewhere for message in self._messages]:
             stay = isinstance(self.exchange, Direct) and self.collectives.gathers_elsewhere
             self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels, stay=stay)
 

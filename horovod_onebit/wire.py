@@ -62,6 +62,7 @@ class Message:
     Attributes:
         scales, bits: views of the buffer.
         out_scales, out_bits: where the kernels write.
+        elsewhere: whether that is outside of host memory.
         arriving: whether ``arrive`` is still to be called.
     """
 
@@ -70,7 +71,8 @@ class Message:
     ) -> None:
         self.bucket = bucket
         self._twin = twin
-        self._stays = stays and twin is not None
+        self.elsewhere = twin is not None
+        self._stays = stays and self.elsewhere
         if buffer is None:
             buffer = np.zeros(message_size(bucket), np.uint8) if twin is None else twin.host
         self.buffer: NDArray[np.uint8] = buffer
@@ -82,7 +84,7 @@ class Message:
 
     def written(self, stamp: Stamp) -> None:
         """The kernels were told to write all of it: seal it, or start to fetch it."""
-        if self._twin is None:
+        if not self.elsewhere:
             self._seal_checked(stamp)
         else:
             self._twin.fetch(_middle(self.bucket) if self._stays else self.buffer.size)
@@ -169,31 +171,19 @@ def read(
     names the worker and the field; nothing is decoded then. A scale that is negative or not finite in a message that
     claims to be finite is refused as well.
     """
-    size = message_size(bucket) if size is None else size
-    if not isinstance(gathered, np.ndarray):
-        return _read_remote(gathered, bucket, stamp, workers)
-    rows, finite = _open(gathered, bucket.index, np.full(workers, bucket.blocks), stamp, size, np.arange(workers))
-    scales, bits = _body(rows, bucket)
+    size, senders = message_size(bucket) if size is None else size, np.arange(workers)
+    blocks = np.full(workers, bucket.blocks)
+    if isinstance(gathered, np.ndarray):
+        rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
+        scales, bits = _body(rows, bucket)
+    else:
+        heads, finite = _open_remote(gathered, bucket, blocks, stamp, size, senders)
+        scales = np.ascontiguousarray(heads[:, HEADER.itemsize :]).view(np.float32)
+        bits = gathered.bytes(workers, _middle(bucket))
     bad = finite & _corrupt(scales)
     if bad.any():
         raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
     return Gathered(scales, bits, finite)
-
-
-def _read_remote(gathered: Remote, bucket: Bucket, stamp: Stamp, workers: int) -> Gathered:
-    """As ``read``; only headers and scales come to the host's memory."""
-    if gathered.size != workers * message_size(bucket):
-        raise WireError(
-            f"bucket {bucket.index}: {gathered.size} bytes arrived, expected {workers} * {message_size(bucket)}: "
-            "the workers do not have the same model, recipe or version"
-        )
-    heads, senders = gathered.heads(workers, _middle(bucket)), np.arange(workers)
-    finite = _check_headers(heads, bucket.index, np.full(workers, bucket.blocks), stamp, senders)
-    scales = np.ascontiguousarray(heads[:, HEADER.itemsize :]).view(np.float32)
-    bad = finite & _corrupt(scales)
-    if bad.any():
-        raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
-    return Gathered(scales, gathered.bytes(workers, _middle(bucket)), finite)
 
 
 def read_shares(
@@ -236,6 +226,24 @@ def _open(
         )
     rows = np.ascontiguousarray(gathered).reshape(len(blocks), size)
     return rows, _check_headers(rows, index, blocks, stamp, senders)
+
+
+def _open_remote(
+    gathered: Remote,
+    bucket: Bucket,
+    blocks: NDArray[np.integer],
+    stamp: Stamp,
+    size: int,
+    senders: NDArray[np.integer],
+) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
+    """Headers and scales of the messages, which alone come to the host's memory, and which are finite."""
+    if gathered.size != len(blocks) * size:
+        raise WireError(
+            f"bucket {bucket.index}: {gathered.size} bytes arrived, expected {len(blocks)} * {size}: "
+            "the workers do not have the same model, recipe or version"
+        )
+    heads = gathered.heads(len(blocks), _middle(bucket))
+    return heads, _check_headers(heads, bucket.index, blocks, stamp, senders)
 
 
 def _check_headers(

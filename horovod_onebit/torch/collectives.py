@@ -16,14 +16,14 @@ from numpy.typing import NDArray
 
 
 class _Handle:
-    def __init__(self, handle: Any, source: NDArray) -> None:
+    def __init__(self, handle: Any, source: Any) -> None:
         self.handle = handle
         self.source = source  # Horovod reads it until the collective is done
 
     def ready(self) -> bool:
         return bool(hvd.poll(self.handle))
 
-    def wait(self) -> NDArray:
+    def wait(self) -> Any:
         result = hvd.synchronize(self.handle)
         return (result[0] if isinstance(result, tuple) else result).numpy()
 
@@ -44,15 +44,8 @@ class _Arrived:
         return Rows(self._gathered.data_ptr() + start, rows, self.size // rows, 1, self._gathered)
 
 
-class _HandleElsewhere:
-    def __init__(self, handle: Any, source: Any) -> None:
-        self.handle = handle
-        self.source = source  # as in _Handle
-
-    def ready(self) -> bool:
-        return bool(hvd.poll(self.handle))
-
-    def wait(self) -> _Arrived:
+class _HandleElsewhere(_Handle):
+    def wait(self) -> Any:
         return _Arrived(hvd.synchronize(self.handle))
 
 
@@ -74,11 +67,11 @@ class HorovodCollectives:
     def gathers_elsewhere(self) -> bool:
         return bool(hvd.nccl_built())
 
-    def allgather(self, array: Any, name: str) -> _Handle | _HandleElsewhere:
+    def allgather(self, array: Any, name: str) -> _Handle:
         there = hasattr(array, "__cuda_array_interface__")
         tensor = torch.as_tensor(array) if there else torch.from_numpy(np.asarray(array))
         handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
-        return _Handle(handle, array) if isinstance(array, np.ndarray) else _HandleElsewhere(handle, array)
+        return (_Handle if isinstance(array, np.ndarray) else _HandleElsewhere)(handle, array)
 
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)

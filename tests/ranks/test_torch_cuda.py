@@ -4,6 +4,7 @@ One GPU serves all ranks. With ONEBIT_PTX, see ``tests.cuda.test_kernels``.
 """
 
 import copy
+import dataclasses
 import os
 from collections import Counter
 
@@ -232,11 +233,12 @@ def test_zero_one_adam(space, decoupled, gathered):
     torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
 
 
-def test_a_refresh():
+@pytest.mark.parametrize("options", [{"refresh": 2}, {"floor": 0.1}], ids=str)
+def test_other_second_moments(options):
     trained = []
     for kernels in ("cpu", "cuda"):
         model = Small()
-        optimizer = wrap(model, kernels, recipe=Recipe(refresh=2, block_size=64, min_compressed_size=100))
+        optimizer = wrap(model, kernels, recipe=dataclasses.replace(RECIPE, **options))
         train(model, optimizer, 7)
         assert uses_kernels(optimizer) == (kernels == "cuda")
         assert_replicas_equal(model)
@@ -275,17 +277,6 @@ def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
             train(model, optimizer, 2, start=4 + 2 * (not host))
         assert uses_kernels(optimizer) != host
         assert_replicas_equal(model)
-
-
-def test_a_floor():
-    trained = []
-    for kernels in ("cpu", "cuda"):
-        model = Small()
-        optimizer = wrap(model, kernels, recipe=Recipe(floor=0.1, block_size=64, min_compressed_size=100))
-        train(model, optimizer, 4)
-        assert uses_kernels(optimizer) == (kernels == "cuda")
-        trained.append(weights(model).cpu())
-    torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
 
 
 def test_an_unknown_name_is_refused():

@@ -227,15 +227,21 @@ def local_step(
     return by_tile("local_step", row, [])
 
 
+def _row_of_displacement(weight: Any, anchor: Any, variance: Any, error: Any, spec: Spec, decay: float) -> Row:
+    row = row_of_spec(spec)
+    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
+    row[t.DECAY] = decay
+    return row
+
+
 def encode_moved(
     weight: Any, anchor: Any, variance: Any, error: Any, scales: Array, bits: Bytes, spec: Spec, *, decay: float
 ) -> bool:
     """See ``reference.encode_moved``, and for the result ``encode``."""
     if on_host(error):
         return cpu.encode_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    row = row_of_spec(spec)
-    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
-    row[t.OUT_ERROR], row[t.DECAY] = row[t.ERROR], decay
+    row = _row_of_displacement(weight, anchor, variance, error, spec, decay)
+    row[t.OUT_ERROR] = row[t.ERROR]
     return by_block("encode_moved", row, [], set_outputs(row, scales, bits))
 
 
@@ -245,9 +251,7 @@ def restore_moved(
     """See ``reference.restore_moved``."""
     if on_host(error):
         return cpu.restore_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    row = row_of_spec(spec)
-    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
-    row[t.DECAY] = decay
+    row = _row_of_displacement(weight, anchor, variance, error, spec, decay)
     return by_tile("restore_moved", row, set_messages(row, one_row(scales), one_row(bits)))
 
 

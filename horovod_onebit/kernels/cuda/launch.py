@@ -180,10 +180,9 @@ class Launcher(threading.local):
             staging.put(offset, array)
         launches, end = self._with_tables(calls, staging, offsets[-1])
         middle = offsets[len(sent)]
-        if end > offsets[-1]:
-            staging.send(0 if sent else offsets[-1], end, stream)
-        elif sent:
-            staging.send(0, middle, stream)
+        start, stop = 0 if sent else offsets[-1], end if end > offsets[-1] else middle
+        if stop > start:
+            staging.send(start, stop, stream)
         for program, threads, blocks, table, rows in launches:
             _configured(program, blocks, threads, stream)(table, rows)
         if fetched:
