@@ -14,6 +14,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -113,15 +114,13 @@ class Engine:
         gathered = self.collectives.allgather(record, f"{self.name}.handshake").wait()
         handshake.check_handshake(gathered, self.collectives.size)
 
-    def start_agreement(
-        self, *, setup: str, options: str, finite: Finite = Finite.UNKNOWN, edited: bool = False
-    ) -> Handle:
+    def start_agreement(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> Handle:
         """Start telling all workers what this one is about to do; hand the result to ``finish_agreement``.
 
-        ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``finite`` whether its
-        gradients are, ``edited`` whether something changed that messages already sent depend on. One small collective,
-        which every worker starts in every step whatever it believes, so that workers that disagree are told and not
-        stuck.
+        ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``edited`` whether something
+        changed that was sent already; for ``own`` see ``handshake.agreement``. One small collective, which every worker
+        starts before every call that needs the others, whatever it believes, so that workers that disagree are told
+        and not stuck.
         """
         record = handshake.agreement(
             self.collectives.rank,
@@ -129,15 +128,21 @@ class Engine:
             setup=f"{self.name} {self.recipe} {setup} {self._forgotten}",
             options=options,
             step=self.exchanges,
-            finite=finite,
             early=bool(self._sent),
             edited=edited,
+            **own,
         )
         return self.collectives.allreduce(record, self.meeting or f"{self.name}.agreement")
 
     def finish_agreement(self, handle: Handle) -> Verdict:
         """What all workers said; raises, on every worker alike, if they do not agree."""
         return handshake.read_agreement(handle.wait(), self.collectives.size)
+
+    def meet(self, call: str) -> None:
+        """Raise ``DesyncError`` on every worker unless all of them make this ``call`` now. Collective."""
+        rank, size = self.collectives.rank, self.collectives.size
+        record = handshake.agreement(rank, size, setup=self.name, options="", step=0, call=call)
+        self.finish_agreement(self.collectives.allreduce(record, self.meeting or f"{self.name}.agreement"))
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -205,7 +210,7 @@ class Engine:
             return self.exact(grads, rules, finite=finite)
         if not finite:
             self.exchanges += 1
-            self._say_skipped("the gradients of some worker")
+            self.say_skipped("the gradients of some worker")
             return False
         with self.times.measure("decode"), self.context.kernels.batch():
             for index, tensor in enumerate(self.tensors):
@@ -239,7 +244,7 @@ class Engine:
         with self.times.measure("exchange"):
             totals = [handle.wait() for handle in handles]
         if not (finite and all(np.isfinite(total).all() for total in totals)):
-            self._say_skipped("the mean gradient")
+            self.say_skipped("the mean gradient")
             return False
         sums, workers = self.layout.unfuse(totals), np.float32(self.collectives.size)
         with self.times.measure("decode"):
@@ -339,7 +344,7 @@ class Engine:
             self.exchange.settle(False)
             self._restore_all()
         where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
-        self._say_skipped(f"the gradients of worker {where or 'unknown'}")
+        self.say_skipped(f"the gradients of worker {where or 'unknown'}")
         return False
 
     def _finish(self, rules: Sequence[Rule]) -> bool:
@@ -354,7 +359,8 @@ class Engine:
                 tensor.step += 1
         return True
 
-    def _say_skipped(self, where: str) -> None:
+    def say_skipped(self, where: str) -> None:
+        """Account for a step that all workers skip; raises ``NonFiniteError`` if the recipe says so."""
         self.skipped += 1
         text = f"NaN or Inf in {where}"
         if self.recipe.on_nonfinite == "raise":

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit._version import __version__
-from horovod_onebit.errors import JOINED, ConfigurationError, DesyncError
+from horovod_onebit.errors import JOINED, DesyncError
 
 HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
 HANDSHAKE_MEANING = {
@@ -20,16 +20,30 @@ HANDSHAKE_MEANING = {
     "rules": "the optimizer's algorithm",
     "step": "the number of compressed steps taken",
 }
+CALLS = (
+    "step",
+    "synchronize",
+    "clip_grad_norm_",
+    "check_replicas",
+    "flush",
+    "save_checkpoint",
+    "load_checkpoint",
+    "broadcast_optimizer_state",
+)
+"""The calls that all workers must make together, in the same order."""
+
 AGREEMENT = np.dtype(
-    [(name, "<u8") for name in ("version", "setup", "options", "step")]
-    + [(name, "<u4") for name in ("finite", "early", "edited", "unused")]
+    [(name, "<u8") for name in ("version", "setup", "options", "step", "gradients")]
+    + [(name, "<u4") for name in ("finite", "early", "edited", "call")]
 )
 AGREEMENT_MEANING = {
     "version": "the version of horovod_onebit",
-    "setup": "the recipe, the warm-up, what is trained (names, shapes, dtypes, memory order, frozen parameters, how "
-    "far the warm-up is), or how many DistributedOptimizers were built before",
-    "options": "the learning rate or another hyperparameter",
+    "setup": "an argument of DistributedOptimizer (the recipe, the warm-up, groups, ...), what is trained (names, "
+    "shapes, dtypes, memory order, frozen parameters, how far the warm-up is, which state was loaded), or how many "
+    "DistributedOptimizers were built before",
+    "options": "the learning rate, another hyperparameter or argument, or a GradScaler's scale",
     "step": "the number of compressed steps taken",
+    "gradients": "what was done to the averaged gradients before step() (synchronize(), clipping, skip_synchronize())",
 }
 
 
@@ -49,11 +63,13 @@ class Verdict:
         finite: no worker has said that its gradients are not.
         certain: all have said that they are.
         early: some worker has sent messages before its step began.
+        edited: the workers on which something has changed that was sent already.
     """
 
     finite: bool = True
     certain: bool = False
     early: bool = False
+    edited: tuple[int, ...] = ()
 
 
 def handshake(layout: int, rules: str, step: int) -> NDArray[np.uint8]:
@@ -65,45 +81,67 @@ def handshake(layout: int, rules: str, step: int) -> NDArray[np.uint8]:
 
 def check_handshake(gathered: NDArray, workers: int) -> None:
     """Raise ``DesyncError`` on every worker if the records differ."""
-    _compare(gathered, HANDSHAKE, workers, HANDSHAKE_MEANING)
+    _compare(_records(gathered, HANDSHAKE, workers), HANDSHAKE_MEANING)
 
 
 def agreement(
-    rank: int, workers: int, *, setup: str, options: str, step: int, finite: Finite, early: bool, edited: bool
+    rank: int,
+    workers: int,
+    *,
+    setup: str,
+    options: str,
+    step: int,
+    call: str = "step",
+    finite: Finite = Finite.UNKNOWN,
+    early: bool = False,
+    edited: bool = False,
+    gradients: str = "",
 ) -> NDArray[np.int32]:
-    """This worker's record before a step, as its row among zeros: to be summed over the workers."""
+    """This worker's record before a call, as its row among zeros: to be summed over the workers."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
     records = np.zeros(workers, AGREEMENT)
     record = records[rank : rank + 1]
-    for field, text in (("version", __version__), ("setup", setup), ("options", options)):
+    for field, text in (("version", __version__), ("setup", setup), ("options", options), ("gradients", gradients)):
         record[field] = _hash(text)
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
+    record["call"] = CALLS.index(call)
     return records.view(np.int32)
 
 
 def read_agreement(total: NDArray, workers: int) -> Verdict:
-    """What the sum says. Raises, on every worker alike, if they disagree or if a gradient was changed after it was
-    sent."""
-    records = _compare(total, AGREEMENT, workers, AGREEMENT_MEANING)
-    if records["edited"].any():
-        raise ConfigurationError(
-            f"worker {np.flatnonzero(records['edited']).tolist()} changed gradients, hyperparameters or what is "
-            "trained between backward() and step(), when its messages were on their way already. Build "
-            "DistributedOptimizer with overlap=False; or clip by optimizer.clip_grad_norm_(); or call "
-            "optimizer.synchronize() before the change. The weights were not changed"
+    """What the sum says. Raises ``DesyncError``, on every worker alike, if they disagree."""
+    records = _records(total, AGREEMENT, workers)
+    _compare(records, {"version": AGREEMENT_MEANING["version"]})
+    calls = records["call"]
+    if (calls != calls[0]).any():
+        made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {CALLS[c]}()" for c in np.unique(calls))
+        raise DesyncError(
+            f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
+            "workers, in the same order (a GradScaler's step calls synchronize())"
         )
+    _compare(records, AGREEMENT_MEANING)
     says = records["finite"]
-    return Verdict(bool((says != Finite.NO).all()), bool((says == Finite.YES).all()), bool(records["early"].any()))
+    return Verdict(
+        bool((says != Finite.NO).all()),
+        bool((says == Finite.YES).all()),
+        bool(records["early"].any()),
+        tuple(np.flatnonzero(records["edited"]).tolist()),
+    )
 
 
-def _compare(gathered: NDArray, dtype: np.dtype, workers: int, meaning: Mapping[str, str]) -> NDArray:
-    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
+def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
+    """All workers' records, none of them of a worker that has left."""
     if gathered.nbytes != workers * dtype.itemsize:
         raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
     records = np.ascontiguousarray(gathered).view(dtype)
     joined = np.flatnonzero(records["version"] == 0)  # Horovod lets zeros stand for a worker that has left
     if joined.size:
         raise DesyncError(JOINED.format(joined.tolist()))
+    return records
+
+
+def _compare(records: NDArray, meaning: Mapping[str, str]) -> None:
+    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
     for field, text in meaning.items():
         differ = np.flatnonzero(records[field] != records[field][0])
         if differ.size:
@@ -112,7 +150,6 @@ def _compare(gathered: NDArray, dtype: np.dtype, workers: int, meaning: Mapping[
                 "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
                 "broadcast_optimizer_state)"
             )
-    return records
 
 
 def _hash(text: str) -> int:

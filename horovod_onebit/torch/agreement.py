@@ -1,49 +1,123 @@
-"""Once a step, before anything else is waited for: do all workers mean the same?"""
+"""Before every call that needs the other workers: do all of them mean the same?"""
 
 from __future__ import annotations
 
+import threading
+import weakref
 from typing import TYPE_CHECKING, Any
 
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Handle
 from horovod_onebit.handshake import Finite, Verdict
+from horovod_onebit.warmup import Phase
 
 if TYPE_CHECKING:
     from horovod_onebit.torch.compressor import Compressor
 
 
-class Agreement:
-    """Compares what this worker is about to do with what the others are; ``start`` and ``finish`` once a step.
+class _Threads:
+    """Keeps the agreements of one process apart: all optimizers of a process set meet the others under one name."""
 
-    It rests on one rule: whatever a worker believes, it starts the agreement in every step, under the same name, and
-    waits for it before it waits for any collective that depends on what it believes.
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._seen: Any = weakref.WeakKeyDictionary()  # compressor -> the thread that used it last
+        self._last: Any = None  # the last thread
+
+    def enter(self, compressor: Compressor) -> None:
+        """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
+        self._lock.acquire()
+        now, seen, last = threading.current_thread(), self._seen.get(compressor), self._last and self._last()
+        if seen is not None and seen() is now and last not in (None, now) and last.is_alive():
+            self._lock.release()
+            raise ConfigurationError(
+                f"DistributedOptimizers are used by turns in the threads {now.name!r} and {last.name!r}: the order of "
+                "their steps would not be the same on all workers. Step all optimizers from one thread"
+            )
+        self._last = self._seen[compressor] = weakref.ref(now)
+
+    def leave(self) -> None:
+        self._lock.release()
+
+
+_threads: dict[int, _Threads] = {}
+
+
+class Agreement:
+    """Compares what this worker is about to do with what the others are: ``start``, then ``finish``, for each call.
+
+    It rests on one rule: whatever a worker believes, it starts the agreement before every call that needs the others,
+    under the same name, and waits for it before it waits for any collective that depends on what it believes.
     """
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
         self._handle: Handle | None = None
-        self._started = False
+        self._verdict = Verdict()
+        self._threads = _threads.setdefault(compressor.process_set.process_set_id, _Threads())
         self._described: tuple[Any, str] = (None, "")
 
-    def start(self, finite: Finite) -> None:
-        """Tell the others; nothing if that was done in this step already. ``finite``: whether the gradients are."""
-        if self._started:
-            return
+    def start(self, call: str, finite: Finite = Finite.UNKNOWN, options: str = "", gradients: str = "") -> None:
+        """Tell the others.
+
+        ``call`` is one of ``handshake.CALLS``, ``finite`` whether this worker's gradients are, ``options`` what else
+        must be the same on all workers, ``gradients`` what averaged gradients are now.
+        """
         compressor = self._compressor
-        options = repr([compressor.adapter.rule(group, 1.0) for group in compressor.optimizer.param_groups])
         edited = compressor.overlap.edited()
-        self._handle = compressor.engine.start_agreement(
-            setup=self._setup(), options=options, finite=finite, edited=edited
-        )
-        self._started = True
+        setup, options = self._setup(), f"{self._hyperparameters()} {options}"
+        self._threads.enter(compressor)
+        try:
+            self._handle = compressor.engine.start_agreement(
+                call=call, setup=setup, options=options, finite=finite, edited=edited, gradients=gradients
+            )
+        except BaseException:
+            self._threads.leave()
+            raise
 
     def finish(self) -> Verdict:
         """Wait for the answer, if it is not known yet; raise on all workers alike if they disagree."""
         handle, self._handle = self._handle, None
-        return Verdict() if handle is None else self._compressor.engine.finish_agreement(handle)
+        if handle is None:
+            return self._verdict
+        try:
+            verdict = self._verdict = self._compressor.engine.finish_agreement(handle)
+        finally:
+            self._threads.leave()
+        if verdict.edited:
+            self._compressor.overlap.disable("gradients change between backward() and step()", averages=True)
+            if self._compressor.phase is Phase.COMPRESSED:
+                raise ConfigurationError(
+                    f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
+                    "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
+                    "with overlap=False; or clip by optimizer.clip_grad_norm_(); or call optimizer.synchronize() "
+                    "before the change. The weights were not changed"
+                )
+        return verdict
+
+    def meet(self, call: str) -> None:
+        """Make sure that all workers make this call now, whatever else they believe."""
+        self._threads.enter(self._compressor)
+        try:
+            self._compressor.engine.meet(call)
+        finally:
+            self._threads.leave()
 
     def reset(self) -> None:
-        """The step is over."""
-        self._handle, self._started = None, False
+        """The call is over, perhaps by an error."""
+        self._verdict = Verdict()
+        if self._handle is not None:
+            self._handle = None
+            self._threads.leave()
+
+    def _hyperparameters(self) -> str:
+        """The rule of each group, and what else the exact step depends on (``fused`` rounds differently)."""
+        compressor = self._compressor
+        return repr(
+            [
+                (compressor.adapter.rule(group, 1.0), group.get("fused"), group.get("foreach"))
+                for group in compressor.optimizer.param_groups
+            ]
+        )
 
     def _setup(self) -> str:
         """What is trained and how far it is, in one text that is the same on all workers."""
@@ -59,4 +133,8 @@ class Agreement:
                 key,
                 f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows}",
             )
-        return f"{self._described[1]} {sum(compressor.exact_steps.values())}"
+        synchronizer = compressor.synchronizer
+        arguments = (
+            f"{compressor.check_replicas_every} {synchronizer.arguments} {synchronizer.backward_passes_per_step}"
+        )
+        return f"{self._described[1]} {arguments} {compressor.lineage} {sum(compressor.exact_steps.values())}"

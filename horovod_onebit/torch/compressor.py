@@ -62,6 +62,8 @@ class Compressor:
         self.schedule = schedule
         self.placement = placement
         self._finite = True
+        self._late = False  # tell the others when all is encoded
+        self._said = ("", "")  # what the agreement of this step compares: options, gradients
         self.process_set = process_set
         self.engine = Engine(recipe, HorovodCollectives(process_set), name=next_name(process_set))
         self.engine.meeting = f"onebit.{process_set.process_set_id}.agreement"  # no step leaves it unfinished
@@ -72,6 +74,7 @@ class Compressor:
         self.bindings: dict[torch.Tensor, Binding] = {}
         self.prepared = False
         self.version = 0  # how often what is trained, or how, has changed
+        self.lineage = ""  # of the state that was loaded, or taken over when the optimizer was wrapped
         self.agreement = Agreement(self)
         self.overlap = Overlap(self, overlap)
         self.check_replicas_every: int | None = None
@@ -179,15 +182,22 @@ class Compressor:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def synchronize(self) -> None:
-        """Average all gradients in warm-up; afterwards they stay local until ``step``."""
+    def synchronize(self, call: str = "synchronize", options: str = "", *, settled: bool) -> None:
+        """Average all gradients in warm-up; afterwards they stay local until ``step``.
+
+        For ``call``, which has ``options`` that must be the same on all workers. ``settled``: these gradients were
+        synchronized before, so that the workers only make sure that all of them make the call.
+        """
         self.check_groups()
         self.overlap.disable("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         compressed = self.phase is Phase.COMPRESSED
         finite = not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(self.exact_steps))
         self.refresh_bindings()
-        self.agreement.start(Finite.UNKNOWN if finite else Finite.NO)
+        gradients = self.overlap.fingerprint() if settled and not compressed else str(settled)
+        self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, options, gradients)
         verdict = self.agreement.finish()
+        if settled:
+            return
         if verdict.early:
             self._recall()
         self.overlap.reset()
@@ -196,7 +206,7 @@ class Compressor:
         if compressed:
             self.synchronizer.reset()
         else:
-            self.synchronizer.wait()
+            self.synchronizer.wait(again=bool(verdict.edited))
 
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
@@ -239,25 +249,32 @@ class Compressor:
         exact_step: Callable[[], None],
         *,
         synchronize: bool,
+        averaged: bool = False,
         loss_scale: float | None = None,
-        check_finite: bool = False,
+        scaled: bool = False,
     ) -> bool:
         """Take one step; whether it was taken, or skipped by all workers alike.
 
-        ``synchronize`` False: in warm-up, the gradients are averaged already. ``loss_scale``: what gradients still
-        have to be divided by. ``check_finite``: in warm-up, look for Inf.
+        ``synchronize`` False: in warm-up, do not average the gradients; ``averaged``: since they are already.
+        ``loss_scale``: what gradients still have to be divided by. ``scaled``: by a GradScaler, which lives with Inf.
         """
         self.check_groups()
         self.synchronizer.check_owned()
         try:
             self.refresh_bindings()
             self._finite = not self._is_zero_one() or all_finite(list(self.exact_steps))
-            if loss_scale is not None or check_finite:
+            if scaled:
                 self.overlap.disable("a GradScaler is used")
-            if not self._agrees_late():
-                self.agreement.start(Finite.UNKNOWN if self._finite else Finite.NO)
-            if self.phase is Phase.WARMUP:
-                taken = self._warmup_step(exact_step, synchronize, loss_scale, check_finite)
+            warm = self.phase is Phase.WARMUP
+            # In warm-up the average has been taken of scaled gradients: the scales must be the same.
+            self._said = (f"{loss_scale if warm else ''} {scaled}", "")
+            if warm and not synchronize:
+                self._said = (self._said[0], self.overlap.fingerprint() if averaged else "not averaged")
+            self._late = self._agrees_late()
+            if not self._late:
+                self.agreement.start("step", Finite.UNKNOWN if self._finite else Finite.NO, *self._said)
+            if warm:
+                taken = self._warmup_step(exact_step, synchronize, loss_scale, scaled)
             else:
                 taken = self._compressed_step(exact_step, loss_scale)
             if taken:
@@ -270,13 +287,15 @@ class Compressor:
             return taken
         finally:
             self.agreement.reset()
+            self._finite = True
             self.overlap.reset()
             self.engine.end_step()
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights."""
         bindings = list(self.bindings.values())
-        if self.prepared:
+        if self.prepared and self._is_zero_one():
+            self.agreement.meet("flush")
             for binding in bindings:
                 binding.pull()
             self.engine.flush(self.rules(1.0, Kind.SYNC))
@@ -292,22 +311,26 @@ class Compressor:
         return plain and self.prepared and self.phase is Phase.COMPRESSED
 
     def _agreed(self) -> Verdict:
-        self.agreement.start(self.engine.sent_finite)
+        if self._late:
+            self.agreement.start("step", self.engine.sent_finite, *self._said)
         verdict = self.agreement.finish()
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if self._finite else replace(verdict, finite=False)
 
     def _warmup_step(
-        self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, check_finite: bool
+        self, exact_step: Callable[[], None], synchronize: bool, loss_scale: float | None, scaled: bool
     ) -> bool:
-        self.agreement.finish()
+        verdict = self.agreement.finish()
         if synchronize:
-            self.synchronizer.wait()
+            self.synchronizer.wait(again=bool(verdict.edited))
         exact = self.exact()
         if loss_scale is not None:
             unscale(exact, loss_scale)
-        if check_finite and not all_finite(exact):
-            self.engine.skipped += 1
+        if not all_finite(exact):  # of averages, so that all workers see the same
+            if scaled:
+                self.engine.skipped += 1
+            else:
+                self.engine.say_skipped("the mean gradient")
             return False
         exact_step()
         self._count(exact)

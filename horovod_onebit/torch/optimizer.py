@@ -37,9 +37,6 @@ class _DistributedOptimizer:
     _synchronizer: Synchronizer
     _compressor: Compressor
     _participates: bool
-    _should_synchronize: bool
-    _synchronized: bool  # the user called synchronize()
-    _arrived: bool  # the exact gradients are averaged already
 
     # -- Horovod's interface --------------------------------------------------------------------------------------
 
@@ -58,18 +55,18 @@ class _DistributedOptimizer:
         Afterwards averaged gradients never exist: what is averaged is the update. The gradients stay this worker's own
         until ``step()``, so what is done to them in between is done to them alone; to clip, ``clip_grad_norm_``.
         """
-        if self._participates and (self._synchronizer.pending() or not self._arrived):
-            self._compressor.synchronize()
-        self._synchronized = self._arrived = True
+        if self._participates:
+            self._compressor.synchronize(settled=self._settled())
+        self._synchronizer.asked = self._synchronizer.arrived = True
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """``step()`` inside this context does not synchronize: for ``synchronize(); clip...; step()``."""
-        self._should_synchronize = False
+        self._synchronizer.automatic = False
         try:
             yield
         finally:
-            self._should_synchronize = True
+            self._synchronizer.automatic = True
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients by one factor, the same on all workers, so that their norm is at most ``max_norm``.
@@ -81,10 +78,13 @@ class _DistributedOptimizer:
         positive("max_norm", max_norm)
         if not self._participates:
             return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
-        if self._synchronizer.pending() or not self._arrived:
-            self._compressor.synchronize()
-        self._arrived = True
+        self._compressor.synchronize("clip_grad_norm_", f"max_norm={float(max_norm)}", settled=self._settled())
+        self._synchronizer.arrived = True
         return clip_grad_norm_(self._compressor, max_norm)
+
+    def _settled(self) -> bool:
+        """Whether the gradients of now were synchronized."""
+        return self._synchronizer.arrived and not self._synchronizer.pending()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
@@ -93,8 +93,7 @@ class _DistributedOptimizer:
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        self._synchronized = self._arrived = False
-        self._compressor.agreement.reset()
+        self._synchronizer.asked = self._synchronizer.arrived = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -106,13 +105,14 @@ class _DistributedOptimizer:
         if not self._participates:
             self._exact_step()
             return loss
-        if self._should_synchronize and self._synchronized:
+        if self._synchronizer.automatic and self._synchronizer.asked:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). This can cause training slowdown.",
                 stacklevel=2,
             )
-        synchronize = self._should_synchronize and (not self._arrived or self._synchronizer.pending())
+        settled = self._settled()
+        synchronize = self._synchronizer.automatic and not settled
         # GradScaler leaves these for the time of the call; the wrapped optimizer must not act on them a second time.
         scaling: dict[str, Any] = {
             key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__
@@ -123,12 +123,13 @@ class _DistributedOptimizer:
                 self._compressor.step(
                     self._exact_step,
                     synchronize=synchronize,
+                    averaged=settled,
                     loss_scale=None if scale is None else float(scale),
-                    check_finite="found_inf" in scaling,
+                    scaled=bool(scaling),
                 )
         finally:
             self.__dict__.update(scaling)
-            self._synchronized = self._arrived = False
+            self._synchronizer.asked = self._synchronizer.arrived = False
         return loss
 
     def _exact_step(self) -> None:
@@ -152,9 +153,9 @@ class _DistributedOptimizer:
     def _step_supports_amp_scaling(self) -> bool:
         # GradScaler asks this before it looks at the gradients. They must have arrived by then; and with True it
         # leaves it to step() to skip, so that all workers skip alike.
-        if self._participates and self._should_synchronize and self._synchronizer.pending():
-            self._compressor.synchronize()
-            self._arrived = True
+        if self._participates and self._synchronizer.automatic and self._synchronizer.pending():
+            self._compressor.synchronize(settled=False)
+            self._synchronizer.arrived = True
         return self._participates
 
     @_step_supports_amp_scaling.setter
@@ -188,6 +189,7 @@ class _DistributedOptimizer:
         ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam, call ``flush()`` before.
         """
         if self._participates:
+            self._compressor.agreement.meet("check_replicas")
             check_replicas(self._compressor)
 
     def stats(self, *, norms: bool = True) -> Stats:
@@ -231,6 +233,7 @@ class _DistributedOptimizer:
             missing = sorted(HYPERPARAMETERS & own.keys() - group.keys())
             if missing:
                 raise ConfigurationError(f"the state has no {', '.join(missing)}: it is of another optimizer")
+        before = progress.digest(self._compressor)
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # In place: schedulers that were made before wrapping hold the old objects.
@@ -240,10 +243,15 @@ class _DistributedOptimizer:
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
-        self._synchronized = self._arrived = False
-        self._should_synchronize = True
-        own = self.param_groups[0].pop(STATE_KEY, None)
-        self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback)
+        self._synchronizer.asked = self._synchronizer.arrived = False
+        self._synchronizer.automatic = True
+        progress_of_state = self.param_groups[0].pop(STATE_KEY, None)
+        loaded = progress.digest(self._compressor)
+        # Trainers that move state between devices load what they have just saved.
+        same = loaded == before and progress_of_state == progress.save(self._compressor)
+        self._compressor.load_state_dict(progress_of_state, state_dict, keep_feedback=keep_feedback or same)
+        if not keep_feedback:
+            self._compressor.lineage = loaded
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
@@ -349,7 +357,6 @@ def DistributedOptimizer(
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(
         names=names,
         prefix=compressor.engine.name,
-        is_warmup=lambda: compressor.phase is Phase.WARMUP,
         on_ready=compressor.overlap.ready,
         compression=compression,
         backward_passes_per_step=backward_passes_per_step,
@@ -361,8 +368,6 @@ def DistributedOptimizer(
         traffic=compressor.engine.traffic,
     )
     wrapped._participates = process_set.included()
-    wrapped._should_synchronize = True
-    wrapped._synchronized = wrapped._arrived = False
     compressor.check_replicas_every = every
     compressor.check_groups()
     return wrapped

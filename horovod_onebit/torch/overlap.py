@@ -1,4 +1,4 @@
-"""Sends a bucket as soon as the gradients of all its parameters are final, while the backward pass goes on.
+"""What may leave while the backward pass is still running: exact averages in warm-up, buckets afterwards.
 
 When to send is each worker's own affair: a message that leaves during backward and one that leaves in ``step`` are the
 same collective by the same name. What must not happen is that something changes after it was sent. So every gradient
@@ -8,6 +8,7 @@ is remembered as it was when it was final; ``step`` compares, and tells all work
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import logging
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -55,7 +56,9 @@ class Overlap:
     def __init__(self, compressor: Compressor, enabled: bool) -> None:
         self._compressor = compressor
         self.enabled = enabled
+        self.averages = enabled  # in warm-up, until gradients are seen to change between backward() and step()
         self._marks: dict[torch.Tensor, _Mark] = {}
+        self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._sends: bool | None = None  # in this step; None: not decided yet
         self._rules: list[Rule] = []
         self._version = -1  # of the compressor, when the first message of this step was sent
@@ -65,11 +68,20 @@ class Overlap:
         self._missing: list[int] = []  # gradients that each bucket still waits for
         self._numbers: dict[torch.Tensor, int] = {}
 
-    def ready(self, p: torch.Tensor) -> None:
-        """The gradient of ``p`` is final, as far as the backward pass knows."""
+    def ready(self, p: torch.Tensor) -> bool:
+        """The gradient of ``p`` is final, as far as the backward pass knows: send its buckets if they may leave now.
+
+        Returns whether, in warm-up, its exact average may be started now.
+        """
         compressor = self._compressor
-        if not self.enabled or p not in compressor.bindings or p.grad is None:
-            return
+        if p.grad is None:
+            return False
+        if compressor.phase is Phase.WARMUP:
+            if self.averages:
+                self._marks[p] = _Mark.of(p.grad)
+            return self.averages
+        if not self.enabled or p not in compressor.bindings:
+            return False
         if self._sends is None:
             self._sends = self._begin()
         self._marks[p] = _Mark.of(p.grad)
@@ -78,13 +90,15 @@ class Overlap:
                 self._missing[bucket] -= 1
                 if not self._missing[bucket]:
                     self._send(bucket)
+        return False
 
     def _begin(self) -> bool:
         """At the first gradient of a step: whether its messages may leave before ``step``."""
         compressor = self._compressor
         engine, schedule = compressor.engine, compressor.schedule
         if (
-            workers_changed(engine)
+            not self._proven
+            or workers_changed(engine)
             or not isinstance(schedule, EveryStep)
             or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT
         ):
@@ -127,13 +141,16 @@ class Overlap:
         compressor.engine.send(bucket, grads, self._rules)
 
     def edited(self) -> bool:
-        """Whether anything has changed that messages already sent depend on; learns to send later where it can."""
+        """Whether anything has changed that was sent already; learns to send later where it can."""
+        compressor = self._compressor
         changed = [p for p, mark in self._marks.items() if _changed(p, mark)]
+        self._proven |= bool(self._marks) and not changed
+        if compressor.phase is Phase.WARMUP:
+            return bool(changed)
         if not self._sends:
             if changed:
                 self.disable("gradients change between backward() and step()")
             return False
-        compressor = self._compressor
         if changed:
             names = ", ".join(compressor.names[p] for p in changed[:5])
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
@@ -143,12 +160,22 @@ class Overlap:
         pairs = set(zip(self._rules, compressor.rules(1.0, Kind.ONEBIT), strict=True))
         return any(_coding(sent) != _coding(now) for sent, now in pairs)
 
-    def disable(self, reason: str) -> None:
-        """From the next step on, send in ``step``: the gradients are not final during backward."""
-        if self.enabled:
-            self.enabled = False
+    def disable(self, reason: str, *, averages: bool = False) -> None:
+        """From the next step on, send in ``step``: the gradients are not final during backward.
+
+        ``averages``: those of warm-up, too.
+        """
+        if self.enabled or (averages and self.averages):
+            self.enabled, self.averages = False, self.averages and not averages
             level = logging.INFO if self._compressor.engine.collectives.rank == 0 else logging.DEBUG
-            logger.log(level, "1-bit messages are sent in step() and not during backward(): %s", reason)
+            logger.log(level, "gradients are sent in step() and not during backward(): %s", reason)
+
+    def fingerprint(self) -> str:
+        """A few values of every averaged gradient: they must be the same on all workers."""
+        digest = hashlib.blake2b(digest_size=8)
+        for p in self._compressor.exact():
+            digest.update(b"" if p.grad is None else _sample(p.grad))
+        return digest.hexdigest()
 
     def reset(self) -> None:
         """The step is over."""

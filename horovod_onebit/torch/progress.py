@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
+
+import torch
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
@@ -15,6 +18,7 @@ if TYPE_CHECKING:
     from horovod_onebit.torch.compressor import Compressor
 
 VERSION = 1
+SAMPLE = 16
 
 
 def save(compressor: Compressor) -> dict[str, Any]:
@@ -24,6 +28,7 @@ def save(compressor: Compressor) -> dict[str, Any]:
         "steps": compressor.steps,
         "skipped": compressor.engine.skipped,
         "exchanges": compressor.engine.exchanges,
+        "lineage": compressor.lineage,
         "warmup": compressor.warmup.state_dict(),
         "exact_steps": [compressor.exact_steps.get(p, 0) for p in compressor.ordered()],
         "variance_steps": [compressor.variance_steps.get(p, 0) for p in compressor.ordered()],
@@ -43,6 +48,7 @@ def load(
     if not keep_feedback:
         compressor.engine.feedback.reset()
     compressor.steps = own["steps"] if own else 0
+    compressor.lineage = own.get("lineage", "") if own else ""
     compressor.warmup.load_state_dict(own["warmup"] if own else {})
     compressor.engine.skipped = own["skipped"] if own else 0
     compressor.engine.exchanges = own["exchanges"] if own else 0
@@ -77,6 +83,21 @@ def _keep_float32(compressor: Compressor, whole: Mapping[str, Any]) -> None:
         compressed = compressor.warmup.phase(compressor.exact_steps.get(p, 0)) is Phase.COMPRESSED
         if loaded := whole["state"].get(position):
             compressor.adapter.keep_float32(p, loaded, compressor.optimizer.state[p], compressed=compressed)
+
+
+def digest(compressor: Compressor) -> str:
+    """A few values of each state tensor: workers that were given different states must not go on.
+
+    With 0/1 Adam some of the state is each worker's own.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    for p in compressor.ordered():
+        for key, value in sorted(compressor.optimizer.state.get(p, {}).items()):
+            if isinstance(value, torch.Tensor) and value.numel() and key not in compressor.adapter.local_keys:
+                flat = value.detach().reshape(-1)
+                sample = flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float64)
+                found.update(key.encode() + sample.numpy().tobytes())
+    return found.hexdigest()
 
 
 def observe(compressor: Compressor) -> None:

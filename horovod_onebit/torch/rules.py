@@ -31,6 +31,7 @@ class Adapter:
     variance_key: str | None = None
     fresh_key: str | None = None
     layer_key: str | None = None
+    local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
     runs_on_device = False  # whether the kernels alone take the rule's steps
 
     def __init__(self, recipe: Recipe) -> None:
@@ -173,6 +174,7 @@ class ZeroOneAdapter(AdamAdapter):
 
     fresh_key = "anchor"
     layer_key = "local"
+    local_keys = ("exp_avg", "anchor", "local")
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         super().init_state(group, p, state)

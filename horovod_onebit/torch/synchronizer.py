@@ -1,7 +1,8 @@
 """Exact averaging of gradients during the backward pass, by Horovod's conventions.
 
 This is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its gradient is
-ready; ``synchronize`` waits for all.
+ready; ``synchronize`` waits for all. Unlike there, ``p.grad`` stays this worker's own until then: what is done to it
+in between is not lost between the values that come and go.
 """
 
 from __future__ import annotations
@@ -36,8 +37,7 @@ class Synchronizer:
         *,
         names: dict[torch.Tensor, str],
         prefix: str,
-        is_warmup: Callable[[], bool],
-        on_ready: Callable[[torch.Tensor], None],
+        on_ready: Callable[[torch.Tensor], bool],
         compression: Any,
         backward_passes_per_step: int,
         op: Any,
@@ -49,8 +49,7 @@ class Synchronizer:
     ) -> None:
         self.names = names
         self.prefix = prefix  # optimizers may have parameters of the same name under way at once
-        self.is_warmup = is_warmup
-        self.on_ready = on_ready  # called with parameters whose gradients are final, after warm-up
+        self.on_ready = on_ready  # called with parameters whose gradients are final: may their averages start?
         self.compression = compression
         self.backward_passes_per_step = backward_passes_per_step
         self.op = op
@@ -64,9 +63,19 @@ class Synchronizer:
         self.lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self.passes_left: dict[torch.Tensor, int] = {}
         self.handles: dict[torch.Tensor | Group, tuple[Any, Any]] = {}
+        self.asked = False  # the user called synchronize()
+        self.arrived = False  # the exact gradients are averaged already, or stay local since all workers agreed
+        self.automatic = True  # step() synchronizes
         self._groups_asked = groups
+        self.arguments = self._describe(groups, gradient_predivide_factor)
         self._group_of: dict[torch.Tensor, Group] = {}
         self._ready_in_group: dict[Group, int] = {}
+
+    def _describe(self, groups: int | list[list[torch.Tensor]] | None, predivide: float) -> str:
+        """The arguments, as a text that must be the same on all workers."""
+        named = [[self.names.get(p) for p in g] for g in groups] if isinstance(groups, list) else groups
+        compression = getattr(self.compression, "__name__", type(self.compression).__name__)
+        return f"{compression} {self.op} {predivide} {named} {self.sparse_as_dense}"
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
@@ -158,16 +167,15 @@ class Synchronizer:
         self.handles.setdefault(p, (None, None))
         if self.passes_left[p]:
             return
-        if not self.is_warmup():
-            self.on_ready(p)
+        if not self.on_ready(p):
             return
         group = self._group_of.get(p)
         if group is None:
-            self.handles[p] = self._start(p)
+            self.handles[p] = self._start(p, in_place=False)
             return
         self._ready_in_group[group] += 1
         if self._ready_in_group[group] == sum(q.requires_grad for q in group):
-            self._start_group(group)
+            self._start_group(group, in_place=False)
 
     def _densify(self, p: torch.Tensor) -> None:
         if p.grad is None or not p.grad.is_sparse:
@@ -189,34 +197,29 @@ class Synchronizer:
         # Horovod reduces no bfloat16.
         return self.compression.compress(tensor.float() if tensor.dtype is torch.bfloat16 else tensor)
 
-    def _start(self, p: torch.Tensor) -> tuple[Any, Any]:
+    def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Any, Any]:
         tensor, context = self._compress(self._gradient(p))
         self._count(tensor, p)
-        handle = hvd.allreduce_async_(
-            tensor,
-            name=f"{self.prefix}.{self.names[p]}",
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
-            process_set=self.process_set,
-        )
-        return handle, context
+        allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+        return allreduce(tensor, name=f"{self.prefix}.{self.names[p]}", **self._how()), context
 
-    def _start_group(self, whole: Group) -> None:
+    def _start_group(self, whole: Group, *, in_place: bool) -> None:
         group = tuple(p for p in whole if p.requires_grad)
         tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
         for p, tensor in zip(group, tensors, strict=True):
             self._count(tensor, p)
             self.handles.pop(p, None)
-        handle = hvd.grouped_allreduce_async_(
-            list(tensors),
-            name=f"{self.prefix}.{self.names[group[0]]}",
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
-            process_set=self.process_set,
-        )
+        allreduce = hvd.grouped_allreduce_async_ if in_place else hvd.grouped_allreduce_async
+        handle = allreduce(list(tensors), name=f"{self.prefix}.{self.names[group[0]]}", **self._how())
         self.handles[whole] = (handle, contexts)
+
+    def _how(self) -> dict[str, Any]:
+        return {
+            "op": self.op,
+            "prescale_factor": self.prescale,
+            "postscale_factor": self.postscale,
+            "process_set": self.process_set,
+        }
 
     def _count(self, tensor: torch.Tensor, p: torch.Tensor) -> None:
         workers = self.process_set.size()
@@ -227,15 +230,19 @@ class Synchronizer:
         """Whether gradients were computed since the last step."""
         return bool(self.handles)
 
-    def wait(self) -> None:
-        """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum)."""
-        for group in self._ready_in_group:
-            if group not in self.handles and any(p.requires_grad for p in group):
-                self._start_group(group)
-        for p in self.parameters:
-            alone = p not in self._group_of and p.requires_grad
-            if alone and self.handles.get(p, (None, None))[0] is None:
-                self.handles[p] = self._start(p)
+    def wait(self, *, again: bool = False) -> None:
+        """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum).
+
+        ``again``: on some worker gradients were changed after their averages had left. What left is dropped, and the
+        gradients of now are averaged.
+        """
+        if again:
+            self._start_rest(in_place=False)
+            for handle, _ in self.handles.values():
+                if handle is not None:
+                    hvd.synchronize(handle)
+            self.handles.clear()
+        self._start_rest(in_place=True)
         for key, (handle, context) in self.handles.items():
             if handle is None:
                 continue
@@ -247,6 +254,15 @@ class Synchronizer:
             else:
                 self._store(key, output, context)
         self.reset()
+
+    def _start_rest(self, *, in_place: bool) -> None:
+        for group in self._ready_in_group:
+            if group not in self.handles and any(p.requires_grad for p in group):
+                self._start_group(group, in_place=in_place)
+        for p in self.parameters:
+            alone = p not in self._group_of and p.requires_grad
+            if alone and self.handles.get(p, (None, None))[0] is None:
+                self.handles[p] = self._start(p, in_place=in_place)
 
     def _store(self, p: torch.Tensor, output: torch.Tensor, context: Any) -> None:
         result = self.compression.decompress(output, context)
@@ -281,20 +297,20 @@ class Synchronizer:
         workers = self.process_set.size()
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self.traffic.add(sent, allreduce_bytes(4 * fused.numel(), workers))
-        handle = hvd.allreduce_async_(
-            tensor,
-            name=name,
-            op=self.op,
-            prescale_factor=self.prescale,
-            postscale_factor=self.postscale,
-            process_set=self.process_set,
-        )
-        return group, handle, context
+        return group, hvd.allreduce_async_(tensor, name=name, **self._how()), context
 
 
+@torch.no_grad()
 def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
-    return all(bool(torch.isfinite(p.grad).all()) for p in parameters if p.grad is not None)
+    grads = [p.grad for p in parameters if p.grad is not None]
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for g in grads:
+        sums.setdefault(g.device, []).append(g.sum(dtype=torch.float32))
+    # NaN and Inf show in a sum. A sum of finite numbers may overflow: only then does every element count.
+    if all(bool(torch.isfinite(torch.stack(each)).all()) for each in sums.values()):
+        return True
+    return all(bool(torch.isfinite(g).all()) for g in grads)
 
 
 def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
