@@ -202,6 +202,7 @@ class Engine:
                 verdict = agreed()
             except (DesyncError, ConfigurationError):
                 self._restore_all()
+                self._forgotten += 1  # on all workers alike: what they have sent is not waited for
                 raise
             finite = others() and verdict.finite
             return self._receive(rules, finite=finite, certain=verdict.certain)

@@ -369,7 +369,9 @@ def DistributedOptimizer(
     )
     wrapped._participates = process_set.included()
     compressor.check_replicas_every = every
+    lineage = progress.digest(compressor) if optimizer.state else ""
     compressor.check_groups()
+    compressor.lineage = lineage
     return wrapped
 
 

@@ -1,0 +1,409 @@
+"""Calls that one worker makes alone, options that differ, and gradients that are edited: an error on all, or equal
+replicas; never a hang."""
+
+import threading
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+
+ODD = RANK == SIZE - 1
+PHASES = {"warm-up": 50, "first compressed step": 3, "compressed": 2}
+"""warmup_steps, when three steps were taken."""
+
+
+def started(phase, **wrapping):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=PHASES[phase], wrapping=wrapping)
+    train(model, optimizer, 3)
+    return model, optimizer
+
+
+def backward(model, optimizer, step, scale=1.0):
+    optimizer.zero_grad()
+    x, y = batch(step)
+    (cross_entropy(model(x), y) * scale).backward()
+
+
+def clips_with_torch(model, optimizer):
+    optimizer.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3)
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def skips(model, optimizer):
+    with optimizer.skip_synchronize():
+        optimizer.step()
+
+
+def drops_its_gradients(model, optimizer):
+    optimizer.synchronize()
+    optimizer.zero_grad()
+    optimizer.step()
+
+
+ALONE = {
+    "clip_grad_norm_": lambda model, optimizer: optimizer.clip_grad_norm_(1.0),
+    "synchronize": lambda model, optimizer: optimizer.synchronize(),
+    "synchronize, clip": clips_with_torch,
+    "synchronize, zero_grad": drops_its_gradients,
+    "check_replicas": lambda model, optimizer: optimizer.check_replicas(),
+    "broadcast": lambda model, optimizer: onebit.broadcast_optimizer_state(optimizer),
+    "GradScaler": lambda model, optimizer: torch.amp.GradScaler("cpu", init_scale=4.0).step(optimizer),
+}
+
+
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("what", ALONE)
+def test_a_call_that_one_worker_makes_alone(what, phase):
+    model, optimizer = started(phase)
+    if what == "GradScaler":
+        scaler = torch.amp.GradScaler("cpu", init_scale=4.0)
+        backward(model, optimizer, 3, scale=4.0 if ODD else 1.0)
+        scaler.scale(torch.zeros(1))
+        call = scaler.step if ODD else (lambda optimizer: optimizer.step())
+        with pytest.raises(DesyncError, match="synchronize"):
+            call(optimizer)
+        return
+    backward(model, optimizer, 3)
+    with pytest.raises(DesyncError, match=rf"worker \[{SIZE - 1}\] {what.split('_')[0].split(',')[0]}"):
+        ALONE[what](model, optimizer) if ODD else optimizer.step()
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "compressed"])
+def test_skipping_the_average_on_one_worker(phase):
+    model, optimizer = started(phase)
+    for step in (3, 4):
+        backward(model, optimizer, step)
+        if phase == "compressed":  # there is no average to be skipped
+            skips(model, optimizer) if ODD else optimizer.step()
+            continue
+        with pytest.raises(DesyncError, match="averaged gradients"):
+            skips(model, optimizer) if ODD else optimizer.step()
+        return
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["on one worker", "by another norm", "by our own norm"])
+def test_clipping_averages_differently_in_warm_up(how):
+    model, optimizer = started("warm-up")
+    backward(model, optimizer, 3)
+    if how == "by our own norm":
+        with pytest.raises(DesyncError, match="another hyperparameter or argument"):
+            optimizer.clip_grad_norm_(1e-3 if ODD else 1e-2)
+        return
+    optimizer.synchronize()
+    if ODD or how == "by another norm":
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1e-3 if ODD else 1e-2)
+    with pytest.raises(DesyncError, match="averaged gradients"):
+        skips(model, optimizer)
+
+
+ARGUMENTS: list[dict] = [{}, {"groups": 2}, {"compression": hvd.Compression.fp16}]
+DIFFERENT = {
+    "check_replicas_every": {"check_replicas_every": 4},
+    "groups": {"groups": 2},
+    "passes": {"backward_passes_per_step": 2},
+    "compression": {"compression": hvd.Compression.fp16},
+    "predivide": {"gradient_predivide_factor": 2.0},
+}
+
+
+@pytest.mark.parametrize("what", [*DIFFERENT, "fused", "foreach"])
+def test_options_that_differ(what):
+    model = Net()
+    options = {what: True} if ODD and what in ("fused", "foreach") else {}
+    optimizer = wrap(model, warmup_steps=5, wrapping=DIFFERENT.get(what, {}) if ODD else {}, **options)
+    # Gradients without a backward pass: nothing is under way that Horovod itself could stumble over.
+    for p in model.parameters():
+        p.grad = torch.ones_like(p)
+    with pytest.raises(DesyncError, match="differs between workers"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "compressed"])
+@pytest.mark.parametrize("how", ["alone", "plain alone", "broadcast", "all"])
+def test_a_state_of_as_many_steps(how, phase):
+    """Loaded on one worker alone it is an error; rank 0 may load it if it is broadcast."""
+    model, optimizer = started(phase)
+    other = Net(seed=1)
+    donor = wrap(other, warmup_steps=PHASES[phase])
+    train(other, donor, 3, start=100)
+    state = donor.state_dict()
+    if how == "plain alone":
+        plain = torch.optim.AdamW(model.parameters())
+        if ODD:
+            plain.load_state_dict(state)
+        optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=PHASES[phase])
+    elif how == "all" or (RANK == 0 if how == "broadcast" else ODD):
+        optimizer.load_state_dict(state)
+    if how == "broadcast":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    if how in ("broadcast", "all"):
+        train(model, optimizer, 3, start=3)
+        assert_replicas_equal(model)
+        optimizer.check_replicas()
+    else:
+        with pytest.raises(DesyncError, match="which state was loaded"):
+            train(model, optimizer, 1, start=3)
+
+
+def test_loading_what_was_just_saved_keeps_the_error_feedback():
+    """As accelerate does when it moves an optimizer's state to a device."""
+    model, optimizer = started("compressed")
+    before = optimizer.feedback_state_dict()
+    optimizer.load_state_dict(optimizer.state_dict())
+    after = optimizer.feedback_state_dict()
+    assert before
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    train(model, optimizer, 2, start=3)
+    assert_replicas_equal(model)
+
+
+def test_scales_of_gradscalers_that_differ_in_warm_up():
+    model, optimizer = started("warm-up")
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0 if ODD else 4.0)
+    optimizer.zero_grad()
+    x, y = batch(3)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    with pytest.raises(DesyncError, match="GradScaler's scale"):
+        scaler.step(optimizer)
+
+
+# -- gradients edited between backward() and step() -------------------------------------------------------------------
+
+
+def torchs_norm(model, optimizer, step):
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+
+
+EDITS = {
+    "torch's norm": torchs_norm,
+    "torch's value": lambda model, optimizer, step: torch.nn.utils.clip_grad_value_(model.parameters(), 1e-3),
+    "one worker": lambda *args: torchs_norm(*args) if ODD else None,
+    "some steps": lambda *args: torchs_norm(*args) if args[2] in (1, 4) else None,
+    "workers by turns": lambda *args: torchs_norm(*args) if args[2] < 5 and args[2] % SIZE == RANK else None,
+    "data": lambda model, optimizer, step: [p.grad.data.mul_(0.5) for p in model.parameters() if p.grad is not None],
+    "replaced": lambda model, optimizer, step: [setattr(p, "grad", p.grad * 0.5) for p in (model.first.weight,)],
+    "none": lambda model, optimizer, step: setattr(model.first.weight, "grad", None) if step == 2 else None,
+}
+
+
+@pytest.mark.parametrize("options", ARGUMENTS, ids=str)
+@pytest.mark.parametrize("edit", EDITS)
+def test_edited_gradients_are_what_is_averaged_in_warm_up(edit, options):
+    """Replicas are equal after every step, and weights are those of averaging the edited gradients by hand."""
+    model, twin = Net(), Net()
+    optimizer = wrap(model, warmup_steps=7, wrapping=options)
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    for step in range(7):
+        for trained in (model, twin):
+            x, y = batch(step)
+            cross_entropy(trained(x), y).backward()
+            EDITS[edit](trained, None, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        for name, p in twin.named_parameters():
+            if p.requires_grad:
+                grad = torch.zeros_like(p) if p.grad is None else p.grad
+                p.grad = hvd.allreduce(
+                    grad, name=f"twin.{name}", compression=options.get("compression", hvd.Compression.none)
+                )
+        plain.step()
+        plain.zero_grad()
+        assert_replicas_equal(model)
+        if SIZE == 2:
+            assert torch.equal(weights(model), weights(twin))
+
+
+def lightning(model, optimizer, step):
+    """All in a closure; zero_grad() is called in step()."""
+
+    def closure():
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        return loss
+
+    optimizer.step(closure=closure)
+
+
+def trainer(model, optimizer, step):
+    """transformers.Trainer and accelerate: torch's clipping in every step, model.zero_grad() after it."""
+    x, y = batch(step)
+    cross_entropy(model(x), y).backward()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    optimizer.step(None)
+    model.zero_grad()
+
+
+class Wrapper:
+    """As Lightning's: its own class, derived from the optimizer's, with attributes of its own."""
+
+    def __init__(self, optimizer):
+        self._optimizer = optimizer
+        self.__class__ = type("Wrapper", (Wrapper, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self._optimizer, name)
+
+
+def manual(model, optimizer, step):
+    """Lightning's manual optimization."""
+    wrapper = Wrapper(optimizer)
+    wrapper.zero_grad()
+    x, y = batch(step)
+    cross_entropy(model(x), y).backward()
+    wrapper.synchronize()
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    with wrapper.skip_synchronize():
+        optimizer.step()
+
+
+def amp(model, optimizer, step):
+    """Unscaling and clipping without synchronize()."""
+    scaler = optimizer.__dict__.setdefault("scaler of the test", torch.amp.GradScaler("cpu", init_scale=8.0))
+    optimizer.zero_grad()
+    x, y = batch(step)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    scaler.step(optimizer)
+    scaler.update()
+
+
+@pytest.mark.parametrize("loop", [lightning, trainer, manual, amp])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_loops_of_trainers(loop, resumed):
+    """In warm-up, when compression starts, compressed, and in a process that resumes there."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=4)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
+    if resumed:
+        state = model.state_dict()
+        train(model, optimizer, 6)
+        trained = optimizer.state_dict()
+        model.load_state_dict(state)
+        optimizer = wrap(model, warmup_steps=4)
+        optimizer.load_state_dict(trained)
+    for step in range(9):
+        loop(model, optimizer, step)
+        scheduler.step()
+        assert_replicas_equal(model)
+    assert optimizer.phase == "compressed"
+    assert optimizer.stats(norms=False).skipped_steps == 0
+    optimizer.check_replicas()
+
+
+def test_the_first_surprising_edit_after_warm_up_is_an_error_and_the_next_is_not():
+    model, optimizer = started("compressed")
+    train(model, optimizer, 2, start=3)
+    before = weights(model)
+    backward(model, optimizer, 5)
+    torchs_norm(model, optimizer, 5)
+    with pytest.raises(ConfigurationError, match="overlap=False"):
+        optimizer.step()
+    assert torch.equal(before, weights(model))
+    for step in range(5, 8):
+        for p in model.parameters():
+            p.grad = None
+        optimizer._synchronizer.reset()
+        trainer(model, optimizer, step)
+        assert_replicas_equal(model)
+
+
+# -- NaN and Inf in warm-up -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+@pytest.mark.parametrize(
+    "options", [{}, {"groups": 2}, {"compression": hvd.Compression.fp16}, {"op": hvd.Sum}], ids=str
+)
+def test_nan_in_warm_up_is_skipped_by_all(value, options):
+    model, optimizer = started("warm-up", **options)
+    before = weights(model)
+    moments = {p: {k: v.clone() for k, v in optimizer.state[p].items()} for p in optimizer.state}
+    if ODD:
+        spoil(model.second.weight, value)
+    backward(model, optimizer, 3)
+    optimizer.step()
+    assert torch.equal(before, weights(model))
+    for p, state in moments.items():
+        assert all(torch.equal(value, optimizer.state[p][key]) for key, value in state.items())
+    stats = optimizer.stats()
+    assert (stats.skipped_steps, stats.step) == (1, 3)
+    train(model, optimizer, 3, start=4)
+    assert_replicas_equal(model)
+    assert not torch.equal(before, weights(model))
+
+
+def test_huge_but_finite_gradients_are_not_skipped():
+    model, optimizer = started("warm-up")
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 3e38 / SIZE)
+    before = weights(model)
+    optimizer.step()
+    assert optimizer.stats().skipped_steps == 0
+    assert not torch.equal(before, weights(model))
+
+
+def test_nan_in_warm_up_raises_on_all_when_asked_to():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=9, recipe=Recipe(on_nonfinite="raise"))
+    train(model, optimizer, 2)
+    before = weights(model)
+    if RANK == 0:
+        spoil(model.first.weight, "nan")
+    backward(model, optimizer, 2)
+    with pytest.raises(NonFiniteError, match="mean gradient"):
+        optimizer.step()
+    assert torch.equal(before, weights(model))
+
+
+# -- threads ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "compressed"])
+def test_two_optimizers_in_two_threads_are_refused(phase):
+    pairs = [started(phase) for _ in range(2)]
+    caught, barrier = [], threading.Barrier(2)
+
+    def work(model, optimizer, number):
+        barrier.wait()
+        try:
+            train(model, optimizer, 20, start=3 + 100 * number)
+        except (ConfigurationError, DesyncError) as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=work, args=(*pair, k), daemon=True) for k, pair in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    # One of them may be left waiting for workers that gave up; the next agreement tells it.
+    for _, optimizer in pairs:
+        if any(thread.is_alive() for thread in threads):
+            with pytest.raises((ConfigurationError, DesyncError)):
+                optimizer._compressor.agreement.meet("flush")
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert caught
+
+
+def test_one_thread_after_another_may_step():
+    model, optimizer = started("compressed")
+    for step in range(3, 6):
+        thread = threading.Thread(target=train, args=(model, optimizer, 1, step))
+        thread.start()
+        thread.join()
+    train(model, optimizer, 2, start=6)
+    assert_replicas_equal(model)
