@@ -202,7 +202,6 @@ class Engine:
                 verdict = agreed()
             except (DesyncError, ConfigurationError):
                 self._restore_all()
-                self._forgotten += 1  # on all workers alike: what they have sent is not waited for
                 raise
             finite = others() and verdict.finite
             return self._receive(rules, finite=finite, certain=verdict.certain)
@@ -284,6 +283,11 @@ class Engine:
         """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
         self._forgotten += bool(self._sent)
         self._sent = {}
+
+    def abandon_step(self) -> None:
+        """Take back what was sent for a step that all workers refuse alike. Local, not collective."""
+        self._restore_all()
+        self._forgotten += 1
 
     def forget_world(self) -> None:
         """There are other workers now (Horovod was started anew): lay out and shake hands again. Local."""

@@ -6,7 +6,7 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.exchange import Handle
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.warmup import Phase
@@ -81,11 +81,15 @@ class Agreement:
             return self._verdict
         try:
             verdict = self._verdict = self._compressor.engine.finish_agreement(handle)
+        except DesyncError:
+            self._compressor.abandon_step()
+            raise
         finally:
             self._threads.leave()
         if verdict.edited:
             self._compressor.overlap.disable("gradients change between backward() and step()", averages=True)
             if self._compressor.phase is Phase.COMPRESSED:
+                self._compressor.abandon_step()
                 raise ConfigurationError(
                     f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
                     "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
@@ -99,6 +103,9 @@ class Agreement:
         self._threads.enter(self._compressor)
         try:
             self._compressor.engine.meet(call)
+        except DesyncError:
+            self._compressor.abandon_step()
+            raise
         finally:
             self._threads.leave()
 
@@ -133,8 +140,5 @@ class Agreement:
                 key,
                 f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows}",
             )
-        synchronizer = compressor.synchronizer
-        arguments = (
-            f"{compressor.check_replicas_every} {synchronizer.arguments} {synchronizer.backward_passes_per_step}"
-        )
+        arguments = f"{compressor.check_replicas_every} {compressor.synchronizer.description()}"
         return f"{self._described[1]} {arguments} {compressor.lineage} {sum(compressor.exact_steps.values())}"

@@ -291,6 +291,13 @@ class Compressor:
             self.overlap.reset()
             self.engine.end_step()
 
+    def abandon_step(self) -> None:
+        """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
+        with torch.no_grad():
+            self.engine.abandon_step()
+        self.synchronizer.abandon(on_all=True)
+        self.overlap.reset()
+
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights."""
         bindings = list(self.bindings.values())
@@ -350,7 +357,7 @@ class Compressor:
                 p.grad = None
         if loss_scale is not None:
             unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
-        finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact")
+        finish = self.synchronizer.average_fused(exact, f"{self.engine.name}.exact.{self.synchronizer.generation}")
         taken = self.engine.step(kind, self._gradients(), rules, agreed=self._agreed, others=finish)
         self.synchronizer.reset()
         if not taken:
@@ -414,7 +421,7 @@ class Compressor:
         self, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
     ) -> None:
         """Take over ``own``, which ``progress.save`` gave; see ``progress.load``."""
-        self.synchronizer.reset()
+        self.synchronizer.abandon()
         self.overlap.reset()
         self.engine.forget_sent()
         self.bindings.clear()

@@ -67,7 +67,8 @@ class Synchronizer:
         self.arrived = False  # the exact gradients are averaged already, or stay local since all workers agreed
         self.automatic = True  # step() synchronizes
         self._groups_asked = groups
-        self.arguments = self._describe(groups, gradient_predivide_factor)
+        self._arguments = self._describe(groups, gradient_predivide_factor)
+        self.generation = 0  # times that averages were abandoned under way: their names are not free yet
         self._group_of: dict[torch.Tensor, Group] = {}
         self._ready_in_group: dict[Group, int] = {}
 
@@ -76,6 +77,10 @@ class Synchronizer:
         named = [[self.names.get(p) for p in g] for g in groups] if isinstance(groups, list) else groups
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
         return f"{compression} {self.op} {predivide} {named} {self.sparse_as_dense}"
+
+    def description(self) -> str:
+        """What must be the same on all workers."""
+        return f"{self._arguments} {self.backward_passes_per_step} {self.generation}"
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
@@ -156,6 +161,12 @@ class Synchronizer:
         for group in self._ready_in_group:
             self._ready_in_group[group] = 0
 
+    def abandon(self, *, on_all: bool = False) -> None:
+        """Drop what is under way; ``on_all``: all workers do so, whether or not they have started anything."""
+        self.generation += on_all or any(handle is not None for handle, _ in self.handles.values())
+        self.asked = self.arrived = False
+        self.reset()
+
     def _hook(self, p: torch.Tensor) -> None:
         if self.passes_left[p] <= 0:
             raise AssertionError(
@@ -201,7 +212,7 @@ class Synchronizer:
         tensor, context = self._compress(self._gradient(p))
         self._count(tensor, p)
         allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
-        return allreduce(tensor, name=f"{self.prefix}.{self.names[p]}", **self._how()), context
+        return allreduce(tensor, name=self._name(p), **self._how()), context
 
     def _start_group(self, whole: Group, *, in_place: bool) -> None:
         group = tuple(p for p in whole if p.requires_grad)
@@ -210,8 +221,11 @@ class Synchronizer:
             self._count(tensor, p)
             self.handles.pop(p, None)
         allreduce = hvd.grouped_allreduce_async_ if in_place else hvd.grouped_allreduce_async
-        handle = allreduce(list(tensors), name=f"{self.prefix}.{self.names[group[0]]}", **self._how())
+        handle = allreduce(list(tensors), name=self._name(group[0]), **self._how())
         self.handles[whole] = (handle, contexts)
+
+    def _name(self, p: torch.Tensor) -> str:
+        return f"{self.prefix}.{self.generation}.{self.names[p]}"
 
     def _how(self) -> dict[str, Any]:
         return {

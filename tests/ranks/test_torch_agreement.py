@@ -312,12 +312,36 @@ def test_the_first_surprising_edit_after_warm_up_is_an_error_and_the_next_is_not
     with pytest.raises(ConfigurationError, match="overlap=False"):
         optimizer.step()
     assert torch.equal(before, weights(model))
+    optimizer.step()  # with the gradients as they are now
+    assert not torch.equal(before, weights(model))
+    model.zero_grad()
     for step in range(5, 8):
-        for p in model.parameters():
-            p.grad = None
-        optimizer._synchronizer.reset()
         trainer(model, optimizer, step)
         assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["mended", "broadcast", "broadcast by Horovod", "again"])
+@pytest.mark.parametrize("wrapping", [{}, {"groups": 2}, {"overlap": False}, {"overlap": not ODD}], ids=str)
+@pytest.mark.parametrize("phase", PHASES)
+def test_a_refused_step_can_be_mended(phase, wrapping, how):
+    model, optimizer = started(phase, **wrapping)
+    train(model, optimizer, 2, start=3)
+    backward(model, optimizer, 5)
+    if ODD:
+        optimizer.param_groups[0]["lr"] = 0.5
+    for _ in range(2 if how == "again" else 1):
+        with pytest.raises(DesyncError, match="learning rate"):
+            optimizer.step()
+    if how == "broadcast":
+        onebit.broadcast_optimizer_state(optimizer)
+    elif how == "broadcast by Horovod":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.step()
+    train(model, optimizer, 4, start=6)
+    assert_replicas_equal(model)
+    optimizer.check_replicas()
 
 
 # -- NaN and Inf in warm-up -------------------------------------------------------------------------------------------
