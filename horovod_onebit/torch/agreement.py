@@ -55,8 +55,9 @@ class Agreement:
                 (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in compressor.bindings)
                 for p, name in known
             ]
+            never = [name for p, name in known if p in compressor.never]
             self._described = (
                 key,
-                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows}",
+                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows} {never}",
             )
         return f"{self._described[1]} {sum(compressor.exact_steps.values())}"

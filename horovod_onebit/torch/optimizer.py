@@ -11,7 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit.checks import flag, mapping, positive, whole
+from horovod_onebit.checks import flag, mapping, matching, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import EveryStep, ZeroOne
@@ -133,6 +133,7 @@ class _DistributedOptimizer:
 
     def _exact_step(self) -> None:
         """The wrapped optimizer's own step, without running its hooks a second time."""
+        self._compressor.start_momentum()
         step = super().step  # type: ignore[misc]
         function = step.__func__
         while getattr(function, "hooked", False):
@@ -216,7 +217,7 @@ class _DistributedOptimizer:
         ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
-        state["param_groups"][0][STATE_KEY] = progress.save(self._compressor)
+        self._compressor.export(state)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -235,6 +236,8 @@ class _DistributedOptimizer:
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # In place: schedulers that were made before wrapping hold the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):
+            if "exact" in old:
+                new.setdefault("exact", old["exact"])  # states of before had no such option
             old.clear()
             old.update(new)
         state.clear()
@@ -274,6 +277,7 @@ def DistributedOptimizer(
     overlap: bool = True,
     kernels: str = "auto",
     check_replicas_every: int | None = None,
+    exact: Iterable[str] | None = None,
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -302,6 +306,10 @@ def DistributedOptimizer(
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
             ``check_replicas``. None is never.
+        exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
+            allreduce of small tensors. Those that need it have elements whose gradient is always zero (the row of an
+            embedding's ``padding_idx``, masked weights) and must not move at all. A parameter group may say so as
+            well: ``{"params": ..., "exact": True}``.
 
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
@@ -318,6 +326,8 @@ def DistributedOptimizer(
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     adapter = adapter_for(optimizer, chosen, schedule)
     names = names_of(optimizer, named_parameters)
+    patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
+    matching("exact", patterns, names.values())
     for group in optimizer.param_groups:
         adapter.check(group)
     for p, name in names.items():
@@ -344,6 +354,7 @@ def DistributedOptimizer(
         sum_gradients=op == hvd.Sum,
         overlap=overlap,
         placement=Placement(kernels, adapter, chosen),
+        exact=patterns or (),
     )
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(
