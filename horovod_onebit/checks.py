@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
@@ -58,6 +59,26 @@ def one_of(name: str, value: Any, choices: Any) -> None:
     """Raise unless ``value`` is one of the ``Literal`` called ``choices``."""
     if value not in get_args(choices):
         raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
+
+
+def matching(field: str, patterns: Any, names: Iterable[str], *, all_match: bool = True) -> set[str]:
+    """Those of ``names`` that one of ``patterns`` stands for: names, or patterns of ``fnmatch``. None is no pattern.
+
+    A pattern that stands for nothing is an error, unless ``all_match`` is False.
+    """
+    if patterns is None:
+        return set()
+    asked = list(patterns) if isinstance(patterns, Iterable) and not isinstance(patterns, (str, bytes)) else None
+    if asked is None or not all(isinstance(pattern, str) for pattern in asked):
+        raise ConfigurationError(f"{field}={patterns!r}: expected names or patterns, such as ['embedding.*']")
+    known, found = list(dict.fromkeys(names)), set()
+    for pattern in asked:
+        stands_for = {name for name in known if name == pattern or fnmatchcase(name, pattern)}
+        if not stands_for and all_match:
+            some = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
+            raise ConfigurationError(f"{field}: {pattern!r} stands for no parameter; their names are {some}")
+        found |= stands_for
+    return found
 
 
 def mapping(name: str, value: Any, of: str) -> Mapping[str, Any]:

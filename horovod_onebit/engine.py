@@ -29,7 +29,7 @@ from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor, norms_of
+from horovod_onebit.rules import Context, Rule, Tensor, largest_scale, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
 
@@ -157,7 +157,8 @@ class Engine:
         assert self.layout is not None
         self._progress()
         message = self._messages[bucket_index]
-        stamp = wire.Stamp(self.exchanges, self.layout.digest)
+        parts = [(rules[p.tensor], self.tensors[p.tensor], p.block_size) for p in message.bucket.pieces]
+        stamp = wire.Stamp(self.exchanges, self.layout.digest, largest_scale(parts, self.context))
 
         def gradient(piece: Piece) -> Array:
             return grads[piece.tensor][piece.start : piece.stop]

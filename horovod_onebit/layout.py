@@ -8,6 +8,7 @@ larger than a bucket is cut, at block boundaries, into pieces.
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -105,9 +106,8 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
     Raises ``ConfigurationError`` for duplicate names, negative sizes, or a world so large that one block does not
     fit into a gather.
     """
-    names = [spec.name for spec in tensors]
-    if len(set(names)) != len(names):
-        twice = sorted({name for name in names if names.count(name) > 1})
+    twice = sorted(name for name, count in Counter(spec.name for spec in tensors).items() if count > 1)
+    if twice:
         raise ConfigurationError(f"tensor names must be unique; given more than once: {', '.join(twice)}")
     for spec in tensors:
         if spec.size < 0:

@@ -4,10 +4,14 @@ offset 0    header, 32 bytes (HEADER)
 offset 32   scales, float32, one a block
 then        sign bits, uint8, each piece starting on a whole byte
 then        zeros up to a multiple of 16 bytes (unaligned gathers are slow on NCCL, horovod#3727)
+
+The header's checksum covers its flags and all that follows the header; of messages that stay on a GPU, whose bits
+never reach the host, flags and scales. All other fields of the header are compared with what they must be.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
@@ -17,19 +21,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import JOINED, WireError
+from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.layout import Bucket, Share
 
 MAGIC = 0x5449_4231  # "1BIT"
-VERSION = 1
+VERSION = 2
 FINITE = 1
 ALIGNMENT = 16
+STEPS = 2**32  # the header counts steps modulo so many
 
 HEADER = np.dtype(
     [
         ("magic", "<u4"),
         ("version", "<u2"),
         ("flags", "<u2"),
-        ("step", "<u8"),
+        ("step", "<u4"),
+        ("checksum", "<u4"),
         ("layout", "<u8"),
         ("bucket", "<u4"),
         ("blocks", "<u4"),
@@ -46,10 +53,12 @@ def message_size(bucket: Bucket) -> int:
 
 @dataclass(frozen=True)
 class Stamp:
-    """What all messages of one step have in common: the count of exchanges, and the digest of the layout."""
+    """What all messages of one step have in common: the count of exchanges, the digest of the layout, and the largest
+    scale that any of them can have (see ``Rule.largest_scale``)."""
 
     step: int
     layout: int
+    largest_scale: float = math.inf
 
 
 class Message:
@@ -112,7 +121,8 @@ class Message:
 
     def seal(self, stamp: Stamp, *, finite: bool) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent."""
-        seal_rows(self.buffer[None], self.bucket.blocks, self.bucket.index, stamp, finite)
+        sent = self.buffer[: _middle(self.bucket)] if self._stays else self.buffer
+        seal_rows(sent[None], self.bucket.blocks, self.bucket.index, stamp, finite)
         self.finite = finite
         return self.buffer
 
@@ -127,9 +137,11 @@ def seal_rows(
     rows: NDArray[np.uint8], blocks: NDArray[np.integer] | int, index: int, stamp: Stamp, finite: bool
 ) -> None:
     """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
-    headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
-    headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, FINITE if finite else 0
-    headers["step"], headers["layout"], headers["bucket"], headers["blocks"] = stamp.step, stamp.layout, index, blocks
+    headers, flags = rows[:, : HEADER.itemsize].view(HEADER)[:, 0], FINITE if finite else 0
+    headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, flags
+    headers["step"], headers["layout"] = stamp.step % STEPS, stamp.layout
+    headers["bucket"], headers["blocks"] = index, blocks
+    headers["checksum"] = checksums(rows[:, HEADER.itemsize :], flags)
 
 
 class Remote(Protocol):
@@ -168,8 +180,8 @@ def read(
     """Check what arrived, (workers * size,) uint8, against what this step expects, and open it.
 
     ``size`` is the length of one message, ``message_size(bucket)`` unless padded to more. Raises ``WireError`` that
-    names the worker and the field; nothing is decoded then. A scale that is negative or not finite in a message that
-    claims to be finite is refused as well.
+    names the worker and the field; nothing is decoded then. Damaged messages are refused, and so are scales that are
+    negative, not finite or above ``stamp.largest_scale`` in a message that claims to be finite.
     """
     size, senders = message_size(bucket) if size is None else size, np.arange(workers)
     blocks = np.full(workers, bucket.blocks)
@@ -180,7 +192,7 @@ def read(
         heads, finite = _open_remote(gathered, bucket, blocks, stamp, size, senders)
         scales = np.ascontiguousarray(heads[:, HEADER.itemsize :]).view(np.float32)
         bits = gathered.bytes(workers, _middle(bucket))
-    bad = finite & _corrupt(scales)
+    bad = finite & _corrupt(scales, stamp)
     if bad.any():
         raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
     return Gathered(scales, bits, finite)
@@ -202,9 +214,9 @@ def read_shares(
     bits = np.empty((hosts, bucket.bytes), np.uint8)
     for row, share in zip(rows, shares, strict=True):
         scales[:, share.blocks], bits[:, share.bytes] = _body(row, share.bucket)
-    if _corrupt(scales).any():
+    if _corrupt(scales, stamp).any():
         for j, share in enumerate(shares):
-            bad = finite[j] & _corrupt(scales[:, share.blocks])
+            bad = finite[j] & _corrupt(scales[:, share.blocks], stamp)
             if bad.any():
                 raise _corruption(bucket.index, stamp, senders[j * hosts + np.flatnonzero(bad)[0]])
     return Gathered(scales, bits, finite.T.reshape(-1))
@@ -253,12 +265,13 @@ def _check_headers(
     stamp: Stamp,
     senders: NDArray[np.integer],
 ) -> NDArray[np.bool_]:
-    """Which messages are finite; their headers, which ``rows`` begin with, are as expected."""
+    """Which messages are finite; their headers, which ``rows`` begin with, are as expected, and nothing is damaged."""
     headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
     joined = senders[headers["magic"] == 0]  # Horovod lets zeros stand for a worker that has left
     if joined.size:
         raise WireError(JOINED.format(joined.tolist()))
-    expected = {"magic": MAGIC, "version": VERSION, "step": stamp.step, "layout": stamp.layout, "bucket": index}
+    expected = {"magic": MAGIC, "version": VERSION, "step": stamp.step % STEPS}
+    expected |= {"layout": stamp.layout, "bucket": index}
     for field, values in (expected | {"blocks": blocks}).items():
         wrong = headers[field] != values
         if wrong.any():
@@ -268,18 +281,25 @@ def _check_headers(
                 f"{headers[field][first]}, expected {np.broadcast_to(values, len(blocks))[first]} "
                 f"(workers that differ: {senders[wrong].tolist()})"
             )
+    damaged = senders[headers["checksum"] != checksums(rows[:, HEADER.itemsize :]) + headers["flags"]]
+    if damaged.size:
+        raise WireError(
+            f"bucket {index}, step {stamp.step}: the message of worker {sorted(set(damaged.tolist()))} is damaged: its "
+            "checksum is not that of what arrived. The memory or the network of one of the hosts alters data"
+        )
     return np.asarray((headers["flags"] & FINITE).astype(bool))
 
 
-def _corrupt(scales: NDArray[np.float32]) -> NDArray[np.bool_]:
+def _corrupt(scales: NDArray[np.float32], stamp: Stamp) -> NDArray[np.bool_]:
     """Of each row, whether it has a scale that is none."""
-    return np.asarray((~(np.isfinite(scales) & (scales >= 0))).any(axis=1))
+    largest = np.float32(min(stamp.largest_scale, float(np.finfo(np.float32).max)))
+    return np.asarray((~((scales >= 0) & (scales <= largest))).any(axis=1))
 
 
 def _corruption(index: int, stamp: Stamp, worker: np.integer) -> WireError:
     return WireError(
         f"bucket {index}, step {stamp.step}: the message of worker {worker} is corrupt: it says that it is finite and "
-        "has a scale that is not a finite number >= 0"
+        f"has a scale that is not a number between 0 and {stamp.largest_scale:.3g}, the most that the recipe allows"
     )
 
 

@@ -7,6 +7,7 @@ uncompressed step is (``exact_step``).
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from types import ModuleType
@@ -17,6 +18,9 @@ from numpy.typing import NDArray
 
 from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
 from horovod_onebit.recipe import Recipe
+
+HEADROOM = 1024.0
+"""See ``Rule.largest_scale``."""
 
 
 @dataclass
@@ -94,6 +98,21 @@ class Rule:
         """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""
         raise NotImplementedError
 
+    def largest_scale(self, tensor: Tensor, block_size: int, context: Context) -> float:
+        """A bound on the scales of any message, infinity where there is none.
+
+        The update u is clipped to [-k, k], so that a block of n elements has |u| <= k sqrt(n). With the scales
+        "guarded" and "mean_abs" a message loses at most the share q = sqrt(1 - 3 / (4 n)) of c = u + error, so that
+        |error| <= q (|u| + |error|) stays below k sqrt(n) / (1 - q), and a scale, at most |c| / sqrt(n), below
+        k / (1 - q) <= k (8 n / 3). What a server of a two-stage exchange compresses is made of such scales, so that
+        its own are below k (8 n / 3)^2. ``HEADROOM`` is for residuals that began elsewhere: with the clip of more
+        workers, or handed over when the workers changed. With ``rescale_error`` residuals may grow without bound.
+        """
+        variance, _, spec = self.coding(tensor, block_size, context)
+        if variance is None or spec.scale == "rms" or context.recipe.rescale_error:
+            return math.inf
+        return HEADROOM * float(spec.clip) * (8 * block_size / 3) ** 2
+
     def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
         """Take step number ``tensor.step + 1`` with the mean of all messages: (n, blocks), (n, bytes)."""
         raise NotImplementedError
@@ -153,6 +172,12 @@ class Rule:
         """Undo ``encode`` of the same arguments."""
         variance, weight, spec = self.coding(tensor, block_size, context)
         context.kernels.restore(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)
+
+
+def largest_scale(parts: Sequence[tuple[Rule, Tensor, int]], context: Context) -> float:
+    """The bound on the scales of a message of ``parts``: rule, tensor, block size."""
+    different = {(id(rule), block_size): (rule, tensor, block_size) for rule, tensor, block_size in parts}
+    return max((rule.largest_scale(tensor, size, context) for rule, tensor, size in different.values()), default=0.0)
 
 
 def norms_of(tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> tuple[float, float]:

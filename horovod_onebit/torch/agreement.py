@@ -136,9 +136,10 @@ class Agreement:
                 (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in compressor.bindings)
                 for p, name in known
             ]
+            never = [name for p, name in known if p in compressor.never]
             self._described = (
                 key,
-                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows}",
+                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {rows} {never}",
             )
         arguments = f"{compressor.check_replicas_every} {compressor.synchronizer.description()}"
         return f"{self._described[1]} {arguments} {compressor.lineage} {sum(compressor.exact_steps.values())}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -76,8 +77,7 @@ def names_of(
             "named_parameters should be a sequence of tuples (name, parameter), usually produced by "
             "model.named_parameters()."
         )
-    names = [name for name, _ in pairs]
-    duplicates = sorted({name for name in names if names.count(name) > 1})
+    duplicates = sorted(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
     if duplicates:
         raise ConfigurationError(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"

@@ -14,6 +14,7 @@ from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend, has_gpu
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
+from horovod_onebit.torch.plain import coarsen
 from horovod_onebit.torch.rules import Adapter
 
 logger = logging.getLogger("horovod_onebit")
@@ -152,21 +153,27 @@ class Binding:
     def _state_array(self, key: str) -> Any:
         """The state tensor ``key`` as the core sees it, flat float32, sharing memory with ``state[key]``."""
         value = self.state.get(key)
+        kept = value is not None  # SGD without momentum has none in its state, compressed or not
         if value is None:
             value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
         if value.dtype is not torch.float32 or value.device != self.device or value.stride() != self.strides:
             shared = torch.empty_strided(value.shape, self.strides, dtype=torch.float32, device=self.device)
             value = shared.copy_(value)
-        self.state[key] = value
+        if kept:
+            self.state[key] = self.shared[key] = value
         # An overflow of the second moment in warm-up makes an element stand still; infinity would spread here.
         value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
-        self.shared[key] = value
         return self._array(flat(value, self.strides))
 
     def is_current(self) -> bool:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""
         same_state = all(self.state.get(key) is value for key, value in self.shared.items())
         return same_state and self.data_ptr == self.p.data_ptr()
+
+    def coarsen(self, key: str | None) -> None:
+        """Round the state tensor ``key``, so that ``state_dict()`` can give multiples of it."""
+        if key is not None:
+            coarsen(self.shared[key])
 
     def release(self) -> None:
         """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""

@@ -7,12 +7,13 @@ takes its steps with the averaged gradient. All others are *compressed*: the eng
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import Finite, Verdict
@@ -21,7 +22,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch import progress, world
+from horovod_onebit.torch import plain, progress, world
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.binding import Binding, Placement
 from horovod_onebit.torch.collectives import HorovodCollectives, next_name
@@ -31,9 +32,6 @@ from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer, all_finite, unscale
 from horovod_onebit.warmup import Phase, Warmup
 from horovod_onebit.world import workers_changed
-
-STATE_KEY = "horovod_onebit"
-"""Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
 
 
 class Compressor:
@@ -54,6 +52,7 @@ class Compressor:
         sum_gradients: bool,
         overlap: bool,
         placement: Placement,
+        exact: Sequence[str] = (),
     ) -> None:
         self.optimizer = optimizer
         self.adapter = adapter
@@ -72,6 +71,10 @@ class Compressor:
         self.exact_steps: dict[torch.Tensor, int] = {}
         self.variance_steps: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
+        self.patterns = exact  # of the names of parameters that are never compressed
+        self.never: set[torch.Tensor] = set()  # these parameters, and those whose group says so
+        self.unstarted: set[torch.Tensor] = set()  # have a momentum that the wrapped optimizer would not have yet
+        self.exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``plain.export``
         self.prepared = False
         self.version = 0  # how often what is trained, or how, has changed
         self.lineage = ""  # of the state that was loaded, or taken over when the optimizer was wrapped
@@ -88,30 +91,37 @@ class Compressor:
         return Phase.COMPRESSED if self.bindings else Phase.WARMUP
 
     def adopt(self) -> None:
-        """Take over the progress that ``hvd.broadcast_optimizer_state`` has put into the first group, if it has."""
-        own = self.optimizer.param_groups[0].pop(STATE_KEY, None) if self.optimizer.param_groups else None
+        """Take over the progress that is in the first group: ``hvd.broadcast_optimizer_state`` puts it there, and a
+        plain optimizer that has loaded a state of ours and is wrapped now has it there."""
+        own = self.optimizer.param_groups[0].pop(progress.STATE_KEY, None) if self.optimizer.param_groups else None
         if own is not None:
             self.load_state_dict(own, None, keep_feedback=True)
+        self.exported = {}
 
     def check_groups(self) -> None:
         """Take notice of parameters that are new, newly trained, or gone; new ones warm up first."""
-        self.adopt()
         if workers_changed(self.engine):
             world.leave(self)
-        fresh = []
+        fresh: list[torch.Tensor] = []
         for index, group in enumerate(self.optimizer.param_groups):
+            names: set[str] | None = None
             for position, p in enumerate(group["params"]):
                 if not p.requires_grad or p in self.exact_steps:
                     continue
-                name = self.names.get(p) or self._new_name(group, index, position)
+                if p not in self.names:
+                    names = {self.names[p] for p in self.exact_steps} if names is None else names
+                    self.names[p] = self._new_name(group, index, position, names)
+                    names.add(self.names[p])
                 self.adapter.check(group)
-                check_parameter(name, p)
-                self.names[p] = name
-                self.adapter.init_state(group, p, self.optimizer.state[p])
+                check_parameter(self.names[p], p)
+                self.init_state(group, p)
                 self.exact_steps[p] = 0
                 fresh.append(p)
-        if fresh and self.optimizer._participates:
-            self.synchronizer.add(fresh)
+        if fresh:
+            self.find_exact()
+            if self.optimizer._participates:
+                self.synchronizer.add(fresh)
+        self.adopt()
         if gone := self.exact_steps.keys() - set(self.ordered()):
             self._forget(gone)
 
@@ -121,6 +131,7 @@ class Compressor:
         for p in gone:
             self.bindings.pop(p, None)
             self.variance_steps.pop(p, None)
+            self.unstarted.discard(p)
             del self.exact_steps[p]
             self.engine.feedback.discard(self.names[p])
         self.changed()
@@ -129,28 +140,54 @@ class Compressor:
         self.prepared = False
         self.version += 1
 
-    def _new_name(self, group: Mapping[str, Any], index: int, position: int) -> str:
+    def init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        """Give ``p`` the state that its first step would make, so that all workers have the same."""
+        if self.adapter.init_state(group, p, self.optimizer.state[p]):
+            self.unstarted.add(p)
+
+    def find_exact(self) -> None:
+        """Which parameters are never compressed: those named so, and groups with the option ``exact``."""
+        groups = self.optimizer.param_groups
+        never = {p for g in groups if flag("exact", g.get("exact", False)) for p in g["params"]}
+        if self.patterns:
+            known = {p: self.names[p] for p in self.ordered() if p in self.names}
+            found = matching("exact", self.patterns, known.values(), all_match=False)
+            never |= {p for p, name in known.items() if name in found}
+        if never != self.never:
+            self.never = never
+            self.changed()
+
+    def _new_name(self, group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
         names = group.get("param_names")
         name = names[position] if names else f"allreduce.noname.{index}.{position}"
-        if name in {self.names[p] for p in self.exact_steps}:
+        if name in taken:
             raise ConfigurationError(f"add_param_group: the name {name!r} is taken by another parameter")
         return name
 
     def _mature(self) -> None:
         """Compress, from the next step on, every parameter whose warm-up is over."""
-        for p, count in self.exact_steps.items():
-            small = p.numel() < self.engine.recipe.min_compressed_size
-            if small or p in self.bindings or not p.requires_grad:
+        version = self.version
+        for group, _, p in self.enumerated():
+            if p not in self.exact_steps or p in self.bindings or not p.requires_grad or not self.compressible(p):
                 continue
+            count = self.exact_steps[p]
             if self.warmup.phase(count) is Phase.COMPRESSED:
                 seen = self.optimizer.state[p].get("step", count)
                 fresh = p not in self.variance_steps
                 self.variance_steps.setdefault(p, int(seen))
                 self._bind(p)
                 if fresh:
-                    self.adapter.rule(self.group_of(p), 1.0).begin(self.bindings[p].tensor, self.engine.context)
+                    self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
+                    self.bindings[p].coarsen(self.adapter.variance_key)
+        if version != self.version:
+            self._order()
+
+    def compressible(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` is compressed once its warm-up is over."""
+        return p.numel() >= self.engine.recipe.min_compressed_size and p not in self.never
 
     def _bind(self, p: torch.Tensor) -> None:
+        """``_order`` is to be called afterwards, once for all."""
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
@@ -158,14 +195,16 @@ class Compressor:
         binding.tensor.variance_steps = self.variance_steps[p]
         binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
         self.bindings[p] = binding
-        # In the order of the groups, however they came: the layout must not depend on history.
-        self.bindings = {q: self.bindings[q] for q in self.ordered() if q in self.bindings}
         self.changed()
 
-    def _unbind(self, p: torch.Tensor, binding: Binding) -> None:
+    def _order(self) -> None:
+        """In the order of the groups, however they came: the layout must not depend on history."""
+        self.bindings = {p: self.bindings[p] for p in self.ordered() if p in self.bindings}
+
+    def _unbind(self, group: dict[str, Any], p: torch.Tensor, binding: Binding) -> None:
         """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
         binding.release()
-        self.adapter.rewind(self.group_of(p), binding.state, self.variance_steps[p])
+        self.adapter.rewind(group, binding.state, self.variance_steps[p])
         p.grad = None
         self.engine.feedback.reset([self.names[p]])
         del self.bindings[p], self.variance_steps[p]
@@ -174,11 +213,17 @@ class Compressor:
 
     def refresh_bindings(self) -> None:
         """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
-        for p, binding in list(self.bindings.items()):
+        version = self.version
+        for group, _, p in self.enumerated():
+            binding = self.bindings.get(p)
+            if binding is None:
+                continue
             if not p.requires_grad:
-                self._unbind(p, binding)
+                self._unbind(group, p, binding)
             elif binding.state is not self.optimizer.state.get(p) or not binding.is_current():
                 self._bind(p)
+        if version != self.version:
+            self._order()
 
     # -- one step -------------------------------------------------------------------------------------------------
 
@@ -364,6 +409,8 @@ class Compressor:
             return False
         if kind is Kind.EXACT:
             self.variance_steps.update({b.p: b.tensor.variance_steps for b in bindings})
+            for binding in bindings:
+                binding.coarsen(self.adapter.variance_key)
         for binding in bindings:
             binding.push()
         counters = [binding.state["step"] for binding in bindings if "step" in binding.state]
@@ -411,11 +458,32 @@ class Compressor:
             norms=norms,
         )
 
-    def group_of(self, p: torch.Tensor) -> dict[str, Any]:
-        return next(g for g in self.optimizer.param_groups if any(p is q for q in g["params"]))
+    def taken(self, p: torch.Tensor) -> int:
+        """Optimizer steps that ``p`` has had."""
+        binding = self.bindings.get(p)
+        return int(self.optimizer.state[p].get("step", 0)) if binding is None else binding.tensor.step
+
+    def start_momentum(self) -> None:
+        """Before an exact step: the wrapped optimizer's first step treats no momentum and zeros differently."""
+        for p in [p for p in self.unstarted if p.grad is not None]:
+            self.optimizer.state[p][self.adapter.momentum_key] = None
+            self.unstarted.discard(p)
+
+    def enumerated(self) -> Iterator[tuple[dict[str, Any], int, torch.Tensor]]:
+        """Each parameter, its group, and its position among all."""
+        position = 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                yield group, position, p
+                position += 1
 
     def ordered(self) -> list[torch.Tensor]:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def export(self, state: dict[str, Any]) -> None:
+        """Complete the wrapped optimizer's ``state``: as a plain optimizer can go on with, and how far the run is."""
+        self.exported = plain.export(self, state["state"])
+        state["param_groups"][0][progress.STATE_KEY] = progress.save(self)
 
     def load_state_dict(
         self, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
@@ -425,6 +493,7 @@ class Compressor:
         self.overlap.reset()
         self.engine.forget_sent()
         self.bindings.clear()
+        self.find_exact()
         self.changed()
         progress.load(self, own, whole, keep_feedback=keep_feedback)
         self._mature()

@@ -11,7 +11,7 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit.checks import flag, mapping, positive, whole
+from horovod_onebit.checks import flag, mapping, matching, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import EveryStep, ZeroOne
@@ -20,7 +20,7 @@ from horovod_onebit.torch import progress
 from horovod_onebit.torch.arguments import check_arguments, check_compression, names_of, warmup_of
 from horovod_onebit.torch.binding import Placement
 from horovod_onebit.torch.clipping import clip_grad_norm_
-from horovod_onebit.torch.compressor import STATE_KEY, Compressor
+from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.replicas import check_replicas
 from horovod_onebit.torch.rules import HYPERPARAMETERS, adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
@@ -134,6 +134,7 @@ class _DistributedOptimizer:
 
     def _exact_step(self) -> None:
         """The wrapped optimizer's own step, without running its hooks a second time."""
+        self._compressor.start_momentum()
         step = super().step  # type: ignore[misc]
         function = step.__func__
         while getattr(function, "hooked", False):
@@ -218,7 +219,7 @@ class _DistributedOptimizer:
         ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
-        state["param_groups"][0][STATE_KEY] = progress.save(self._compressor)
+        self._compressor.export(state)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -233,11 +234,15 @@ class _DistributedOptimizer:
             missing = sorted(HYPERPARAMETERS & own.keys() - group.keys())
             if missing:
                 raise ConfigurationError(f"the state has no {', '.join(missing)}: it is of another optimizer")
-        before = progress.digest(self._compressor)
+        loaded = progress.digest(state_dict, self._compressor)
+        # Trainers that move state between devices load what they have just saved.
+        same = not keep_feedback and loaded == progress.digest(self.state_dict(), self._compressor)
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # In place: schedulers that were made before wrapping hold the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):
+            if "exact" in old:
+                new.setdefault("exact", old["exact"])  # states of before had no such option
             old.clear()
             old.update(new)
         state.clear()
@@ -245,11 +250,8 @@ class _DistributedOptimizer:
         self.param_groups, self.state = groups, state
         self._synchronizer.asked = self._synchronizer.arrived = False
         self._synchronizer.automatic = True
-        progress_of_state = self.param_groups[0].pop(STATE_KEY, None)
-        loaded = progress.digest(self._compressor)
-        # Trainers that move state between devices load what they have just saved.
-        same = loaded == before and progress_of_state == progress.save(self._compressor)
-        self._compressor.load_state_dict(progress_of_state, state_dict, keep_feedback=keep_feedback or same)
+        own = self.param_groups[0].pop(progress.STATE_KEY, None)
+        self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback or same)
         if not keep_feedback:
             self._compressor.lineage = loaded
 
@@ -282,6 +284,7 @@ def DistributedOptimizer(
     overlap: bool = True,
     kernels: str = "auto",
     check_replicas_every: int | None = None,
+    exact: Iterable[str] | None = None,
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -310,6 +313,10 @@ def DistributedOptimizer(
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
             ``check_replicas``. None is never.
+        exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
+            allreduce of small tensors. Those that need it have elements whose gradient is always zero (the row of an
+            embedding's ``padding_idx``, masked weights) and must not move at all. A parameter group may say so as
+            well: ``{"params": ..., "exact": True}``.
 
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
@@ -326,6 +333,8 @@ def DistributedOptimizer(
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     adapter = adapter_for(optimizer, chosen, schedule)
     names = names_of(optimizer, named_parameters)
+    patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
+    matching("exact", patterns, names.values())
     for group in optimizer.param_groups:
         adapter.check(group)
     for p, name in names.items():
@@ -352,6 +361,7 @@ def DistributedOptimizer(
         sum_gradients=op == hvd.Sum,
         overlap=overlap,
         placement=Placement(kernels, adapter, chosen),
+        exact=patterns or (),
     )
     wrapped._compressor = compressor
     wrapped._synchronizer = compressor.synchronizer = Synchronizer(
@@ -369,7 +379,7 @@ def DistributedOptimizer(
     )
     wrapped._participates = process_set.included()
     compressor.check_replicas_every = every
-    lineage = progress.digest(compressor) if optimizer.state else ""
+    lineage = progress.digest(optimizer.state_dict(), compressor) if optimizer.state else ""
     compressor.check_groups()
     compressor.lineage = lineage
     return wrapped

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 from collections.abc import Mapping
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,13 +13,18 @@ import torch
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.torch import plain
 from horovod_onebit.warmup import Phase
 
 if TYPE_CHECKING:
     from horovod_onebit.torch.compressor import Compressor
 
-VERSION = 1
-SAMPLE = 16
+STATE_KEY = "horovod_onebit"
+"""Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
+
+VERSION = 2
+READABLE = (1, 2)  # 1 has second moments as they are, and neither "taken" nor "unstarted"
+SAMPLE = 16  # values of each tensor that a digest covers
 
 
 def save(compressor: Compressor) -> dict[str, Any]:
@@ -32,6 +38,8 @@ def save(compressor: Compressor) -> dict[str, Any]:
         "warmup": compressor.warmup.state_dict(),
         "exact_steps": [compressor.exact_steps.get(p, 0) for p in compressor.ordered()],
         "variance_steps": [compressor.variance_steps.get(p, 0) for p in compressor.ordered()],
+        "taken": [compressor.taken(p) if p in compressor.variance_steps else 0 for p in compressor.ordered()],
+        "unstarted": [i for i, p in enumerate(compressor.ordered()) if p in compressor.unstarted],
     }
 
 
@@ -42,9 +50,9 @@ def load(
 
     ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
     """
-    if own is not None and own.get("version") != VERSION:
-        raise ConfigurationError(f"this optimizer state has format {own.get('version')!r}, expected {VERSION}")
+    check(own, len(compressor.ordered()))
     compressor.variance_steps.clear()
+    compressor.unstarted.clear()
     if not keep_feedback:
         compressor.engine.feedback.reset()
     compressor.steps = own["steps"] if own else 0
@@ -52,28 +60,58 @@ def load(
     compressor.warmup.load_state_dict(own["warmup"] if own else {})
     compressor.engine.skipped = own["skipped"] if own else 0
     compressor.engine.exchanges = own["exchanges"] if own else 0
-    for group in compressor.optimizer.param_groups:
-        for p in group["params"]:
-            if p.requires_grad:
-                compressor.adapter.init_state(group, p, compressor.optimizer.state[p])
-    _load_counts(compressor, own)
+    for group, _, p in compressor.enumerated():
+        if p.requires_grad:
+            compressor.init_state(group, p)
+    counts = _by_position(compressor, own, "exact_steps")
+    compressor.exact_steps.update({p: n for p, n in counts.items() if p in compressor.exact_steps})
     if whole is not None:
         _keep_float32(compressor, whole)
+    if own:
+        unstarted = set(own.get("unstarted", ()))
+        compressor.unstarted |= {p for _, position, p in compressor.enumerated() if position in unstarted}
+        _load_moments(compressor, own, counts)
 
 
-def _load_counts(compressor: Compressor, own: Mapping[str, Any] | None) -> None:
-    params = compressor.ordered()
-    counts = list(own["exact_steps"]) if own else [0] * len(params)
-    seen = list(own["variance_steps"]) if own else [0] * len(params)
-    for position, p in enumerate(params):
-        if p in compressor.exact_steps:
-            compressor.exact_steps[p] = counts[position]
-        if not seen[position]:
+def check(own: Mapping[str, Any] | None, parameters: int) -> None:
+    """Raise unless ``own`` is None, or progress of an optimizer with that many ``parameters`` at most."""
+    if own is None:
+        return
+    if own.get("version") not in READABLE:
+        raise ConfigurationError(f"this optimizer state has format {own.get('version')!r}, expected {VERSION}")
+    if len(own["exact_steps"]) > parameters:
+        raise ConfigurationError(
+            f"the state is of an optimizer with {len(own['exact_steps'])} parameters, and there are {parameters}"
+        )
+
+
+def _by_position(compressor: Compressor, own: Mapping[str, Any] | None, name: str) -> dict[torch.Tensor, int]:
+    """A number for each parameter; 0 for those that were added since."""
+    numbers = own.get(name, ()) if own else ()
+    return dict(zip(compressor.ordered(), chain(numbers, repeat(0)), strict=False))
+
+
+def _load_moments(compressor: Compressor, own: Mapping[str, Any], counts: Mapping[torch.Tensor, int]) -> None:
+    """Second moments as compressed steps, or exact ones, go on with; the state has them as in ``plain``."""
+    adapter, key = compressor.adapter, compressor.adapter.variance_key
+    taken, seen = (_by_position(compressor, own, name) for name in ("taken", "variance_steps"))
+    for group, _, p in compressor.enumerated():
+        steps = seen[p]
+        if not steps:
             continue
-        if compressor.warmup.phase(counts[position]) is Phase.COMPRESSED:
-            compressor.variance_steps[p] = seen[position]
+        state = compressor.optimizer.state[p]
+        if key is not None and key in state:
+            value, now = compressor.exported.get(p, state[key]), int(state["step"])
+            by = 1.0
+            if own["version"] > 1 and now == taken[p]:
+                by = adapter.variance_factor(group, now, steps)
+            elif own["version"] > 1:  # a plain optimizer has gone on from there
+                steps = now
+            state[key] = plain.restored(value, by)
+        if compressor.warmup.phase(counts[p]) is Phase.COMPRESSED and compressor.compressible(p):
+            compressor.variance_steps[p] = steps
         else:
-            compressor.adapter.rewind(compressor.group_of(p), compressor.optimizer.state[p], seen[position])
+            adapter.rewind(group, state, steps)
 
 
 def _keep_float32(compressor: Compressor, whole: Mapping[str, Any]) -> None:
@@ -85,18 +123,20 @@ def _keep_float32(compressor: Compressor, whole: Mapping[str, Any]) -> None:
             compressor.adapter.keep_float32(p, loaded, compressor.optimizer.state[p], compressed=compressed)
 
 
-def digest(compressor: Compressor) -> str:
-    """A few values of each state tensor: workers that were given different states must not go on.
+def digest(state_dict: Mapping[str, Any], compressor: Compressor) -> str:
+    """A few values of each tensor of a state, and its progress: workers that loaded different states must not go on.
 
-    With 0/1 Adam some of the state is each worker's own.
+    With 0/1 Adam some of the state is each worker's own, and is left out.
     """
     found = hashlib.blake2b(digest_size=8)
-    for p in compressor.ordered():
-        for key, value in sorted(compressor.optimizer.state.get(p, {}).items()):
+    own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
+    found.update(repr({key: value for key, value in (own or {}).items() if key != "lineage"}).encode())
+    for position, entries in sorted(state_dict["state"].items()):
+        for key, value in sorted(entries.items()):
             if isinstance(value, torch.Tensor) and value.numel() and key not in compressor.adapter.local_keys:
                 flat = value.detach().reshape(-1)
                 sample = flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float64)
-                found.update(key.encode() + sample.numpy().tobytes())
+                found.update(f"{position} {key}".encode() + sample.numpy().tobytes())
     return found.hexdigest()
 
 
@@ -105,7 +145,7 @@ def observe(compressor: Compressor) -> None:
     groups, squares, seen = compressor.optimizer.param_groups, 0.0, 0
     key = compressor.adapter.variance_key
     for p in compressor.exact() if key else []:
-        if p.numel() >= compressor.engine.recipe.min_compressed_size:
+        if compressor.compressible(p):
             squares += float(compressor.optimizer.state[p][key].double().square().sum())
             seen = int(compressor.optimizer.state[p]["step"])
     beta2 = float(groups[0]["betas"][1]) if key else 0.0

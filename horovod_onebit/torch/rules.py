@@ -17,6 +17,7 @@ from horovod_onebit.rules.lamb import trust_for
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import LAMB, init_state
+from horovod_onebit.torch.plain import factor
 
 ParamGroup = dict[str, Any]
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
@@ -53,9 +54,16 @@ class Adapter:
                     f"{self.kind.__name__}({option}=True) has no 1-bit form: build the optimizer without {option}"
                 )
 
-    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
-        """Give ``p`` the state that its first step would make, so that all workers have the same keys."""
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool | None:
+        """Give ``p`` the state that its first step would make, so that all workers have the same, before and after.
+
+        True if it has a momentum now that must not be there at its first step.
+        """
         raise NotImplementedError
+
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
+        """See ``plain.factor``."""
+        return 1.0
 
     def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
         """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its variance has seen."""
@@ -79,6 +87,9 @@ class AdamAdapter(Adapter):
         state["step"] = torch.zeros((), dtype=dtype, device=device)
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
+        return factor(float(group["betas"][1]), taken, seen)
 
     def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
         # Adam corrects both moments by one count; the momentum's is higher, so it would be corrected too much.
@@ -106,12 +117,14 @@ class SGDAdapter(Adapter):
     runs_on_device = True
     momentum_key = "momentum_buffer"
 
-    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
-        if state.get("momentum_buffer") is not None:
-            return
-        # With dampening, the first step treats a missing buffer differently from one that is zero.
-        eager = group["momentum"] != 0 and group["dampening"] == 0
-        state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format) if eager else None
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool:
+        if group["momentum"] == 0:
+            state["momentum_buffer"] = None
+        elif state.get("momentum_buffer") is None:
+            state["momentum_buffer"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            # With dampening, the first step treats a missing buffer differently from one that is zero.
+            return group["dampening"] != 0
+        return False
 
     def rule(self, group: ParamGroup, grad_scale: float) -> SGD:
         return SGD(
@@ -145,6 +158,9 @@ class LAMBAdapter(AdamAdapter):
         init_state(p, state)
         if self.fresh_key and self.fresh_key not in state:
             state[self.fresh_key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
+        return super().variance_factor(group, taken, seen) if group["bias_correction"] else 1.0
 
     def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
         if group["bias_correction"]:

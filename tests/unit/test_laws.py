@@ -19,7 +19,7 @@ ALLOWED = {
     "stats": {"marks"},
     "warmup": set(),
     "layout": {"kernels", "recipe"},
-    "wire": {"layout"},
+    "wire": {"kernels", "layout"},
     "feedback": {"kernels", "recipe"},
     "schedule": set(),
     "console": set(),

@@ -1,0 +1,123 @@
+"""What arrives is not what was sent, or was wrong when it was sent: every exchange refuses it and names the worker."""
+
+import numpy as np
+import pytest
+
+from horovod_onebit import Recipe, WireError, simulation
+from horovod_onebit.kernels import reference
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import Context, Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.rules.zero_one_adam import of
+from horovod_onebit.schedule import Kind
+
+f32 = np.float32
+
+
+class Damaging:
+    """Collectives of which one, by the end of its name, loses a bit on its way to worker 0."""
+
+    gathers_elsewhere = False
+
+    def __init__(self, collectives, name, bit, everybody=None):
+        self.inner, self.name, self.bit = collectives, name, bit
+        self.everybody = everybody or collectives
+        self.rank, self.size = collectives.rank, collectives.size
+
+    def hosts(self):
+        hosts = self.inner.hosts()
+        return hosts and tuple(Damaging(one, self.name, self.bit, self.everybody) for one in hosts)
+
+    def __getattr__(self, kind):
+        def start(array, name):
+            handle = getattr(self.inner, kind)(array, name)
+            return _Handle(handle, self.bit if name.endswith(self.name) and self.everybody.rank == 0 else None)
+
+        return start
+
+
+class _Handle:
+    def __init__(self, handle, bit):
+        self.ready, self.inner, self.bit = handle.ready, handle, bit
+
+    def wait(self):
+        result = self.inner.wait().copy()
+        if self.bit is not None:
+            bit = self.bit % (8 * result.size)
+            result[bit // 8] ^= np.uint8(1 << bit % 8)
+        return result
+
+
+def train(collectives, exchange, steps=4, owed=0.0):
+    rng = np.random.default_rng(collectives.rank)
+    weights = {"a": np.zeros(3000, f32), "b": np.zeros(500, f32)}
+    recipe = Recipe(block_size=64, min_compressed_size=1, exchange=exchange)
+    optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=1, recipe=recipe)
+    optimizer.engine.feedback.residual("b", 500)[7] = owed if collectives.rank == 1 else 0
+    for _ in range(steps):
+        optimizer.step({name: rng.standard_normal(w.size).astype(f32) for name, w in weights.items()})
+    return weights
+
+
+@pytest.mark.parametrize(
+    ("exchange", "name"),
+    [
+        ("direct", "bucket.0.0"),
+        ("two_stage", ".scatter"),
+        ("two_stage", ".gather"),
+        ("hierarchical", ".gather"),
+        ("hierarchical", ".share"),
+    ],
+)
+@pytest.mark.parametrize("bit", [8 * 14, 8 * 40 + 3, -200])
+def test_a_bit_that_is_lost_on_the_way(exchange, name, bit):
+    per_host = 2 if exchange == "hierarchical" else 1
+    with pytest.raises(WireError, match=r"the message of worker \[?\d"):
+        simulation.run(lambda c: train(Damaging(c, name, bit), exchange), 4, workers_per_host=per_host)
+    simulation.run(lambda c: train(Damaging(c, "none", bit), exchange), 4, workers_per_host=per_host)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_a_scale_beyond_what_the_clip_allows(exchange):
+    with pytest.raises(WireError, match=r"worker 1 is corrupt.*recipe allows"):
+        simulation.run(lambda c: train(c, exchange, owed=1e25), 3)
+    simulation.run(lambda c: train(c, exchange, owed=1e5), 3)
+
+
+@pytest.mark.parametrize("scale", ["guarded", "mean_abs"])
+@pytest.mark.parametrize("size", [8, 64])
+def test_no_residual_grows_beyond_the_bound_of_the_scales(scale, size):
+    """The worst that a worker can do to itself: it always pushes where most is owed."""
+    clip, rng = 3.0, np.random.default_rng(0)
+    for spread in (0.0, 0.5, 1.0):
+        error = np.zeros(size, f32)
+        scales, bits = np.zeros(1, f32), np.zeros(size // 8, np.uint8)
+        most = 0.0
+        for _ in range(5000):
+            u = np.where(error < 0, -clip, clip) * (rng.random(size) >= spread)
+            u[np.abs(error).argmax()] = clip * np.sign(error[np.abs(error).argmax()] or 1)
+            c = (u + error).astype(f32)
+            reference._compress(c, error, scales, bits, scale, size)
+            most = max(most, float(scales[0]))
+        assert most <= clip * 8 * size / 3
+
+
+def test_where_scales_have_no_bound():
+    flat = np.ones(64, f32)
+    tensor = Tensor("a", flat, flat, flat, flat)
+
+    def bound(rule, **recipe):
+        return rule.largest_scale(tensor, 64, Context(reference, Recipe(**recipe), 4))
+
+    free = [
+        bound(SGD(0.1)),
+        bound(Adam(0.1), clip=None),
+        bound(Adam(0.1), scale="rms"),
+        bound(Adam(0.1), rescale_error=True),
+        bound(Adam(0.1), space="momentum", clip=None),
+        bound(of(Adam(0.1), Kind.SYNC)),
+    ]
+    assert free == [np.inf] * 6
+    assert np.isfinite([bound(Adam(0.1)), bound(LAMB(0.1)), bound(of(Adam(0.1), Kind.GRADIENT))]).all()
