@@ -13,16 +13,15 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
 
 from horovod_onebit import handshake, wire
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
-from horovod_onebit.exchange import Collectives, Exchange, Gradient, Handle, Pending, choose
-from horovod_onebit.exchange import make as make_exchange
-from horovod_onebit.exchange.direct import Direct
+from horovod_onebit.exchange import Arrival, Collectives, Gradient, Handle, Travel, choose
+from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
@@ -36,14 +35,44 @@ from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapsho
 logger = logging.getLogger("horovod_onebit")
 
 
-@dataclass
 class _Sent:
-    """A bucket under way, with all that is needed to apply it or to take it back."""
+    """A bucket under way, with all that is needed to apply it or to take it back.
 
-    bucket: Bucket
-    pending: Pending
-    rules: Sequence[Rule]
-    advanced: int = 0
+    Attributes:
+        encoded: the message that was written, and of what gradients; None as long as there is none.
+        waiting: what its way is waiting for.
+        stage: how many collectives have been waited for.
+    """
+
+    def __init__(self, bucket: Bucket, rules: Sequence[Rule]) -> None:
+        self.bucket = bucket
+        self.rules = rules
+        self.encoded: tuple[wire.Message, Gradient] | None = None
+        self.stage = 0
+
+    def start(self, travel: Travel) -> None:
+        """Begin ``travel``, up to the first thing that it waits for."""
+        self._travel = travel
+        self.waiting: Handle = next(travel)
+
+    @property
+    def arriving(self) -> bool:
+        """Whether it waits for nobody else: its message is on its way from a GPU."""
+        return isinstance(self.waiting, Arrival)
+
+    def advance(self) -> None:
+        """Wait, and go on up to the next thing that is waited for; not the last."""
+        self.stage += not self.arriving
+        self.waiting = self._travel.send(self.waiting.wait())
+
+    def arrive(self) -> wire.Gathered:
+        """Wait for the last thing; what arrived."""
+        try:
+            self._travel.send(self.waiting.wait())
+        except StopIteration as end:
+            arrived: wire.Gathered = end.value
+            return arrived
+        raise AssertionError("this exchange waits for more than its stages")
 
 
 class Engine:
@@ -60,7 +89,7 @@ class Engine:
         self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
-        self.exchange: Exchange = make_exchange("direct", self.context, collectives, self.feedback)
+        self.exchange = way_named("direct")(self.context, collectives, self.feedback, [], 0)
         self.traffic = Traffic()
         self.times = Times()
         self.exchanges = 0
@@ -93,8 +122,8 @@ class Engine:
         layout = plan(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout, self._messages = layout, []
-        self.exchange = make_exchange(recipe.exchange, self.context, self.collectives, self.feedback)
-        self.exchange.prepare(layout)
+        way = way_named(recipe.exchange)
+        self.exchange = way(self.context, self.collectives, self.feedback, layout.buckets, layout.digest)
         self._make_messages(layout)
         text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
@@ -105,7 +134,7 @@ class Engine:
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         elsewhere = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
         if elsewhere != [message.elsewhere for message in self._messages]:
-            stay = isinstance(self.exchange, Direct) and self.collectives.gathers_elsewhere
+            stay = self.exchange.from_device and self.collectives.gathers_elsewhere
             self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels, stay=stay)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
@@ -163,6 +192,8 @@ class Engine:
         def gradient(piece: Piece) -> Array:
             return grads[piece.tensor][piece.start : piece.stop]
 
+        item = _Sent(message.bucket, rules)
+
         def encode(message: wire.Message, gradient: Gradient) -> None:
             with self.times.measure("encode"), self.context.kernels.batch():
                 for piece in message.bucket.pieces:
@@ -171,10 +202,11 @@ class Engine:
                     rule, grad = rules[piece.tensor], gradient(piece)
                     rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
             message.written(stamp)
+            item.encoded = message, gradient
 
         name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
-        pending = self.exchange.start(message, gradient, encode, stamp, name)
-        self._sent[bucket_index] = _Sent(message.bucket, pending, rules)
+        item.start(self.exchange.travel(message, gradient, encode, stamp, name))
+        self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
@@ -266,8 +298,8 @@ class Engine:
     @property
     def sent_finite(self) -> Finite:
         """Whether all that was sent in this step was finite."""
-        encoded = [item.pending.encoded for item in self._sent.values()]
-        if not all(e.message.finite for e in encoded if e is not None):
+        encoded = [item.encoded for item in self._sent.values()]
+        if not all(e[0].finite for e in encoded if e is not None):
             return Finite.NO
         return Finite.YES if all(encoded) else Finite.UNKNOWN
 
@@ -276,7 +308,7 @@ class Engine:
         self._send_all(grads, rules)
         self._progress(block=True)
         for item in self._sent.values():
-            item.pending.wait()
+            item.arrive()
         self.exchange.settle(False)
         self._restore_all()
 
@@ -301,18 +333,16 @@ class Engine:
             if bucket.index not in self._sent:
                 self.send(bucket.index, grads, rules)
         for item in self._sent.values():
-            if item.pending.arriving:
-                item.pending.advance()
-                item.advanced += 1
+            if item.arriving:
+                item.advance()
         self._progress()
 
     def _progress(self, *, block: bool = False) -> None:
         """Do what others wait for: where it is due, or, with ``block``, everywhere."""
-        for stage in range(max((item.pending.stages for item in self._sent.values()), default=0)):
+        for stage in range(self.exchange.stages):
             for item in self._sent.values():
-                if item.advanced == stage < item.pending.stages and (block or item.pending.ready()):
-                    item.pending.advance()
-                    item.advanced += 1
+                if item.stage == stage and (block or item.waiting.ready()):
+                    item.advance()
 
     def _restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""
@@ -332,7 +362,7 @@ class Engine:
         if finite and certain:
             for item in self._sent.values():
                 with self.times.measure("exchange"):
-                    messages = item.pending.wait()
+                    messages = item.arrive()
                 if not messages.finite.all():
                     where = np.flatnonzero(~messages.finite).tolist()
                     raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
@@ -340,7 +370,7 @@ class Engine:
                     self._apply(item, messages, rules)
             return self._finish(rules)
         with self.times.measure("exchange"):
-            opened = [item.pending.wait() for item in self._sent.values()]
+            opened = [item.arrive() for item in self._sent.values()]
         everywhere = np.logical_and.reduce([messages.finite for messages in opened], axis=0)
         with self.times.measure("decode"):
             if finite and bool(np.all(everywhere)):
@@ -383,14 +413,13 @@ class Engine:
                 rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
 
     def _restore(self, item: _Sent) -> None:
-        encoded = item.pending.encoded
-        if encoded is None:
+        if item.encoded is None:
             return
-        message = encoded.message
+        message, gradient = item.encoded
         for piece in message.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
             scales, bits = message.out_scales[piece.blocks], message.out_bits[piece.bytes]
-            rule, grad = item.rules[piece.tensor], encoded.gradient(piece)
+            rule, grad = item.rules[piece.tensor], gradient(piece)
             rule.restore(tensor, grad, scales, bits, piece.block_size, self.context)
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:

@@ -134,14 +134,29 @@ def messages(buckets: Sequence[Bucket], elsewhere: Sequence[bool], kernels: Modu
 
 
 def seal_rows(
-    rows: NDArray[np.uint8], blocks: NDArray[np.integer] | int, index: int, stamp: Stamp, finite: bool
+    rows: NDArray[np.uint8],
+    blocks: NDArray[np.integer] | int,
+    index: int,
+    stamp: Stamp,
+    finite: NDArray[np.bool_] | bool,
 ) -> None:
     """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
-    headers, flags = rows[:, : HEADER.itemsize].view(HEADER)[:, 0], FINITE if finite else 0
-    headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, flags
+    headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
+    headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, np.where(finite, FINITE, 0)
     headers["step"], headers["layout"] = stamp.step % STEPS, stamp.layout
     headers["bucket"], headers["blocks"] = index, blocks
-    headers["checksum"] = checksums(rows[:, HEADER.itemsize :], flags)
+    headers["checksum"] = checksums(rows[:, HEADER.itemsize :]) + headers["flags"]
+
+
+def pack(messages: Gathered, bucket: Bucket, stamp: Stamp, *, size: int) -> NDArray[np.uint8]:
+    """What ``read`` opened as messages again, (messages * size,) uint8, one after the other."""
+    k = len(messages.scales)
+    rows = np.zeros((k, size), np.uint8)
+    scales, bits = _body(rows, bucket)
+    scales[:], bits[:] = messages.scales, messages.bits
+    finite = messages.finite if len(messages.finite) == k else np.full(k, messages.finite.all())
+    seal_rows(rows, bucket.blocks, bucket.index, stamp, finite)
+    return rows.reshape(-1)
 
 
 class Remote(Protocol):

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Generator, Mapping, Sequence
+from dataclasses import replace
+from importlib import import_module
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,7 @@ from numpy.typing import NDArray
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.layout import Bucket, Layout, Piece
+from horovod_onebit.layout import Bucket, Piece
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule
 from horovod_onebit.wire import Gathered, Message, Stamp
@@ -75,78 +76,80 @@ Gradient = Callable[[Piece], Array]
 """The gradient of a piece, flat float32."""
 
 Encode = Callable[[Message, Gradient], None]
-"""Compress the gradients of a message's pieces into it, and seal it."""
+"""Compress the gradients of a message's pieces into it, and seal it; or start to fetch it from a GPU."""
+
+Travel = Generator[Handle, Any, Gathered]
+"""A bucket on its way: yields each collective that it waits for, is sent its result, and returns what arrived."""
 
 
-@dataclass(frozen=True)
-class Encoded:
-    """What an exchange has compressed, and from what: all that is needed to take it back."""
+class Arrival:
+    """A message on its way from a GPU to the host: waited for as a collective is, by this worker alone."""
 
-    message: Message
-    gradient: Gradient
-
-
-class Pending(Protocol):
-    """A bucket's message under way.
-
-    Attributes:
-        stages: how often ``advance`` is called before ``wait``.
-        arriving: whether ``advance`` only waits for what this worker itself has encoded.
-        encoded: what was compressed; None as long as nothing is.
-    """
-
-    @property
-    def stages(self) -> int: ...
-
-    @property
-    def arriving(self) -> bool: ...
-
-    @property
-    def encoded(self) -> Encoded | None: ...
+    def __init__(self, message: Message, stamp: Stamp) -> None:
+        self._message, self._stamp = message, stamp
 
     def ready(self) -> bool:
-        """Whether ``advance`` would not block; False if that is not known."""
-        ...
+        return self._message.arrived()
 
-    def advance(self) -> None:
-        """Do the next of what this worker owes the others before anybody can ``wait``."""
-        ...
-
-    def wait(self) -> Gathered:
-        """Block until the bucket is here; messages are checked."""
-        ...
+    def wait(self) -> None:
+        self._message.arrive(self._stamp)
 
 
-class Exchange(Protocol):
-    """A way for messages to reach everybody.
+class Exchange:
+    """A way for messages to reach everybody. A file of this folder holds one, named ``Exchange``.
 
     Attributes:
-        context: the engine's, with the kernels that it uses now.
+        stages: how many results each bucket's ``travel`` has to be sent before the last one. Other workers wait for
+            what it does then, so that all buckets go through a stage before any goes through the next.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
+        from_device: whether messages that lie in a GPU's memory may leave from there.
     """
 
-    context: Context
-    compressors: int
+    stages = 0
+    from_device = False
 
-    def served(self) -> Mapping[str, Bucket]:
-        """The residuals that this worker keeps as a server, by name, and what parts of the tensors they belong to."""
-        ...
+    def __init__(
+        self,
+        context: Context,
+        collectives: Collectives,
+        feedback: ErrorFeedback,
+        buckets: Sequence[Bucket],
+        digest: int,
+    ) -> None:
+        """Get ready for ``buckets``, those of the layout with that ``digest``. May be collective."""
+        self.context = context
+        self.collectives = collectives
+        self.compressors = collectives.size
 
-    def prepare(self, layout: Layout) -> None:
-        """Get ready for the buckets of ``layout``."""
-        ...
+    @property
+    def name(self) -> str:
+        """That of its file."""
+        return type(self).__module__.rpartition(".")[2]
 
-    def start(self, message: Message, gradient: Gradient, encode: Encode, stamp: Stamp, name: str) -> Pending:
-        """Send the bucket of ``message`` on its way: ``encode`` its gradients, now or when they are summed."""
-        ...
+    def travel(self, message: Message, gradient: Gradient, encode: Encode, stamp: Stamp, name: str) -> Travel:
+        """Bring the bucket of ``message`` to everybody: ``encode`` its gradients, now or when they are summed.
+
+        ``name`` begins the names of its collectives. Messages are checked.
+        """
+        raise NotImplementedError
 
     def settle(self, taken: bool) -> None:
         """The step is over: keep what the exchange changed of its own state, or take it back."""
-        ...
+
+    def served(self) -> Mapping[str, Bucket]:
+        """The residuals that this worker keeps as a server, by name, and what parts of the tensors they belong to."""
+        return {}
 
     def bytes_sent(self, bucket: Bucket) -> int:
         """Bytes that one worker sends for ``bucket``; it receives as many."""
-        ...
+        raise NotImplementedError
+
+
+def encoded(message: Message, gradient: Gradient, encode: Encode, stamp: Stamp) -> Generator[Arrival, None, None]:
+    """``encode``, and wait until the message is here."""
+    encode(message, gradient)
+    if message.arriving:
+        yield Arrival(message, stamp)
 
 
 SMALL_EXCESS = 128 * 2**10
@@ -169,14 +172,7 @@ def choose(recipe: Recipe, elements: int, collectives: Collectives, rules: Seque
     return replace(recipe, exchange="direct" if workers <= 3 or excess <= SMALL_EXCESS else "two_stage")
 
 
-def make(kind: str, context: Context, collectives: Collectives, feedback: ErrorFeedback) -> Exchange:
-    """The exchange named ``kind``."""
-    from horovod_onebit.exchange.direct import Direct
-    from horovod_onebit.exchange.hierarchical import Hierarchical
-    from horovod_onebit.exchange.two_stage import TwoStage
-
-    if kind == "hierarchical":
-        return Hierarchical(context, collectives)
-    if kind == "two_stage":
-        return TwoStage(context, collectives, feedback)
-    return Direct(context, collectives)
+def kind(name: str) -> type[Exchange]:
+    """The exchange of the file ``name``."""
+    found: type[Exchange] = import_module(f"{__name__}.{name}").Exchange
+    return found

@@ -1,26 +1,28 @@
-"""Hierarchical exchange: exact within a host, where links are fast; one bit between hosts.
+"""Hierarchical exchange: exact within a host, where links are fast; one bit between hosts, by any other exchange.
 
 With L workers on each of H hosts, worker j of a host takes care of share j of every bucket:
 
     reduce-scatter      within the host: the sum of its workers' gradients, a share for each, as float32
     encode              the share's mean gradient: one compression for each host, and not for each worker
-    allgather           between the hosts: the messages for share j, among the workers j
-    allgather           within the host: all messages for all shares, which every worker decodes
+    another exchange    between the hosts: the messages for share j, among the workers j
+    allgather           within the host: what arrived for all shares, which every worker decodes
 
-A host receives (H - 1) messages, whatever L is. The residual of a share is its worker's.
+With the direct exchange a host receives (H - 1) messages, whatever L is. The residual of a share is its worker's.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_onebit import wire
+from horovod_onebit import exchange, wire
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
+from horovod_onebit.exchange import Collectives, Encode, Gradient, Travel
+from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.layout import Bucket, Layout, Piece, Share, shares
+from horovod_onebit.layout import Bucket, Piece, Share, shares
 from horovod_onebit.rules import Context
 
 
@@ -30,101 +32,86 @@ class _Shared:
 
     shares: tuple[Share, ...]
     own: wire.Message
+    size: int  # bytes of a share's message, the same for all
     part: int  # elements of a share, the same for all
     offsets: dict[tuple[int, int], int]  # where a piece of the own share begins
 
 
-class Hierarchical:
-    def __init__(self, context: Context, collectives: Collectives) -> None:
-        self.context = context
+class Exchange(exchange.Exchange):
+    between = "direct"
+
+    def __init__(
+        self,
+        context: Context,
+        collectives: Collectives,
+        feedback: ErrorFeedback,
+        buckets: Sequence[Bucket],
+        digest: int,
+    ) -> None:
         hosts = collectives.hosts()
         if hosts is None:
             raise ConfigurationError(
                 "exchange='hierarchical' needs several hosts with the same number of workers, at least two, all of the "
                 "world, and in the PyTorch face hvd.init(process_sets='dynamic')"
             )
-        self.local, self.cross = hosts
-        self.shared: list[_Shared] = []
-        self.compressors = self.cross.size
+        self._local, cross = hosts
+        self._shared = {bucket.index: self._share(bucket) for bucket in buckets}
+        own = [shared.own.bucket for shared in self._shared.values()]
+        self._between = exchange.kind(self.between)(context, cross, feedback, own, digest)
+        super().__init__(context, collectives, feedback, buckets, digest)
+        self.stages = 2 + self._between.stages
+        self.compressors = self._between.compressors
 
-    def served(self) -> dict[str, Bucket]:
-        return {}
+    @property
+    def context(self) -> Context:
+        return self._between.context
 
-    def prepare(self, layout: Layout) -> None:
-        self.shared = [self._share(bucket) for bucket in layout.buckets]
+    @context.setter
+    def context(self, context: Context) -> None:
+        self._between.context = context
 
     def _share(self, bucket: Bucket) -> _Shared:
-        cut = shares(bucket, self.local.size)
+        cut = shares(bucket, self._local.size)
         size = max(wire.message_size(share.bucket) for share in cut)
-        own = cut[self.local.rank].bucket
+        own = cut[self._local.rank].bucket
         offsets, start = {}, 0
         for piece in own.pieces:
             offsets[piece.tensor, piece.start] = start
             start += piece.stop - piece.start
-        message = wire.Message(own, np.zeros(size, np.uint8))
-        return _Shared(cut, message, max(share.bucket.size for share in cut), offsets)
+        return _Shared(cut, wire.Message(own), size, max(share.bucket.size for share in cut), offsets)
 
-    def start(
-        self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
-    ) -> _Pending:
-        shared = self.shared[message.bucket.index]
-        parts = np.zeros((self.local.size, shared.part), np.float32)
+    def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
+        shared, local = self._shared[message.bucket.index], self._local
+        summed = yield local.reduce_scatter(self._parts(shared, gradient), f"{name}.reduce")
+        mean = summed / np.float32(local.size)
+
+        def share_gradient(piece: Piece) -> Array:
+            start = shared.offsets[piece.tensor, piece.start]
+            return mean[start : start + piece.stop - piece.start]
+
+        arrived = yield from self._between.travel(shared.own, share_gradient, encode, stamp, f"{name}.between")
+        again = wire.pack(arrived, shared.own.bucket, stamp, size=shared.size)
+        gathered = yield local.allgather(again, f"{name}.share")
+        hosts = len(arrived.scales)
+        return wire.read_shares(gathered, message.bucket, shared.shares, stamp, hosts=hosts, size=shared.size)
+
+    def _parts(self, shared: _Shared, gradient: Gradient) -> Array:
+        """The gradients, share by share."""
+        parts = np.zeros((self._local.size, shared.part), np.float32)
         for part, share in zip(parts, shared.shares, strict=True):
             start = 0
             for piece in share.bucket.pieces:
                 stop = start + piece.stop - piece.start
                 part[start:stop] = self.context.kernels.host(gradient(piece))
                 start = stop
-        handle = self.local.reduce_scatter(parts.reshape(-1), f"{name}.reduce")
-        return _Pending(self, shared, message.bucket, encode, stamp, name, handle)
+        return parts.reshape(-1)
 
     def settle(self, taken: bool) -> None:
-        pass
+        self._between.settle(taken)
+
+    def served(self) -> Mapping[str, Bucket]:
+        return self._between.served()
 
     def bytes_sent(self, bucket: Bucket) -> int:
         """Between hosts only."""
-        return (self.cross.size - 1) * self.shared[bucket.index].own.buffer.size
-
-
-class _Pending:
-    stages = 2
-    arriving = False
-
-    def __init__(
-        self,
-        exchange: Hierarchical,
-        shared: _Shared,
-        bucket: Bucket,
-        encode: Encode,
-        stamp: wire.Stamp,
-        name: str,
-        handle: Handle,
-    ) -> None:
-        self.exchange, self.shared, self.bucket = exchange, shared, bucket
-        self.encode, self.stamp, self.name = encode, stamp, name
-        self.handle = handle
-        self.encoded: Encoded | None = None
-
-    def ready(self) -> bool:
-        return self.handle.ready()
-
-    def advance(self) -> None:
-        arrived = self.handle.wait()
-        if self.encoded is not None:
-            self.handle = self.exchange.local.allgather(arrived, f"{self.name}.share")
-            return
-        mean = arrived / np.float32(self.exchange.local.size)
-        offsets = self.shared.offsets
-
-        def gradient(piece: Piece) -> Array:
-            start = offsets[piece.tensor, piece.start]
-            return mean[start : start + piece.stop - piece.start]
-
-        self.encode(self.shared.own, gradient)
-        self.encoded = Encoded(self.shared.own, gradient)
-        self.handle = self.exchange.cross.allgather(self.shared.own.buffer, f"{self.name}.gather")
-
-    def wait(self) -> wire.Gathered:
-        """Put the hosts' messages for all shares together."""
-        hosts, size = self.exchange.cross.size, self.shared.own.buffer.size
-        return wire.read_shares(self.handle.wait(), self.bucket, self.shared.shares, self.stamp, hosts=hosts, size=size)
+        return self._between.bytes_sent(self._shared[bucket.index].own.bucket)

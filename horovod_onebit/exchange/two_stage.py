@@ -15,15 +15,17 @@ have the same scales and the result is laid out like a worker's own message.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from numpy.typing import NDArray
 
-from horovod_onebit import wire
-from horovod_onebit.exchange import Collectives, Encode, Encoded, Gradient, Handle
+from horovod_onebit import exchange, wire
+from horovod_onebit.exchange import Collectives, Encode, Gradient, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.layout import Bucket, Layout, Share, shares
+from horovod_onebit.layout import Bucket, Share, shares
 from horovod_onebit.rules import Context
 
 
@@ -33,31 +35,31 @@ class _Served:
 
     name: str  # of the residual
     shares: tuple[Share, ...]
-    blocks: np.ndarray  # of each share
+    blocks: NDArray[np.integer]  # of each share
     size: int  # bytes of one part, the same for all
     parts: list[wire.Message]  # to each server, in one buffer
-    outgoing: np.ndarray
+    outgoing: NDArray[np.uint8]
     own: wire.Message  # from this server
     error: Array
     next_error: Array
 
 
-class TwoStage:
-    def __init__(self, context: Context, collectives: Collectives, feedback: ErrorFeedback) -> None:
-        self.context = context
-        self.collectives = collectives
-        self.feedback = feedback
-        self._served: list[_Served] = []
-        self.compressors = collectives.size
+class Exchange(exchange.Exchange):
+    stages = 1
 
-    def served(self) -> dict[str, Bucket]:
-        return {served.name: served.own.bucket for served in self._served}
-
-    def prepare(self, layout: Layout) -> None:
+    def __init__(
+        self,
+        context: Context,
+        collectives: Collectives,
+        feedback: ErrorFeedback,
+        buckets: Sequence[Bucket],
+        digest: int,
+    ) -> None:
         """Cut every bucket into shares. The server's residual survives as long as the layout does."""
-        self._served = [self._serve(bucket, layout.digest) for bucket in layout.buckets]
+        super().__init__(context, collectives, feedback, buckets, digest)
+        self._served = {bucket.index: self._serve(bucket, digest, feedback) for bucket in buckets}
 
-    def _serve(self, bucket: Bucket, digest: int) -> _Served:
+    def _serve(self, bucket: Bucket, digest: int, feedback: ErrorFeedback) -> _Served:
         n, rank = self.collectives.size, self.collectives.rank
         cut = shares(bucket, n)
         size = max(wire.message_size(share.bucket) for share in cut)
@@ -65,88 +67,54 @@ class TwoStage:
         parts = [wire.Message(share.bucket, outgoing[j * size : (j + 1) * size]) for j, share in enumerate(cut)]
         own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
         name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
-        error = self.feedback.residual(name, cut[rank].bucket.size)
+        error = feedback.residual(name, cut[rank].bucket.size)
         blocks = np.array([share.bucket.blocks for share in cut])
         return _Served(name, cut, blocks, size, parts, outgoing, own, error, np.zeros_like(error))
 
-    def start(
-        self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str
-    ) -> _Pending:
-        encode(message, gradient)
-        return _Pending(self, self._served[message.bucket.index], Encoded(message, gradient), stamp, name)
+    def served(self) -> Mapping[str, Bucket]:
+        return {served.name: served.own.bucket for served in self._served.values()}
 
-    def settle(self, taken: bool) -> None:
-        if taken:
-            for served in self._served:
-                served.error[:] = served.next_error
-
-    def bytes_sent(self, bucket: Bucket) -> int:
-        return 2 * (self.collectives.size - 1) * self._served[bucket.index].size
-
-
-class _Pending:
-    def __init__(self, exchange: TwoStage, served: _Served, encoded: Encoded, stamp: wire.Stamp, name: str) -> None:
-        self.exchange, self.served, self.encoded = exchange, served, encoded
-        self.stamp, self.name = stamp, name
-        self.finite = np.ones(0, bool)
-        self.stages = 1 + encoded.message.arriving
-        self.handle: Handle | None = None if encoded.message.arriving else self._scatter()
-
-    @property
-    def arriving(self) -> bool:
-        return self.encoded.message.arriving
-
-    def ready(self) -> bool:
-        return self.encoded.message.arrived() if self.handle is None else self.handle.ready()
-
-    def advance(self) -> None:
-        if self.handle is None:
-            self.encoded.message.arrive(self.stamp)
-            self.handle = self._scatter()
-        else:
-            self.handle = self._serve(self.handle)
-
-    def _scatter(self) -> Handle:
-        """Send every server its share of the message."""
-        served, message = self.served, self.encoded.message
+    def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
+        served, n = self._served[message.bucket.index], self.collectives.size
+        yield from encoded(message, gradient, encode, stamp)
+        # To every server its share of the message.
         for share, part in zip(served.shares, served.parts, strict=True):
             part.scales[:] = message.scales[share.blocks]
             part.bits[:] = message.bits[share.bytes]
         rows = served.outgoing.reshape(-1, served.size)
-        wire.seal_rows(rows, served.blocks, message.bucket.index, self.stamp, message.finite)
-        return self.exchange.collectives.alltoall(served.outgoing, f"{self.name}.scatter")
+        wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
+        scattered = yield self.collectives.alltoall(served.outgoing, f"{name}.scatter")
+        # The mean of this worker's share, compressed again, to all.
+        received = wire.read(scattered, served.own.bucket, stamp, workers=n, size=served.size)
+        finite = bool(received.finite.all())
+        if finite:
+            self._recode(served, received)
+        served.own.seal(stamp, finite=finite)
+        gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
+        # The servers' messages are one that covers the whole bucket.
+        whole = wire.read_shares(gathered, message.bucket, served.shares, stamp, hosts=1, size=served.size)
+        return replace(whole, finite=received.finite)
 
-    def _serve(self, scattered: Handle) -> Handle:
-        """Decode the mean of this worker's share, compress it again, send it to all."""
-        served, collectives = self.served, self.exchange.collectives
-        n, share = collectives.size, served.own.bucket
-        messages = wire.read(scattered.wait(), share, self.stamp, workers=n, size=served.size)
-        self.finite = messages.finite
-        if messages.finite.all():
-            self._recode(messages)
-        served.own.seal(self.stamp, finite=bool(messages.finite.all()))
-        return collectives.allgather(served.own.buffer, f"{self.name}.gather")
-
-    def _recode(self, messages: wire.Gathered) -> None:
-        served, context = self.served, self.exchange.context
+    def _recode(self, served: _Served, received: wire.Gathered) -> None:
         start = 0
         for piece in served.own.bucket.pieces:
             stop = start + piece.stop - piece.start
-            context.kernels.recode(
-                messages.scales[:, piece.blocks],
-                messages.bits[:, piece.bytes],
+            self.context.kernels.recode(
+                received.scales[:, piece.blocks],
+                received.bits[:, piece.bytes],
                 served.error[start:stop],
                 served.next_error[start:stop],
                 served.own.scales[piece.blocks],
                 served.own.bits[piece.bytes],
-                context.recipe.scale,
+                self.context.recipe.scale,
                 piece.block_size,
             )
             start = stop
 
-    def wait(self) -> wire.Gathered:
-        """Put the servers' messages together to one that covers the whole bucket."""
-        served, bucket = self.served, self.encoded.message.bucket
-        assert self.handle is not None
-        found = wire.read_shares(self.handle.wait(), bucket, served.shares, self.stamp, hosts=1, size=served.size)
-        return replace(found, finite=self.finite)
+    def settle(self, taken: bool) -> None:
+        if taken:
+            for served in self._served.values():
+                served.error[:] = served.next_error
+
+    def bytes_sent(self, bucket: Bucket) -> int:
+        return 2 * (self.collectives.size - 1) * self._served[bucket.index].size

@@ -43,7 +43,7 @@ def main():
     replicas = hvd.allgather(weights[None], name="weights")
     equal = all(torch.equal(replica, replicas[0]) for replica in replicas)
     own = {"exact": exact, "compressed": compressed, "equal": equal, "claimed": optimizer.stats().step_bytes_received}
-    own["exchange"] = type(optimizer._compressor.engine.exchange).__name__
+    own["exchange"] = optimizer._compressor.engine.exchange.name
     found = hvd.allgather_object(own, name="results")
     if hvd.rank() == 0:
         sys.stdout.write("RESULT " + json.dumps(found) + "\n")

@@ -25,7 +25,7 @@ def test_replicas_on_several_hosts_are_equal_and_their_messages_small(hosts, bac
     assert len(found) == hosts
     for one in found:
         assert one["equal"]
-        assert one["exchange"] == ("Direct" if hosts == 2 else "TwoStage")
+        assert one["exchange"] == ("direct" if hosts == 2 else "two_stage")
         assert one["compressed"] < one["exact"] / (25 if hosts == 2 else 30)
         # The program's own count leaves out framing, acknowledgements, small tensors' frames and Horovod's control.
         assert 1.0 < one["compressed"] / one["claimed"] < 1.25
@@ -38,7 +38,7 @@ def test_bytes_hardly_grow_with_hosts():
 
 def test_hosts_of_two_workers_send_one_message_for_both():
     found, alone = job(2, "gloo", slots=2), job(2, "mpi")
-    assert [one["exchange"] for one in found] == ["Hierarchical"] * 4
+    assert [one["exchange"] for one in found] == ["hierarchical"] * 4
     assert all(one["equal"] for one in found)
     assert found[0]["compressed"] < 1.35 * alone[0]["compressed"]
 

@@ -15,6 +15,7 @@ from horovod_onebit import (
     UnsupportedError,
     simulation,
 )
+from horovod_onebit.exchange import hierarchical
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
@@ -94,12 +95,12 @@ def test_auto_follows_the_hosts():
         return train(collectives, EVERYTHING, steps=8)[0].engine.exchange
 
     def kinds(workers, per_host):
-        return {type(e).__name__ for e in simulation.run(worker, workers, workers_per_host=per_host)}
+        return {e.name for e in simulation.run(worker, workers, workers_per_host=per_host)}
 
-    assert kinds(2, 1) == {"Direct"}
-    assert kinds(4, 4) == {"Direct"}  # a small model
-    assert kinds(4, 2) == {"Hierarchical"}
-    assert kinds(8, 2) == {"Direct"}  # four hosts of two
+    assert kinds(2, 1) == {"direct"}
+    assert kinds(4, 4) == {"direct"}  # a small model
+    assert kinds(4, 2) == {"hierarchical"}
+    assert kinds(8, 2) == {"direct"}  # four hosts of two
     with pytest.raises(ConfigurationError, match="hierarchical"):
         simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
 
@@ -112,12 +113,40 @@ def test_zero_one_adam_has_no_hierarchy():
         optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, recipe=recipe, schedule=schedule)
         for _ in range(6):
             optimizer.step({"w": np.ones(100, f32)})
-        return type(optimizer.engine.exchange).__name__
+        return optimizer.engine.exchange.name
 
     run = functools.partial(simulation.run, workers=4, workers_per_host=2)
-    assert run(functools.partial(worker, exchange="auto")) == ["Direct"] * 4
+    assert run(functools.partial(worker, exchange="auto")) == ["direct"] * 4
     with pytest.raises(UnsupportedError, match="0/1 Adam"):
         run(functools.partial(worker, exchange="hierarchical"))
+
+
+@pytest.mark.parametrize("between", ["direct", "two_stage"])
+def test_any_exchange_travels_between_hosts(between, monkeypatch):
+    """As a world of one worker a host whose gradients are the hosts' means."""
+    monkeypatch.setattr(hierarchical.Exchange, "between", between)
+    recipe = dataclasses.replace(EVERYTHING, exchange="hierarchical", bucket_size=2000)
+    steps, per_host, hosts = 20, 2, 3
+
+    def noise(worker, step):
+        return np.random.default_rng([worker, step]).standard_normal(5003).astype(f32)
+
+    def train_on(collectives, recipe, workers):
+        weights = {"w": np.zeros(5003, f32)}
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=3, recipe=recipe)
+        for step in range(steps):
+            own = [noise(worker, step) for worker in workers(collectives.rank)]
+            mean = sum(own[1:], own[0]) / f32(len(own))
+            optimizer.step({"w": weights["w"] - 1 + mean})
+        return weights["w"]
+
+    one = functools.partial(train_on, recipe=recipe, workers=lambda rank: [rank])
+    found = simulation.run(one, hosts * per_host, workers_per_host=per_host)
+    assert all(np.array_equal(w, found[0]) for w in found)
+    of_hosts = lambda rank: range(rank * per_host, (rank + 1) * per_host)  # noqa: E731
+    flat = dataclasses.replace(recipe, exchange=between, clip=recipe.clip_for(hosts * per_host) / (1.03**0.5))
+    expected = simulation.run(functools.partial(train_on, recipe=flat, workers=of_hosts), hosts)
+    np.testing.assert_allclose(found[0], expected[0], atol=0.02)
 
 
 def test_a_nan_under_a_hierarchy_is_taken_back():
