@@ -26,8 +26,8 @@ AGREEMENT = np.dtype(
 )
 AGREEMENT_MEANING = {
     "version": "the version of horovod_onebit",
-    "setup": "the recipe, the warm-up, what is trained (names, shapes, dtypes, memory order, frozen or exact parameters, how "
-    "far the warm-up is), or how many DistributedOptimizers were built before",
+    "setup": "the recipe, the warm-up, what is trained (names, shapes, dtypes, memory order, frozen or exact "
+    "parameters, how far the warm-up is), or how many DistributedOptimizers were built before",
     "options": "the learning rate or another hyperparameter",
     "step": "the number of compressed steps taken",
 }

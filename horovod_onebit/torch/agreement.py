@@ -56,8 +56,6 @@ class Agreement:
                 for p, name in known
             ]
             never = [name for p, name in known if p in compressor.never]
-            self._described = (
-                key,
-                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients} {rows} {never}",
-            )
+            how = f"{compressor.phase} {compressor.warmup} {compressor.schedule} {compressor.sum_gradients}"
+            self._described = key, f"{how} {rows} {never}"
         return f"{self._described[1]} {sum(compressor.exact_steps.values())}"

@@ -18,7 +18,14 @@ from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
-Group = tuple[torch.Tensor, ...]
+
+class Group(tuple[torch.Tensor, ...]):
+    """Parameters whose gradients travel together; a key by identity, since a hash of all members takes too long."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
 
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
@@ -67,6 +74,7 @@ class Synchronizer:
         self._groups_asked = groups
         self._group_of: dict[torch.Tensor, Group] = {}
         self._ready_in_group: dict[Group, int] = {}
+        self._trained_in_group: dict[Group, int] = {}  # since the first of its gradients in this step
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
@@ -104,7 +112,7 @@ class Synchronizer:
         for group in [g for g in self._ready_in_group if not parameters.isdisjoint(g)]:
             del self._ready_in_group[group]
             self.handles.pop(group, None)
-            self._add_group(tuple(p for p in group if p not in parameters))
+            self._add_group(Group(p for p in group if p not in parameters))
             for p in parameters.intersection(group):
                 del self._group_of[p]
 
@@ -123,10 +131,10 @@ class Synchronizer:
             return
         if isinstance(asked, int):
             per_group = -(-len(parameters) // asked)
-            groups = [tuple(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
+            groups = [Group(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
         else:
             known = set(parameters)
-            groups = [tuple(p for p in group if p in known) for group in asked]
+            groups = [Group(p for p in group if p in known) for group in asked]
         for group in groups:
             self._add_group(group)
 
@@ -165,8 +173,10 @@ class Synchronizer:
         if group is None:
             self.handles[p] = self._start(p)
             return
+        if not self._ready_in_group[group]:
+            self._trained_in_group[group] = sum(q.requires_grad for q in group)
         self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == sum(q.requires_grad for q in group):
+        if self._ready_in_group[group] == self._trained_in_group[group]:
             self._start_group(group)
 
     def _densify(self, p: torch.Tensor) -> None:
