@@ -10,6 +10,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch._compile import _disable_dynamo as untraced  # as torch.optim has it: imports the compiler when it must
 
 from horovod_onebit.checks import flag, mapping, matching, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
@@ -52,6 +53,7 @@ class _DistributedOptimizer:
         """Change the number of backward passes that precede a step."""
         self._synchronizer.set_backward_passes_per_step(passes)
 
+    @untraced
     def synchronize(self) -> None:
         """In warm-up, wait until the gradients are averaged, as Horovod's does.
 
@@ -71,6 +73,7 @@ class _DistributedOptimizer:
         finally:
             self._should_synchronize = True
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients by one factor, the same on all workers, so that their norm is at most ``max_norm``.
 
@@ -86,6 +89,7 @@ class _DistributedOptimizer:
         self._arrived = True
         return clip_grad_norm_(self._compressor, max_norm)
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
         if self._synchronizer.pending():
@@ -97,6 +101,7 @@ class _DistributedOptimizer:
         self._compressor.agreement.reset()
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
         loss = None
@@ -210,6 +215,13 @@ class _DistributedOptimizer:
         progress.load_feedback(self._compressor, arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a DistributedOptimizer cannot be copied or pickled: it takes part in collectives, and watches the "
+            "gradients of its own parameters. Copy or save its state: copy.deepcopy(optimizer.state_dict()), or "
+            "horovod_onebit.torch.save_checkpoint"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group how far the warm-up is:

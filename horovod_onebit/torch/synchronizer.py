@@ -12,6 +12,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch._compile import _disable_dynamo as untraced
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
@@ -155,6 +156,7 @@ class Synchronizer:
         for group in self._ready_in_group:
             self._ready_in_group[group] = 0
 
+    @untraced
     def _hook(self, p: torch.Tensor) -> None:
         if self.passes_left[p] <= 0:
             raise AssertionError(
