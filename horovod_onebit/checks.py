@@ -41,6 +41,13 @@ def positive(name: str, value: Any) -> float:
     return value
 
 
+def finite(name: str, value: Any, what: str = "a number") -> float:
+    """A finite number of 0 or more."""
+    if not 0 <= number(name, value) < math.inf:
+        raise ConfigurationError(f"{name}={value!r}: expected {what}, zero or more and finite")
+    return value
+
+
 def flag(name: str, value: Any) -> bool:
     """True or False."""
     if not isinstance(value, bool):

@@ -7,12 +7,12 @@ exact part.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.checks import mapping
+from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.exchange import Collectives
@@ -36,6 +36,8 @@ class NumpyOptimizer:
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; ``warmup_steps`` is then not looked at.
+        exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
+            gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
     """
 
@@ -50,6 +52,7 @@ class NumpyOptimizer:
         recipe: str | Recipe = "robust",
         schedule: ZeroOne | None = None,
         kernels: str = "cpu",
+        exact: Iterable[str] | None = None,
     ) -> None:
         if not isinstance(rule, Rule):
             raise ConfigurationError(f"rule={rule!r}: expected one of horovod_onebit.rules, such as adam.Adam(1e-3)")
@@ -72,8 +75,10 @@ class NumpyOptimizer:
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
-        self._large = [t for t in self._tensors if t.weight.size >= smallest]
-        self._small = [t for t in self._tensors if t.weight.size < smallest]
+        never = matching("exact", exact, weights)
+        large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
+        self._large = [t for t in self._tensors if t.name in large]
+        self._small = [t for t in self._tensors if t.name not in large]
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from horovod_onebit import figures
+from horovod_onebit import checks, figures
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
 
@@ -91,17 +91,18 @@ class Job:
     device: Device = CPU
 
     def __post_init__(self) -> None:
-        for name, least in (("parameters", 1), ("workers", 1), ("workers_per_host", 1)):
-            if getattr(self, name) < least:
-                raise ConfigurationError(f"{name}={getattr(self, name)}: expected at least {least}")
+        for name in ("parameters", "workers", "workers_per_host"):
+            checks.whole(name, getattr(self, name))
         if self.workers % self.workers_per_host:
             raise ConfigurationError(
                 f"{self.workers} workers do not fill hosts of {self.workers_per_host}: expected a multiple"
             )
-        if not self.link > 0:
+        if not checks.finite("link", self.link, "bytes a second") > 0:
             raise ConfigurationError(f"link={self.link}: expected a positive rate")
-        if min(self.compute, self.latency) < 0 or not 0 <= self.backward <= 1:
-            raise ConfigurationError("expected compute and latency of 0 or more seconds, and 0 <= backward <= 1")
+        for name in ("compute", "latency"):
+            checks.finite(name, getattr(self, name), "seconds")
+        if not 0 <= checks.number("backward", self.backward) <= 1:
+            raise ConfigurationError(f"backward={self.backward!r}: expected a share of compute, from 0 to 1")
 
     @property
     def hosts(self) -> int:

@@ -51,9 +51,9 @@ class Trial:
         for name in ("workers", "workers_per_host", "steps", "warmup_steps", "batch_size"):
             checks.whole(name, getattr(self, name))
         checks.whole("seed", self.seed, least=0)
-        checks.positive("lr", self.lr)
-        if checks.number("noise", self.noise) < 0:
-            raise ConfigurationError(f"noise={self.noise!r}: expected zero or more")
+        if not checks.finite("lr", self.lr) > 0:
+            raise ConfigurationError(f"lr={self.lr!r}: expected a positive number")
+        checks.finite("noise", self.noise)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -10,6 +11,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch._compile import _disable_dynamo as untraced  # as torch.optim has it: imports the compiler when it must
 
 from horovod_onebit.checks import flag, mapping, matching, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
@@ -45,10 +47,16 @@ class _DistributedOptimizer:
         """Backward passes whose gradients are added up before one exchange."""
         return self._synchronizer.backward_passes_per_step
 
+    @property
+    def _parameter_names(self) -> dict[torch.Tensor, str]:
+        """Parameter -> name, where Horovod's optimizer has it."""
+        return self._synchronizer.names
+
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes that precede a step."""
         self._synchronizer.set_backward_passes_per_step(passes)
 
+    @untraced
     def synchronize(self) -> None:
         """In warm-up, wait until the gradients are averaged, as Horovod's does.
 
@@ -68,6 +76,7 @@ class _DistributedOptimizer:
         finally:
             self._synchronizer.automatic = True
 
+    @untraced
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients by one factor, the same on all workers, so that their norm is at most ``max_norm``.
 
@@ -86,6 +95,7 @@ class _DistributedOptimizer:
         """Whether the gradients of now were synchronized."""
         return self._synchronizer.arrived and not self._synchronizer.pending()
 
+    @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
         if self._synchronizer.pending():
@@ -96,6 +106,7 @@ class _DistributedOptimizer:
         self._synchronizer.asked = self._synchronizer.arrived = False
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
         loss = None
@@ -152,8 +163,10 @@ class _DistributedOptimizer:
 
     @property
     def _step_supports_amp_scaling(self) -> bool:
-        # GradScaler asks this before it looks at the gradients. They must have arrived by then; and with True it
-        # leaves it to step() to skip, so that all workers skip alike.
+        # PyTorch's GradScaler asks this before it looks at the gradients. They must have arrived by then; and with True
+        # it leaves it to step() to skip, so that all workers skip alike. Lightning asks too, and would not clip.
+        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+            return False
         if self._participates and self._synchronizer.automatic and self._synchronizer.pending():
             self._compressor.synchronize(settled=False)
             self._synchronizer.arrived = True
@@ -212,6 +225,13 @@ class _DistributedOptimizer:
         progress.load_feedback(self._compressor, arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise UnsupportedError(
+            "a DistributedOptimizer cannot be copied or pickled: it takes part in collectives, and watches the "
+            "gradients of its own parameters. Copy or save its state: copy.deepcopy(optimizer.state_dict()), or "
+            "horovod_onebit.torch.save_checkpoint"
+        )
 
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group how far the warm-up is:

@@ -22,6 +22,7 @@ from horovod_onebit.warmup import Phase
 from horovod_onebit.world import workers_changed
 
 if TYPE_CHECKING:
+    from horovod_onebit.torch.binding import Binding
     from horovod_onebit.torch.compressor import Compressor
 
 logger = logging.getLogger("horovod_onebit")
@@ -61,6 +62,7 @@ class Overlap:
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._sends: bool | None = None  # in this step; None: not decided yet
         self._rules: list[Rule] = []
+        self._bindings: list[Binding] = []  # by number, in this step
         self._version = -1  # of the compressor, when the first message of this step was sent
         self._planned: Layout | None = None
         self._buckets: list[list[int]] = []  # of each tensor
@@ -111,6 +113,7 @@ class Overlap:
         self._plan()
         self._missing = list(self._members)
         self._rules = compressor.rules(1.0, Kind.ONEBIT)
+        self._bindings = list(compressor.bindings.values())
         self._version = compressor.version
         return True
 
@@ -132,7 +135,7 @@ class Overlap:
     @torch.no_grad()
     def _send(self, bucket: int) -> None:
         compressor = self._compressor
-        bindings = list(compressor.bindings.values())
+        bindings = self._bindings
         assert self._planned is not None
         grads = {}
         for number in {piece.tensor for piece in self._planned.buckets[bucket].pieces}:
@@ -180,6 +183,7 @@ class Overlap:
     def reset(self) -> None:
         """The step is over."""
         self._marks.clear()
+        self._bindings = []
         self._sends = None
 
 

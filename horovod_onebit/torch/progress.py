@@ -60,6 +60,9 @@ def load(
     compressor.warmup.load_state_dict(own["warmup"] if own else {})
     compressor.engine.skipped = own["skipped"] if own else 0
     compressor.engine.exchanges = own["exchanges"] if own else 0
+    if whole is None:  # Horovod has received into what it got from ``state_dict``
+        for p, value in compressor.exported.items():
+            compressor.optimizer.state[p][compressor.adapter.variance_key] = value
     for group, _, p in compressor.enumerated():
         if p.requires_grad:
             compressor.init_state(group, p)
@@ -101,13 +104,12 @@ def _load_moments(compressor: Compressor, own: Mapping[str, Any], counts: Mappin
             continue
         state = compressor.optimizer.state[p]
         if key is not None and key in state:
-            value, now = compressor.exported.get(p, state[key]), int(state["step"])
-            by = 1.0
+            now, by = int(state["step"]), 1.0
             if own["version"] > 1 and now == taken[p]:
                 by = adapter.variance_factor(group, now, steps)
             elif own["version"] > 1:  # a plain optimizer has gone on from there
                 steps = now
-            state[key] = plain.restored(value, by)
+            state[key] = plain.restored(state[key], by)
         if compressor.warmup.phase(counts[p]) is Phase.COMPRESSED and compressor.compressible(p):
             compressor.variance_steps[p] = steps
         else:

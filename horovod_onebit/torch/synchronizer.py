@@ -13,13 +13,21 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch._compile import _disable_dynamo as untraced
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
-Group = tuple[torch.Tensor, ...]
+
+class Group(tuple[torch.Tensor, ...]):
+    """Parameters whose gradients travel together; a key by identity, since a hash of all members takes too long."""
+
+    __slots__ = ()
+    __hash__ = object.__hash__
+    __eq__ = object.__eq__
+
 
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
@@ -71,6 +79,7 @@ class Synchronizer:
         self.generation = 0  # times that averages were abandoned under way: their names are not free yet
         self._group_of: dict[torch.Tensor, Group] = {}
         self._ready_in_group: dict[Group, int] = {}
+        self._trained_in_group: dict[Group, int] = {}  # since the first of its gradients in this step
 
     def _describe(self, groups: int | list[list[torch.Tensor]] | None, predivide: float) -> str:
         """The arguments, as a text that must be the same on all workers."""
@@ -118,7 +127,7 @@ class Synchronizer:
         for group in [g for g in self._ready_in_group if not parameters.isdisjoint(g)]:
             del self._ready_in_group[group]
             self.handles.pop(group, None)
-            self._add_group(tuple(p for p in group if p not in parameters))
+            self._add_group(Group(p for p in group if p not in parameters))
             for p in parameters.intersection(group):
                 del self._group_of[p]
 
@@ -137,10 +146,10 @@ class Synchronizer:
             return
         if isinstance(asked, int):
             per_group = -(-len(parameters) // asked)
-            groups = [tuple(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
+            groups = [Group(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
         else:
             known = set(parameters)
-            groups = [tuple(p for p in group if p in known) for group in asked]
+            groups = [Group(p for p in group if p in known) for group in asked]
         for group in groups:
             self._add_group(group)
 
@@ -167,6 +176,7 @@ class Synchronizer:
         self.asked = self.arrived = False
         self.reset()
 
+    @untraced
     def _hook(self, p: torch.Tensor) -> None:
         if self.passes_left[p] <= 0:
             raise AssertionError(
@@ -184,8 +194,10 @@ class Synchronizer:
         if group is None:
             self.handles[p] = self._start(p, in_place=False)
             return
+        if not self._ready_in_group[group]:
+            self._trained_in_group[group] = sum(q.requires_grad for q in group)
         self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == sum(q.requires_grad for q in group):
+        if self._ready_in_group[group] == self._trained_in_group[group]:
             self._start_group(group, in_place=False)
 
     def _densify(self, p: torch.Tensor) -> None:

@@ -34,17 +34,33 @@ FOREVER = 10**9
 class Soak:
     """One job after the other in ``folder``, and what was done to them."""
 
+    script = "elastic_torch.py"
+
     def __init__(self, folder: Path, exchange: str, rng: random.Random) -> None:
         self.folder, self.exchange, self.rng = folder, exchange, rng
         (folder / "checkpoints").touch()
         self.injected: Counter[str] = Counter()
-        self.steps = 0
+        self.survived = self.steps = 0
         self.job = self.start()
 
     def start(self) -> Job:
         """On all hosts; a host whose worker has died may be used again after some seconds."""
         options = ("--blacklist-cooldown-range", "2", "4")
-        return Job(self.folder, "elastic_torch.py", HOSTS, FOREVER, self.exchange, limit=180, options=options)
+        return Job(self.folder, self.script, HOSTS, FOREVER, self.exchange, limit=180, options=options)
+
+    def begin(self) -> None:
+        """Wait for the first steps; raises ``AssertionError`` as soon as a worker fails before them.
+
+        Horovod starts such workers again and again, so that the job itself goes on for a long time.
+        """
+
+        def begun() -> bool:
+            step = self.job.state()[0]
+            if not step and "Traceback (most recent call last)" in (said := self.job.said()):
+                raise AssertionError(f"the first run does not start\n{said[-6000:]}")
+            return step > ENOUGH
+
+        self.job.wait(begun, "first steps")
 
     def kill(self) -> None:
         """One worker; another must be left."""
@@ -89,6 +105,7 @@ class Soak:
         if not math.isfinite(loss) or loss > 30:
             raise AssertionError(f"after {fault}: loss {loss}")
         self.steps += self.job.state()[0] - before
+        self.survived += 1
         if fault != "restart":
             self.job.give(HOSTS)
 
@@ -99,12 +116,14 @@ def run(minutes: float, seed: int, console: Console) -> dict[str, Any]:
     end, error = time.monotonic() + 60 * minutes, ""
     soak = Soak(folder, rng.choice(["direct", "two_stage"]), rng)
     try:
-        soak.job.wait(lambda: soak.job.state()[0] > ENOUGH, "first steps")
+        soak.begin()
         with Progress(console=console) as progress:
             task = progress.add_task("soak", total=60 * minutes)
             while (left := end - time.monotonic()) > 0:
                 progress.update(task, completed=60 * minutes - left)
                 soak.inject(rng.choice(faults))
+        if not soak.survived:
+            error = "the time was over before the first fault"
     except AssertionError as caught:
         error = str(caught)
     finally:
@@ -112,7 +131,7 @@ def run(minutes: float, seed: int, console: Console) -> dict[str, Any]:
     log = (folder / "log").read_text() if (folder / "log").exists() else ""
     found = {
         "minutes": minutes, "exchange": soak.exchange, "injected": dict(soak.injected),
-        "survived": sum(soak.injected.values()) - bool(error), "NaN given": log.count("gives NaN"),
+        "survived": soak.survived, "NaN given": log.count("gives NaN"),
         "worlds": log.count("trains from"), "resumed": log.count("resumes"), "steps compared": soak.steps,
         "loss": soak.job.state()[2], "error": error,
     }  # fmt: skip
@@ -127,6 +146,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the report to this file, too")
     options, console = parser.parse_args(), Console()
+    if not 0 < options.minutes < math.inf:
+        parser.error(f"--minutes {options.minutes}: expected a positive number")
     found = run(options.minutes, options.seed, console)
     table = Table("", "", title="Soak")
     for name, value in found.items():

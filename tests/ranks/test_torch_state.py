@@ -140,6 +140,152 @@ def test_the_resume_idiom_of_horovod_scripts(steps):
     assert_replicas_equal(again)
 
 
+PAPER_LAMB = (onebit.LAMB, {"lr": 1e-2, "wrapping": {"recipe": "paper"}})
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [*OPTIMIZERS, PAPER_LAMB])
+@pytest.mark.parametrize(
+    ("broadcast", "steps", "here"),
+    [
+        (hvd.broadcast_optimizer_state, 2, 0),
+        (hvd.broadcast_optimizer_state, 8, 0),
+        (hvd.broadcast_optimizer_state, 2, 7),
+        (hvd.broadcast_optimizer_state, 9, 7),
+        (onebit.broadcast_optimizer_state, 8, 0),
+    ],
+)
+@repeatable_sums_only
+def test_what_rank_0_alone_loads_is_what_all_would_load(kind, arguments, steps, broadcast, here):
+    """Into an optimizer that has taken ``here`` steps; whatever each rank's state was made of."""
+    arguments = dict(arguments)
+    recipe = arguments.pop("wrapping", {}).get("recipe", "robust")
+    model = Net()
+    first = wrap(model, kind, warmup_steps=5, recipe=recipe, **arguments)
+    train(model, first, steps)
+    checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()})
+
+    def resume(alone):
+        again = Net()
+        optimizer = wrap(again, kind, warmup_steps=5, recipe=recipe, **arguments)
+        if here:
+            train(again, optimizer, here, start=50)
+        again.load_state_dict(checkpoint["model"])
+        optimizer.load_feedback_state_dict({})
+        if RANK == 0 or not alone:
+            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        if alone:
+            broadcast(optimizer, root_rank=0)
+        assert optimizer.phase is first.phase
+        train(again, optimizer, 3, start=steps)
+        return weights(again)
+
+    assert torch.equal(resume(alone=True), resume(alone=False))
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [*OPTIMIZERS[:3], OPTIMIZERS[6]])
+def test_a_plain_optimizer_goes_on_with_a_compressed_state(kind, arguments):
+    model = Net()
+    ours = wrap(model, kind, warmup_steps=5, **arguments)
+    train(model, ours, 60)
+    state = copy.deepcopy(ours.state_dict())
+    other = Net()
+    other.load_state_dict(model.state_dict())
+    plain = kind(other.parameters(), **arguments)
+    plain.load_state_dict(state)
+    p, q = model.first.weight, other.first.weight
+    before = p.detach().clone()
+    assert float(plain.state[q]["step"]) == 60
+    beta2 = plain.param_groups[0]["betas"][1]
+    frozen = ours.state[p]["exp_avg_sq"] / (1 - beta2**5)
+    torch.testing.assert_close(plain.state[q]["exp_avg_sq"] / (1 - beta2**60), frozen, rtol=1e-5, atol=0)
+    for net, optimizer in ((model, ours), (other, plain)):
+        optimizer.zero_grad()
+        x, y = batch(60, rank=0)  # the same on all workers
+        cross_entropy(net(x), y).backward()
+        optimizer.step()
+    ratio = (q.detach() - before).norm() / (p.detach() - before).norm()
+    # LAMB's step is as long as the weights ask for, or as the mean coefficient of warm-up does.
+    assert (0.2 if kind is onebit.LAMB else 0.5) < float(ratio) < 1.5
+
+
+def _plain(model, checkpoint, kind=torch.optim.AdamW):
+    model.load_state_dict(checkpoint["model"])
+    plain = kind(model.parameters(), lr=1e-3)
+    plain.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+    return plain
+
+
+@repeatable_sums_only
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, onebit.LAMB])
+@pytest.mark.parametrize("steps", [3, 40])
+def test_a_plain_optimizer_that_has_loaded_our_state_is_wrapped(kind, steps):
+    model = Net()
+    first = wrap(model, kind, warmup_steps=5)
+    train(model, first, steps)
+    checkpoint = copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()})
+    found = []
+    for load_first in (False, True):
+        again = Net()
+        if load_first:
+            plain = _plain(again, checkpoint, kind)
+            optimizer = onebit.DistributedOptimizer(plain, list(again.named_parameters()), warmup_steps=5)
+        else:
+            optimizer = wrap(again, kind, warmup_steps=5)
+            again.load_state_dict(checkpoint["model"])
+            optimizer.load_state_dict(copy.deepcopy(checkpoint["optimizer"]))
+        assert optimizer.phase is first.phase
+        assert optimizer.stats().step == steps
+        assert "horovod_onebit" not in optimizer.param_groups[0]
+        train(again, optimizer, 6, start=steps)
+        found.append(weights(again))
+    assert torch.equal(*found)
+
+
+def test_a_plain_optimizer_that_went_on_is_wrapped():
+    model = Net()
+    first = wrap(model, warmup_steps=5)
+    train(model, first, 60)
+    again = Net()
+    plain = _plain(again, copy.deepcopy({"model": model.state_dict(), "optimizer": first.state_dict()}))
+    for step in range(60, 70):
+        plain.zero_grad()
+        x, y = batch(step, rank=0)
+        cross_entropy(again(x), y).backward()
+        plain.step()
+    optimizer = onebit.DistributedOptimizer(plain, list(again.named_parameters()), warmup_steps=5)
+    assert optimizer.phase is Phase.COMPRESSED
+    progress = optimizer.state_dict()["param_groups"][0]["horovod_onebit"]
+    assert set(progress["variance_steps"]) == {0, 70, 5}  # small parameters; those that went on; the unused one
+    before = again.first.weight.detach().clone()
+    train(again, optimizer, 1, start=70)
+    assert float((again.first.weight - before).detach().abs().max()) < 3.1e-3
+    train(again, optimizer, 3, start=71)
+    assert_replicas_equal(again)
+
+
+def test_states_of_version_1_load():
+    model = Net()
+    first = wrap(model, warmup_steps=5)
+    train(model, first, 60)
+    state = copy.deepcopy(first.state_dict())
+    own = state["param_groups"][0]["horovod_onebit"]
+    own["version"] = 1
+    del own["taken"], own["unstarted"]
+    for position, p in enumerate(first.param_groups[0]["params"]):
+        if p in first.state:
+            state["state"][position]["exp_avg_sq"] = first.state[p]["exp_avg_sq"].clone()
+    again = Net()
+    again.load_state_dict(model.state_dict())
+    optimizer = wrap(again, warmup_steps=5)
+    optimizer.load_state_dict(state)
+    assert torch.equal(optimizer.state[again.first.weight]["exp_avg_sq"], first.state[model.first.weight]["exp_avg_sq"])
+    assert optimizer.phase is Phase.COMPRESSED
+    assert optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"] == own["variance_steps"]
+    own["version"] = 3
+    with pytest.raises(ConfigurationError, match="format 3"):
+        optimizer.load_state_dict(state)
+
+
 def test_a_broadcast_between_different_groups_is_refused_everywhere():
     model = Net()
     extra = torch.nn.Parameter(torch.zeros(5))

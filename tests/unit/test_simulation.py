@@ -51,6 +51,28 @@ ALL = [
 ]
 
 
+def test_arrays_that_are_never_compressed():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        weights = {name: np.zeros(2048, f32) for name in ("layer.weight", "words.weight")}
+        optimizer = NumpyOptimizer(
+            weights, Adam(lr=0.01), collectives=collectives, warmup_steps=3, recipe=EVERYTHING, exact=["words.*"]
+        )
+        for _ in range(20):
+            grads = gradients(weights, rng)
+            for grad in grads.values():
+                grad[:100] = 0
+            optimizer.step(grads)
+        with pytest.raises(ConfigurationError, match=r"'word' stands for no parameter; their names are layer.weight"):
+            NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, exact=["word"])
+        return weights
+
+    weights = simulation.run(worker, 2)[0]
+    assert weights["layer.weight"][:100].any()
+    assert not weights["words.weight"][:100].any()
+    assert weights["words.weight"][100:].all()
+
+
 @pytest.mark.parametrize("workers", range(1, 9))
 @pytest.mark.parametrize("recipe", ALL)
 def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):

@@ -1,0 +1,236 @@
+"""The PyTorch face on real ranks: parameters that are never compressed, very many parameters, and what an optimizer is
+not: copied, pickled, or traced by a compiler."""
+
+import copy
+import pickle
+import sys
+import threading
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError
+from horovod_onebit.warmup import Phase
+from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, train, weights, wrap
+
+# -- never compressed -------------------------------------------------------------------------------------------------
+
+
+class Words(torch.nn.Module):
+    """Row 0 of the embedding has no gradient, ever."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(200, 16, padding_idx=0)
+        self.hidden = torch.nn.Linear(16, 128)
+        self.last = torch.nn.Linear(128, 10)
+
+    def forward(self, words):
+        return self.last(torch.relu(self.hidden(self.embedding(words).mean(1))))
+
+
+def read(model, optimizer, steps):
+    for step in range(steps):
+        optimizer.zero_grad()
+        generator = torch.Generator().manual_seed(100 * step + RANK)
+        words = torch.randint(0, 200, (16, 8), generator=generator)
+        cross_entropy(model(words), words[:, 0] % 10).backward()
+        optimizer.step()
+
+
+def padding(model):
+    return model.embedding.weight.detach()[0]
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, onebit.LAMB])
+@pytest.mark.parametrize("exact", [["embedding.weight"], ("embed*",), iter(["embedding.weight"])])
+def test_elements_without_gradients_stay_where_they_are(kind, exact):
+    if not isinstance(exact, (list, tuple)):
+        exact = iter(["embedding.weight"])
+    model = Words()
+    optimizer = wrap(model, kind, lr=0.01, warmup_steps=3, wrapping={"exact": exact})
+    read(model, optimizer, 12)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert optimizer.stats().compressed_parameters == 16 * 128 + 128 * 10
+    assert not padding(model).any()
+    assert model.embedding.weight[1:].any()
+    assert_replicas_equal(model)
+
+
+def test_a_group_that_stays_exact():
+    model = Words()
+    parts = [{"params": [*model.hidden.parameters(), *model.last.parameters()]}]
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.AdamW(parts, lr=0.01), list(model.named_parameters()), warmup_steps=3
+    )
+    read(model, optimizer, 5)
+    before = copy.deepcopy(optimizer.state_dict())
+    optimizer.add_param_group({"params": model.embedding.parameters(), "exact": True})
+    read(model, optimizer, 8)
+    assert model.embedding.weight not in optimizer._compressor.bindings
+    assert not padding(model).any()
+
+    def again(exact):
+        other = Words()
+        rest = {"params": [*other.hidden.parameters(), *other.last.parameters()]}
+        groups = [rest, {"params": list(other.embedding.parameters())} | ({"exact": True} if exact else {})]
+        return other, onebit.DistributedOptimizer(
+            torch.optim.AdamW(groups, lr=0.01), list(other.named_parameters()), warmup_steps=3
+        )
+
+    state = copy.deepcopy(optimizer.state_dict())
+    assert state["param_groups"][1]["exact"] is True
+    for with_option, without in ((True, False), (False, True)):  # in the state, or only in the optimizer
+        saved = copy.deepcopy(state)
+        if not with_option:
+            del saved["param_groups"][1]["exact"]
+        other, resumed = again(exact=without)
+        resumed.load_state_dict(saved)
+        assert resumed.param_groups[1]["exact"] is True
+        read(other, resumed, 4)
+        assert resumed.phase is Phase.COMPRESSED
+        assert not padding(other).any()
+        assert_replicas_equal(other)
+    assert "exact" not in before["param_groups"][0]
+    extra = torch.nn.Parameter(torch.zeros(2000))
+    with pytest.raises(ConfigurationError, match="exact='yes'"):
+        optimizer.add_param_group({"params": [extra], "exact": "yes"})
+    assert len(optimizer.param_groups) == 2
+
+
+@pytest.mark.parametrize("how", ["name", "group"])
+def test_workers_that_disagree_about_what_stays_exact(how):
+    model = Words()
+    optimizer = wrap(model, warmup_steps=3, wrapping={"exact": ["embed*"]} if how == "name" and RANK == 0 else {})
+    if how == "group":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2000))], "exact": RANK == 0})
+    with pytest.raises(DesyncError, match="frozen or exact"):
+        read(model, optimizer, 1)
+
+
+def test_a_state_of_an_optimizer_that_compressed_them():
+    model = Words()
+    first = wrap(model, warmup_steps=3, lr=0.01)
+    read(model, first, 20)
+    assert padding(model).any()
+    state = copy.deepcopy(first.state_dict())
+    other = Words()
+    other.load_state_dict(model.state_dict())
+    optimizer = wrap(other, warmup_steps=3, lr=0.01, wrapping={"exact": ["embedding.weight"]})
+    optimizer.load_state_dict(state)
+    assert optimizer.phase is Phase.COMPRESSED
+    before = other.embedding.weight.detach().clone()
+    read(other, optimizer, 1)
+    assert float((other.embedding.weight.detach() - before).abs().max()) < 0.05
+    assert_replicas_equal(other)
+
+
+@pytest.mark.parametrize(
+    ("exact", "message"),
+    [
+        (["embeding.weight"], "'embeding.weight' stands for no parameter; their names are embedding.weight, hidden"),
+        ("embedding.weight", "expected names or patterns"),
+        ([3], "expected names or patterns"),
+        (7, "expected names or patterns"),
+    ],
+)
+def test_patterns_that_stand_for_nothing(exact, message):
+    with pytest.raises(ConfigurationError, match=message):
+        wrap(Words(), wrapping={"exact": exact})
+
+
+# -- many of them -----------------------------------------------------------------------------------------------------
+
+
+def calls(action):
+    """How many functions ``action`` calls on this thread, which does not depend on how busy the machine is."""
+    count = 0
+
+    def profile(frame, event, argument):
+        nonlocal count
+        count += event in ("call", "c_call")
+
+    assert threading.current_thread() is threading.main_thread()
+    sys.setprofile(profile)
+    try:
+        action()
+    finally:
+        sys.setprofile(None)
+    return count
+
+
+def work(number, groups):
+    """Calls of each stage of a run with so many parameters."""
+    found = {}
+    parameters = [torch.nn.Parameter(torch.zeros(1024)) for _ in range(number)]
+    named = [(f"p{i}", p) for i, p in enumerate(parameters)]
+    late = [torch.nn.Parameter(torch.zeros(8)) for _ in range(number)]
+
+    def build():
+        found["optimizer"] = onebit.DistributedOptimizer(
+            torch.optim.AdamW(parameters, lr=1e-3), named, warmup_steps=2, groups=groups, exact=["p0", "p[1-2]"]
+        )
+
+    def step():
+        optimizer.zero_grad()
+        torch.autograd.backward([p.sum() * (1 + RANK) for p in parameters if p.requires_grad])
+        optimizer.step()
+
+    build_calls = calls(build)
+    optimizer = found["optimizer"]
+    stages = {"build": build_calls}
+    for stage in ("warm-up", "the last exact step", "the first compressed step", "a compressed step"):
+        stages[stage] = calls(step)
+    assert optimizer.phase is Phase.COMPRESSED
+    stages["state"] = calls(lambda: found.update(state=optimizer.state_dict()))
+    stages["load"] = calls(lambda: optimizer.load_state_dict(found["state"]))
+    stages["a step after that"] = calls(step)
+    stages["a group"] = calls(lambda: optimizer.add_param_group({"params": late}))
+    parameters[number // 2].requires_grad_(False)
+    stages["a step with one frozen"] = calls(step)
+    return stages
+
+
+@pytest.mark.parametrize("groups", [None, 2])
+def test_work_grows_no_faster_than_the_number_of_parameters(groups):
+    work(20, groups)  # what is imported and compiled once
+    few, many = work(150, groups), work(300, groups)
+    growth = {stage: many[stage] / few[stage] for stage in few}
+    assert max(growth.values()) < 2.4, growth
+
+
+# -- what an optimizer is not -----------------------------------------------------------------------------------------
+
+
+def test_a_compiled_training_step():
+    found = []
+    for compiles in (False, True):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=3)
+
+        def finish(optimizer=optimizer):
+            optimizer.step()
+            optimizer.zero_grad()
+
+        step = torch.compile(finish, backend="eager") if compiles else finish
+        for number in range(6):
+            x, y = batch(number)
+            cross_entropy(model(x), y).backward()
+            step()
+        assert optimizer.phase is Phase.COMPRESSED
+        found.append(weights(model))
+    assert torch.equal(*found)
+
+
+def test_an_optimizer_cannot_be_copied():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3)
+    train(model, optimizer, 2)
+    for how in (copy.copy, copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="state_dict"):
+            how(optimizer)
+    train(model, optimizer, 3, start=2)
+    assert_replicas_equal(model)
