@@ -127,6 +127,7 @@ def save(face: Face, folder: Any, extra: Any) -> None:
         _together(face, "save", "end", lambda: _complete(face, place, key, digests))
     except CheckpointError:
         files.remove(_own_files(face, place, key))
+        face.gather(None)  # nothing of it is left anywhere when the error is raised
         raise
     lock.remember(place, key, key)
 
