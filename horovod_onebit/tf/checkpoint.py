@@ -96,7 +96,7 @@ class _Keras(checkpoints.Face):
 
     def check_saving(self, extra: Any) -> None:
         if self.rank == 0:
-            json.dumps(Packer(_never, list, (dict, list), text_keys=True).pack(extra, "extra"))
+            json.dumps(Packer(_never, len, (dict, list), text_keys=True).pack(extra, "extra"))
 
     def flush(self) -> None:
         """Nothing: there is no 0/1 Adam in Keras."""
