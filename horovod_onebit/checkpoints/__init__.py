@@ -89,6 +89,10 @@ class Face(ABC):
     def read_own(self, path: Path, key: str) -> Owed:
         """Read what ``write_own`` of some worker wrote."""
 
+    def merge(self, everybody: list[Owed]) -> Owed:
+        """What each worker takes over, from what all of another number of workers wrote."""
+        return everybody[0] | {"feedback": owed(everybody)}
+
     @abstractmethod
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         """Read what ``write_shared`` wrote; ``first`` is worker 0's own file."""
@@ -102,8 +106,8 @@ class Face(ABC):
         """Put what was read into the model and the optimizer, or nothing of it; ``shared`` is None but on worker 0."""
 
     @abstractmethod
-    def spread(self, about: Any, own: Owed, *, same: bool) -> None:
-        """Give all workers what worker 0 has, and this one its own; ``same``: there are as many workers as saved."""
+    def spread(self, about: Any, own: Owed) -> None:
+        """Give all workers what worker 0 has, and this one its own."""
 
 
 def save(face: Face, folder: Any, extra: Any) -> None:
@@ -202,7 +206,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     own, shared = mine
     _together(face, "load", "check", lambda: face.check(about, own["feedback"]))
     _together(face, "load", "model", lambda: face.take_over(shared, about))
-    face.spread(about, own, same=same)
+    face.spread(about, own)
     lock.remember(place, history[0].key, chosen.key)
     if not same and face.rank == 0:
         logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
@@ -233,8 +237,7 @@ def _read(face: Face, place: Path, chosen: Complete) -> tuple[Owed, Shared | Non
     if chosen.workers == face.workers:
         own = face.read_own(own_file(face.rank), chosen.key)
     else:
-        everybody = [face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers)]
-        own = everybody[0] | {"feedback": owed(everybody)}
+        own = face.merge([face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers)])
     if face.rank:
         return own, None
     shared = checked(files.shared_file(place, chosen.key, face.suffixes[1]).name)

@@ -161,6 +161,12 @@ class _Keras(checkpoints.Face):
         feedback = {name[6:]: value for name, value in arrays.items() if name.startswith("error.")}
         return about | {"feedback": feedback}
 
+    def merge(self, everybody: list[Owed]) -> Owed:
+        # Random generators are then those of worker 0; of gradients that wait, the mean over the workers counts.
+        waiting = [i for i, value in everybody[0]["own"].items() if np.issubdtype(value.dtype, np.floating)]
+        means = {i: np.mean([one["own"][i] for one in everybody], axis=0, dtype=np.float32) for i in waiting}
+        return super().merge(everybody) | {"own": means}
+
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         own = self.read_own(first, key)
         known = _described(self.model, self.optimizer)
@@ -190,8 +196,7 @@ class _Keras(checkpoints.Face):
     def _own_variables(self) -> dict[int, Any]:
         """By position, what each worker has of its own: the states of random generators, which Keras's file lacks, and
         gradients that wait for the next step."""
-        passes = getattr(self.optimizer, "_accumulated", [])
-        mine = {id(v) for v in passes}
+        mine = {id(v) for v in getattr(self.optimizer, "_accumulated", [])}
         variables, count = self._variables(), len(self.model.variables)
         return {
             i: v
@@ -210,10 +215,10 @@ class _Keras(checkpoints.Face):
             for variable, value in zip(self._variables(), shared.content, strict=True):
                 variable.assign(value)
 
-    def spread(self, about: Any, own: Owed, *, same: bool) -> None:
+    def spread(self, about: Any, own: Owed) -> None:
         variables = self._variables()
         broadcast_variables(variables)
-        for i, value in own["own"].items() if same else ():
+        for i, value in own["own"].items():
             variables[i].assign(value)
         engine = self._compressor.engine
         self.optimizer.load_feedback_state_dict(own["feedback"])

@@ -154,7 +154,7 @@ class _Torch(checkpoints.Face):
             optimizer.load_feedback_state_dict(residuals)
             raise
 
-    def spread(self, about: Any, own: Owed, *, same: bool) -> None:
+    def spread(self, about: Any, own: Owed) -> None:
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
         broadcast_tensors(tensors, 0, hvd.global_process_set, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)

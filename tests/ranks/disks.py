@@ -5,7 +5,6 @@ import errno
 import os
 import subprocess
 import sys
-from pathlib import Path
 
 OTHER_JOB = """
 import sys
@@ -58,11 +57,8 @@ def fill(folder):
 
 def no_space(monkeypatch):
     """Let this process find the disk full."""
-    real = Path.open
 
-    def opened(path, mode="r", *arguments, **options):
-        if "w" in mode and path.name.startswith("tmp."):
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        return real(path, mode, *arguments, **options)
+    def fsync(_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr(Path, "open", opened)
+    monkeypatch.setattr(os, "fsync", fsync)
