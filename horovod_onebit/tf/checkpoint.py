@@ -131,7 +131,8 @@ class _Keras(checkpoints.Face):
         }
         arrays = {"about": np.array(json.dumps(about)), **{f"error.{k}": v for k, v in own["feedback"].items()}}
         arrays |= {f"extra.{i}": blob for i, blob in enumerate(blobs)}
-        arrays |= {f"own.{i}": np.array(v) for i, v in self._own_variables().items()}
+        for i, variable in self._own_variables().items():  # NumPy's files have no bfloat16
+            arrays[f"own.{i}"] = np.array(variable, np.float32 if variable.dtype == "bfloat16" else None)
         np.savez(path, **arrays)
 
     def write_shared(self, path: Path, key: str, extra: Any) -> None:

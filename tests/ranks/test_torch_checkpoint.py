@@ -192,7 +192,8 @@ def test_a_refused_checkpoint_changes_nothing_on_any_worker(folder, what, alone)
     before = state(again, resumed)
     with pytest.raises(CheckpointError, match="cannot load the checkpoint; worker") as caught:
         onebit.load_checkpoint(folder, again, resumed)
-    assert f"worker {SIZE - 1}: " in str(caught.value) or what == "a hook"
+    if alone and what != "a hook":
+        assert f"the checkpoint; worker {SIZE - 1}: " in str(caught.value)
     assert_same(before, state(again, resumed))
 
 
