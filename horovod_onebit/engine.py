@@ -167,12 +167,6 @@ class Engine:
         """What all workers said; raises, on every worker alike, if they do not agree."""
         return handshake.read_agreement(handle.wait(), self.collectives.size)
 
-    def meet(self, call: str) -> None:
-        """Raise ``DesyncError`` on every worker unless all of them make this ``call`` now. Collective."""
-        rank, size = self.collectives.rank, self.collectives.size
-        record = handshake.agreement(rank, size, setup=self.name, options="", step=0, call=call)
-        self.finish_agreement(self.collectives.allreduce(record, self.meeting or f"{self.name}.agreement"))
-
     def end_step(self) -> None:
         """Close this step's accounts."""
         self.traffic.end_step()

@@ -32,6 +32,10 @@ class CheckpointError(OnebitError, RuntimeError):
     """A checkpoint cannot be written or read; what was there before is unchanged."""
 
 
+class CheckpointArgumentError(CheckpointError, ConfigurationError):
+    """The arguments of ``save_checkpoint`` or ``load_checkpoint`` are not valid on some worker; raised on all."""
+
+
 JOINED = (
     "worker {} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
     "batches (drop the rest, or sample some twice)"

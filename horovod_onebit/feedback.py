@@ -76,6 +76,13 @@ class ErrorFeedback:
 
     def load_state_dict(self, state: Mapping[str, Array]) -> None:
         """Take over residuals that ``state_dict`` of the same worker gave; others become zero."""
+        self.check(state)
+        self.reset()
+        for name, value in state.items():
+            self.put(name, value)
+
+    def check(self, state: Mapping[str, Array]) -> None:
+        """Raise ``ConfigurationError`` unless ``load_state_dict`` can take over ``state``."""
         for name, value in mapping("state", state, "names to arrays").items():
             value = np.asarray(value)
             if value.dtype != np.float32 or value.ndim != 1:
@@ -89,6 +96,3 @@ class ErrorFeedback:
                 raise ConfigurationError(
                     f"error feedback of {name!r}: got {value.size} elements, expected {known.size}"
                 )
-        self.reset()
-        for name, value in state.items():
-            self.put(name, value)

@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -127,6 +128,12 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
         bool(records["early"].any()),
         tuple(np.flatnonzero(records["edited"]).tolist()),
     )
+
+
+def meet(collectives: Any, name: str, call: str, setup: str) -> None:
+    """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup``. Collective."""
+    record = agreement(collectives.rank, collectives.size, setup=setup, options="", step=0, call=call)
+    read_agreement(collectives.allreduce(record, name).wait(), collectives.size)
 
 
 def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:

@@ -1,7 +1,9 @@
 """Checkpoints that lose nothing, in Keras: the model and its optimizer once, the error feedback of every worker.
 
-The files are those of ``horovod_onebit.checkpoints``: ``KEY.shared.keras`` is read by ``keras.saving.load_model`` too,
-``KEY.worker-0003.npz`` by ``numpy.load``.
+The files are those of ``horovod_onebit.checkpoints``. ``KEY.worker-0003.npz`` is read by ``numpy.load`` too, and
+``KEY.shared.keras`` by ``keras.saving.load_model``, if the model is one that Keras can build from its configuration.
+Here nothing is built: the values are put into the model that the caller has built and compiled, so that custom losses,
+layers and ``Lambda`` are no matter.
 """
 
 from __future__ import annotations
@@ -9,116 +11,251 @@ from __future__ import annotations
 import json
 import logging
 import os
-from collections.abc import Callable
+import re
+import warnings
+import zipfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
-from horovod.tensorflow.functions import allgather_object, broadcast_object
+from horovod.tensorflow.functions import allgather_object
 
-from horovod_onebit import checkpoints, checks
-from horovod_onebit.checkpoints import FORMAT
+from horovod_onebit import checkpoints
+from horovod_onebit.checkpoints import FORMAT, Shared
+from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.reference import Array
+from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
-from horovod_onebit.world import Owed, owed, owed_by
+from horovod_onebit.world import Owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
-T = TypeVar("T")
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra: Any = None) -> None:
     """Save ``model``, compiled with a ``DistributedOptimizer``, to ``folder``, which all workers see. Collective.
 
-    Call it between batches. ``extra`` is anything that JSON can hold. The checkpoint before is removed when this one
-    is complete. Raises ``CheckpointError`` on all workers if one of them cannot write; the one before is then there.
+    Call it between batches. ``extra`` is what worker 0 wants back: numbers, texts, bytes, paths, NumPy arrays and
+    scalars, and dicts, lists and tuples of these. The last checkpoint and the one before it are kept. One job at a
+    time saves to a folder.
+
+    Raises ``CheckpointError`` on all workers, which names the worker and the reason, if one of them cannot write; if
+    ``extra`` has something else; if another job saves there; or if worker 0 does not see all workers' files. The
+    checkpoints before are then still there, and nothing of this one.
     """
-    engine = _optimizer(model)._compressor.engine
-    place, rank = checks.folder(folder), hvd.rank()
-    key = broadcast_object(os.urandom(8).hex(), root_rank=0, name="onebit.checkpoint")
-
-    def write() -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        own = owed_by(engine)
-        counts = {"exchanges": engine.exchanges, "skipped": engine.skipped, "extra": extra if rank == 0 else None}
-        about = {"format": FORMAT, "key": key, "served": own["served"], "divisor": own["divisor"], **counts}
-        arrays = {"about": np.array(json.dumps(about)), **{f"error.{k}": v for k, v in own["feedback"].items()}}
-        path = checkpoints.worker_file(place, key, rank, "npz")
-        checkpoints.replace(path, lambda temporary: np.savez(temporary, **arrays))
-        if rank == 0:
-            checkpoints.replace(place / f"{key}.shared.keras", model.save)
-
-    def finish() -> None:
-        if rank == 0:
-            step = int(_optimizer(model).iterations)
-            checkpoints.complete(place, key, hvd.size(), step, ("npz", "keras"))
-
-    _all(write, "save")
-    _all(finish, "save")
+    checkpoints.save(_Keras(model), folder, extra)
 
 
-def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model) -> Any:
+def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, previous: bool = False) -> Any:
     """Load the last complete checkpoint of ``folder`` into ``model`` on all workers; returns ``extra``. Collective.
 
     ``model`` is built and compiled as the one that was saved. With as many workers as saved it, the run goes on as if
     it had not been interrupted; with another number, what all errors together owe to the weights is shared out anew.
-    Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else.
+    ``previous`` loads the checkpoint before the last one.
+
+    Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
+    model and the optimizer of some worker (names, shapes, dtypes). Nothing was changed then.
     """
-    optimizer = _optimizer(model)
-    place = checks.folder(folder)
-    latest = _all(lambda: checkpoints.latest(place), "load")
-    key, workers = latest["key"], latest["workers"]
-    same = workers == hvd.size()
+    return checkpoints.load(_Keras(model), folder, previous=previous)
 
-    def read() -> tuple[Any, dict[str, Any], dict[str, Array]]:
-        shared = keras.saving.load_model(place / f"{key}.shared.keras") if hvd.rank() == 0 else None
-        first = _read(place, key, 0)
-        if same:
-            return shared, first, _read(place, key, hvd.rank())["feedback"]
-        return shared, first, owed([_read(place, key, rank) for rank in range(workers)])
 
-    shared, first, feedback = _all(read, "load")
+class _Keras(checkpoints.Face):
+    suffixes = ("npz", "keras")
 
-    def take_over() -> None:
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.optimizer: Any = getattr(model, "optimizer", None)
+        self.rank, self.workers = hvd.rank(), hvd.size()
+        wrapping = getattr(self.optimizer, "_wrapping", None)
+        if wrapping is not None and wrapping.process_set.process_set_id != 0:
+            # The workers outside of the process set do not call this: nothing may be waited for.
+            raise ConfigurationError(
+                "checkpoints are of the whole world, and this optimizer's process_set is a part of it"
+            )
+
+    @property
+    def _compressor(self) -> Compressor:
+        return self.optimizer._compressor
+
+    def _variables(self) -> list[Any]:
+        return [*self.model.variables, *self.optimizer.variables]
+
+    def gather(self, value: Any) -> list[Any]:
+        return allgather_object(value, name="onebit.checkpoint")
+
+    def check_arguments(self) -> None:
+        check_ours(self.optimizer)
+        if not self.model.built:
+            raise ConfigurationError("the model is not built: model.build(shape)")
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.trainable_variables)
+
+    def check_saving(self, extra: Any) -> None:
+        if self.rank == 0:
+            json.dumps(Packer(_never, len, (dict, list), text_keys=True).pack(extra, "extra"))
+
+    def flush(self) -> None:
+        """Nothing: there is no 0/1 Adam in Keras."""
+
+    def steps(self) -> int:
+        return int(self.optimizer.iterations)
+
+    def owner(self) -> tuple[object, str]:
+        return self.optimizer, str(_described(self.model, self.optimizer))
+
+    # -- files ----------------------------------------------------------------------------------------------------
+
+    def write_own(self, path: Path, key: str, extra: Any) -> None:
+        engine = self._compressor.engine
+        own = owed_by(engine)
+        blobs: list[np.ndarray] = []
+
+        def put(data: np.ndarray) -> int:
+            blobs.append(data)
+            return len(blobs) - 1
+
+        packer = Packer(_never, put, (dict, list), text_keys=True)
+        about = {
+            "format": FORMAT,
+            "key": key,
+            "served": own["served"],
+            "divisor": own["divisor"],
+            "exchanges": engine.exchanges,
+            "skipped": engine.skipped,
+            "extra": packer.pack(extra, "extra"),
+            "variables": _described(self.model, self.optimizer),
+        }
+        arrays = {"about": np.array(json.dumps(about)), **{f"error.{k}": v for k, v in own["feedback"].items()}}
+        arrays |= {f"extra.{i}": blob for i, blob in enumerate(blobs)}
+        for i, variable in self._own_variables().items():  # NumPy's files have no bfloat16
+            arrays[f"own.{i}"] = np.array(variable, np.float32 if variable.dtype == "bfloat16" else None)
+        np.savez(path, **arrays)
+
+    def write_shared(self, path: Path, key: str, extra: Any) -> None:
+        try:
+            self.model.save(path)
+        except OSError:
+            raise
+        except Exception as error:  # of the configuration, which is for load_model alone
+            logger.info("keras.saving.load_model will not read the checkpoint: %s", error)
+            path.unlink(missing_ok=True)
+            weights = path.with_name(f"{path.stem}.weights.h5")
+            try:
+                self.model.save_weights(weights)
+                with zipfile.ZipFile(path, "w") as archive:
+                    archive.write(weights, "model.weights.h5")
+            finally:
+                weights.unlink(missing_ok=True)
+
+    def read_own(self, path: Path, key: str) -> Owed:
+        with np.load(path, allow_pickle=False) as file:
+            about = json.loads(str(file["about"]))
+            if about.get("format") != FORMAT or about.get("key") != key:
+                raise ValueError(f"{path} does not belong to this checkpoint")
+            arrays = {name: file[name] for name in file.files if name != "about"}
+        about["extra"] = unpack(about["extra"], lambda i: arrays[f"extra.{i}"])
+        about["own"] = {int(name[4:]): value for name, value in arrays.items() if name.startswith("own.")}
+        feedback = {name[6:]: value for name, value in arrays.items() if name.startswith("error.")}
+        return about | {"feedback": feedback}
+
+    def merge(self, everybody: list[Owed]) -> Owed:
+        # Random generators are then those of worker 0; of gradients that wait, the mean over the workers counts.
+        waiting = [i for i, value in everybody[0]["own"].items() if np.issubdtype(value.dtype, np.floating)]
+        means = {i: np.mean([one["own"][i] for one in everybody], axis=0, dtype=np.float32) for i in waiting}
+        return super().merge(everybody) | {"own": means}
+
+    def read_shared(self, path: Path, first: Path, key: str) -> Shared:
+        own = self.read_own(first, key)
+        known = _described(self.model, self.optimizer)
+        variables = own.get("variables", known)  # versions before did not write them
+        _compare(variables, known)
+        values = self._values_of(path)
+        for i, value in own["own"].items():
+            values[i] = value
+        about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}
+        return Shared(values, about, own["extra"])
+
+    def _values_of(self, path: Path) -> list[np.ndarray]:
+        """The values that Keras's file has for the variables. Keras puts them into the model: they are taken out of
+        it again, and the model keeps its own."""
+        variables = self._variables()
+        before = [np.array(v) for v in variables]
+        try:
+            with warnings.catch_warnings():
+                # Keras only warns when an optimizer's variables are others.
+                warnings.filterwarnings("error", message=".*(Skipping variable loading|could not be loaded)")
+                self.model.load_weights(path)
+            return [np.array(v) for v in variables]
+        finally:
+            for variable, value in zip(variables, before, strict=True):
+                variable.assign(value)
+
+    def _own_variables(self) -> dict[int, Any]:
+        """By position, what each worker has of its own: the states of random generators, which Keras's file lacks, and
+        gradients that wait for the next step."""
+        mine = {id(v) for v in getattr(self.optimizer, "_accumulated", [])}
+        variables, count = self._variables(), len(self.model.variables)
+        return {
+            i: v
+            for i, v in enumerate(variables)
+            if id(v) in mine or (i < count and not keras.backend.is_float_dtype(v.dtype))
+        }
+
+    # -- loading --------------------------------------------------------------------------------------------------
+
+    def check(self, about: Any, feedback: Mapping[str, Any]) -> None:
+        _compare(about["variables"], _described(self.model, self.optimizer))
+        self._compressor.check_feedback(feedback)
+
+    def take_over(self, shared: Shared | None, about: Any) -> None:
         if shared is not None:
-            for to, of in ((model, shared), (optimizer, shared.optimizer)):
-                for variable, value in zip(to.variables, of.variables, strict=True):
-                    variable.assign(value)
+            for variable, value in zip(self._variables(), shared.content, strict=True):
+                variable.assign(value)
 
-    _all(take_over, "load")
-    broadcast_variables([*model.variables, *optimizer.variables])
-    engine = optimizer._compressor.engine
-    _all(lambda: optimizer.load_feedback_state_dict(feedback), "load")
-    engine.exchanges, engine.skipped = first["exchanges"], first["skipped"]
-    if not same and hvd.rank() == 0:
-        logger.warning(checkpoints.OTHER_WORKERS, workers, hvd.size())
-    return first["extra"]
-
-
-def _read(place: Path, key: str, rank: int) -> Owed:
-    path = checkpoints.worker_file(place, key, rank, "npz")
-    with np.load(path, allow_pickle=False) as file:
-        about = json.loads(str(file["about"]))
-        if about.get("format") != FORMAT or about.get("key") != key:
-            raise ValueError(f"{path} does not belong to this checkpoint")
-        feedback = {name.removeprefix("error."): file[name] for name in file.files if name != "about"}
-    return about | {"feedback": feedback}
+    def spread(self, about: Any, own: Owed) -> None:
+        variables = self._variables()
+        broadcast_variables(variables)
+        for i, value in own["own"].items():
+            variables[i].assign(value)
+        engine = self._compressor.engine
+        self.optimizer.load_feedback_state_dict(own["feedback"])
+        engine.exchanges, engine.skipped = about["exchanges"], about["skipped"]
 
 
-def _optimizer(model: keras.Model) -> Any:
-    optimizer: Any = getattr(model, "optimizer", None)
-    check_ours(optimizer)
-    if not model.built:
-        raise ConfigurationError("the model is not built: model.build(shape)")
-    if not optimizer.built:
-        optimizer.build(model.trainable_variables)
-    if optimizer._wrapping.process_set.process_set_id != 0:
-        raise ConfigurationError("checkpoints are of the whole world, and this optimizer's process_set is a part of it")
-    return optimizer
+def _never(value: Any) -> bool:
+    return False
 
 
-def _all(action: Callable[[], T], what: str) -> T:
-    return checkpoints.on_all(action, what, lambda text: allgather_object(text, name="onebit.checkpoint.errors"))
+def _described(model: Any, optimizer: Any) -> list[list[Any]]:
+    """Name, shape and dtype of each variable. Layers' numbers are left out of the names: Keras counts the layers that
+    this process has made before."""
+    trained = sorted((v.path.replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
+    rows, seen = [], Counter[str]()
+
+    def add(name: str, variable: Any) -> None:
+        seen[name] += 1
+        number = f"#{seen[name]}" if seen[name] > 1 else ""
+        rows.append([name + number, list(variable.shape), str(variable.dtype)])
+
+    for variable in model.variables:
+        add("/".join(re.sub(r"_\d+$", "", part) for part in variable.path.split("/")[-2:]), variable)
+    for variable in optimizer.variables:
+        of = next((path for path in trained if variable.name.startswith(path)), "")
+        add(f"optimizer/{variable.name.removeprefix(of).strip('_')}", variable)
+    return rows
+
+
+def _compare(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
+    """Raise ``ConfigurationError`` unless both describe the same variables."""
+    if len(saved) != len(own):
+        raise ConfigurationError(f"it is of another model or optimizer: {len(saved)} variables, expected {len(own)}")
+    for theirs, mine in zip(saved, own, strict=True):
+        if list(theirs) != mine:
+            raise ConfigurationError(
+                f"it is of another model or optimizer: a variable is {' '.join(map(str, theirs))} there, expected "
+                f"{' '.join(map(str, mine))}"
+            )

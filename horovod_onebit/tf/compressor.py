@@ -233,15 +233,25 @@ class Compressor:
         )
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
-        known = {self.name_of(i, v) for i, v in enumerate(self.optimizer._trainable_variables)}
+        self.check_feedback(state)
+        self.engine.feedback.load_state_dict(state)
+
+    def check_feedback(self, state: Mapping[str, Array]) -> None:
+        """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""
+        known = {self.name_of(i, v): math.prod(v.shape) for i, v in enumerate(self.optimizer._trainable_variables)}
         given = set(mapping("state", state, "names to arrays"))
-        unknown = sorted(n for n in given - known if not n.startswith(SERVER_PREFIX))
+        unknown = sorted(n for n in given - known.keys() if not n.startswith(SERVER_PREFIX))
         if unknown:
             raise ConfigurationError(
                 f"error feedback of variables that this optimizer does not have: {unknown}. Build it first: "
                 "optimizer.build(model.trainable_variables)"
             )
-        self.engine.feedback.load_state_dict(state)
+        self.engine.feedback.check(state)
+        for name, value in state.items():
+            if value.size != known.get(name, value.size):
+                raise ConfigurationError(
+                    f"error feedback of {name!r}: got {value.size} elements, expected {known[name]}"
+                )
 
 
 def _aligned(size: int) -> Array:

@@ -6,9 +6,13 @@ import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
+import horovod.torch as hvd
+
+from horovod_onebit import handshake
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.exchange import Handle
 from horovod_onebit.handshake import Finite, Verdict
+from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.warmup import Phase
 
 if TYPE_CHECKING:
@@ -42,6 +46,16 @@ class _Threads:
 _threads: dict[int, _Threads] = {}
 
 
+def name_for(process_set: Any) -> str:
+    """The one name of the agreements of ``process_set``."""
+    return f"onebit.{process_set.process_set_id}.agreement"
+
+
+def meet(call: str) -> None:
+    """``Agreement.meet`` for a worker that has no optimizer to do it with."""
+    handshake.meet(HorovodCollectives(), name_for(hvd.global_process_set), call, "")
+
+
 class Agreement:
     """Compares what this worker is about to do with what the others are: ``start``, then ``finish``, for each call.
 
@@ -51,6 +65,7 @@ class Agreement:
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
+        self.name = compressor.engine.meeting = name_for(compressor.process_set)
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._threads = _threads.setdefault(compressor.process_set.process_set_id, _Threads())
@@ -98,11 +113,12 @@ class Agreement:
                 )
         return verdict
 
-    def meet(self, call: str) -> None:
-        """Make sure that all workers make this call now, whatever else they believe."""
+    def meet(self, call: str, setup: str | None = None) -> None:
+        """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""
+        engine = self._compressor.engine
         self._threads.enter(self._compressor)
         try:
-            self._compressor.engine.meet(call)
+            handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup)
         except DesyncError:
             self._compressor.abandon_step()
             raise

@@ -1,29 +1,30 @@
 """Checkpoints that lose nothing: weights and optimizer state once, the error feedback of every worker.
 
-The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them.
+The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them;
+what it does not know by itself (NumPy's values, paths) is stored in plain types by ``checkpoints.extra``.
 """
 
 from __future__ import annotations
 
-import logging
+import io
 import os
-from collections.abc import Callable
+from collections import OrderedDict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit import checkpoints, checks
-from horovod_onebit.checkpoints import FORMAT
+from horovod_onebit import checkpoints
+from horovod_onebit.checkpoints import FORMAT, Shared
+from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.compressor import Compressor
-from horovod_onebit.torch.functions import broadcast_optimizer_state
-from horovod_onebit.torch.optimizer import check_ours
-from horovod_onebit.world import Owed, owed, owed_by
-
-logger = logging.getLogger("horovod_onebit")
-T = TypeVar("T")
+from horovod_onebit.torch.agreement import meet
+from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
+from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
+from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
+from horovod_onebit.world import Owed, owed_by
 
 
 def save_checkpoint(
@@ -35,100 +36,203 @@ def save_checkpoint(
 ) -> None:
     """Save to ``folder``, which all workers see. Collective; call it between steps.
 
-    ``extra`` is anything of tensors, numbers, texts and plain containers that worker 0 wants back: an epoch, the state
-    of a scheduler. The checkpoint before is removed when this one is complete. Raises ``CheckpointError`` on all
-    workers if one of them cannot write; the checkpoint before is then still there.
+    ``extra`` is what worker 0 wants back, an epoch or the state of a scheduler: tensors, NumPy arrays and scalars,
+    numbers, texts, bytes, paths, and dicts, lists and tuples of these. The last checkpoint and the one before it are
+    kept. One job at a time saves to a folder.
+
+    Raises ``CheckpointError`` on all workers, which names the worker and the reason, if one of them cannot write, or
+    calls it between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; or if
+    worker 0 does not see all workers' files. The checkpoints before are then still there, and nothing of this one.
     """
-    compressor = _compressor(optimizer)
-    optimizer.flush()  # type: ignore[attr-defined]
-    place, rank, workers = checks.folder(folder), hvd.rank(), hvd.size()
-    key = hvd.broadcast_object(os.urandom(8).hex(), root_rank=0, name="onebit.checkpoint")
-
-    def write() -> None:
-        place.mkdir(parents=True, exist_ok=True)
-        own = {"format": FORMAT, "key": key, "worker": rank, **_saved(compressor)}
-        _write(own, _worker_file(place, key, rank))
-        if rank == 0:
-            shared = {"format": FORMAT, "key": key, "model": model.state_dict(), "extra": extra or {}}
-            _write(shared | {"optimizer": optimizer.state_dict()}, place / f"{key}.shared.pt")
-
-    def finish() -> None:
-        if rank == 0:
-            checkpoints.complete(place, key, workers, compressor.steps, ("pt",))
-
-    _all(write, "save")
-    _all(finish, "save")
+    _meet("save_checkpoint", optimizer)
+    checkpoints.save(_Torch(model, optimizer), folder, extra)
 
 
 def load_checkpoint(
-    folder: str | os.PathLike[str], model: torch.nn.Module, optimizer: torch.optim.Optimizer
+    folder: str | os.PathLike[str],
+    model: torch.nn.Module,
+    optimizer: torch.optim.Optimizer,
+    *,
+    previous: bool = False,
 ) -> dict[str, Any]:
     """Load the last complete checkpoint of ``folder`` on all workers; returns ``extra``. Collective.
 
     With as many workers as saved it, the run goes on bit for bit. With another number, what all errors together still
-    owe to the weights is shared out anew. Raises ``CheckpointError`` on all workers if a file is missing, truncated or
-    of something else.
+    owe to the weights is shared out anew. ``previous`` loads the checkpoint before the last one.
+
+    Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
+    model and the optimizer of some worker (names, shapes, dtypes, parameter groups). Nothing was changed then.
     """
-    _compressor(optimizer)
-    place = checks.folder(folder)
-    latest = _all(lambda: checkpoints.latest(place), "load")
-    key, workers = latest["key"], latest["workers"]
-    same = workers == hvd.size()
-
-    def read() -> tuple[dict[str, Any] | None, dict[str, torch.Tensor]]:
-        shared = _read(place / f"{key}.shared.pt", key) if hvd.rank() == 0 else None
-        if same:
-            return shared, _read(_worker_file(place, key, hvd.rank()), key)["feedback"]
-        everybody = owed([_arrays(_read(_worker_file(place, key, rank), key)) for rank in range(workers)])
-        return shared, {name: torch.from_numpy(value) for name, value in everybody.items()}
-
-    shared, feedback = _all(read, "load")
-
-    def take_over() -> None:
-        if shared is not None:
-            model.load_state_dict(shared["model"])
-            optimizer.load_state_dict(shared["optimizer"])
-
-    _all(take_over, "load")
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    broadcast_optimizer_state(optimizer, root_rank=0)
-    _all(lambda: optimizer.load_feedback_state_dict(feedback), "load")  # type: ignore[attr-defined]
-    if not same and hvd.rank() == 0:
-        logger.warning(checkpoints.OTHER_WORKERS, workers, hvd.size())
-    return hvd.broadcast_object(None if shared is None else shared["extra"], root_rank=0, name="onebit.extra")
+    _meet("load_checkpoint", optimizer)
+    return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)
 
 
-def _saved(compressor: Compressor) -> dict[str, Any]:
-    """What this worker owes, in types that ``torch.load(weights_only=True)`` reads."""
-    own = owed_by(compressor.engine)
-    return own | {"feedback": {name: torch.from_numpy(value) for name, value in own["feedback"].items()}}
+def _meet(call: str, optimizer: Any) -> None:
+    """Make sure that all workers are here, with whatever arguments."""
+    if isinstance(optimizer, _DistributedOptimizer):
+        if optimizer._compressor.process_set.process_set_id == 0:
+            optimizer._compressor.agreement.meet(call, setup="")
+    else:
+        meet(call)
 
 
-def _arrays(saved: dict[str, Any]) -> Owed:
-    return saved | {"feedback": {name: value.numpy() for name, value in saved["feedback"].items()}}
+class _Torch(checkpoints.Face):
+    suffixes = ("pt", "pt")
+
+    def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
+        self.model, self.optimizer = model, optimizer
+        self.rank, self.workers = hvd.rank(), hvd.size()
+        if isinstance(optimizer, _DistributedOptimizer) and optimizer._compressor.process_set.process_set_id != 0:
+            # The workers outside of the process set do not call this: nothing may be waited for.
+            raise ConfigurationError(
+                "checkpoints are of the whole world, and this optimizer's process_set is a part of it"
+            )
+
+    @property
+    def _compressor(self) -> Compressor:
+        return self.optimizer._compressor
+
+    def gather(self, value: Any) -> list[Any]:
+        return hvd.allgather_object(value, name="onebit.checkpoint")
+
+    def check_arguments(self) -> None:
+        check_ours(self.optimizer)
+        if not isinstance(self.model, torch.nn.Module):
+            raise ConfigurationError(f"model is {type(self.model).__name__}: expected a torch.nn.Module")
+
+    def check_saving(self, extra: Any) -> None:
+        optimizer = self.optimizer
+        averages = optimizer._synchronizer
+        if averages.pending() or averages.asked or averages.arrived:
+            raise ConfigurationError(
+                "save_checkpoint was called between backward() and step(), with gradients that no checkpoint holds: "
+                "call it after step()"
+            )
+        if self.rank == 0:
+            PACKER.pack(extra or {}, "extra")
+
+    def flush(self) -> None:
+        self.optimizer.flush()
+
+    def steps(self) -> int:
+        return self._compressor.steps
+
+    def owner(self) -> tuple[object, str]:
+        names = self._compressor.names
+        return self.optimizer, str([(names.get(p), tuple(p.shape)) for p in self._compressor.ordered()])
+
+    def write_own(self, path: Path, key: str, extra: Any) -> None:
+        own = owed_by(self._compressor.engine)
+        feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
+        _write({"format": FORMAT, "key": key, "worker": self.rank, **own, "feedback": feedback}, path)
+
+    def write_shared(self, path: Path, key: str, extra: Any) -> None:
+        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
+        packed = {
+            "model": PACKER.pack(model, "model"),
+            "extra": PACKER.pack(extra or {}, "extra"),
+            "optimizer": PACKER.pack(optimizer, "optimizer"),
+        }
+        _write({"format": FORMAT, "key": key, **packed}, path)
+
+    def read_own(self, path: Path, key: str) -> Owed:
+        saved = _read(path, key)
+        return saved | {"feedback": {name: value.numpy() for name, value in saved["feedback"].items()}}
+
+    def read_shared(self, path: Path, first: Path, key: str) -> Shared:
+        saved = unpack(_read(path, key), torch.Tensor.numpy)
+        content = {name: saved[name] for name in ("model", "optimizer")}
+        return Shared(content, _take_out(content, []), saved["extra"])
+
+    def check(self, about: Any, feedback: Any) -> None:
+        check_model(self.model, about["model"])
+        check_optimizer(self._compressor, about["optimizer"])
+        check_feedback(self._compressor, feedback)
+
+    def take_over(self, shared: Shared | None, about: Any) -> None:
+        model, optimizer = self.model, self.optimizer
+        if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
+            others = {name: value for name, value in about["model"].items() if not isinstance(value, _Slot)}
+            if others:
+                model.load_state_dict(others, strict=False)
+            return
+        before = _copy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
+        residuals = optimizer.feedback_state_dict()
+        try:
+            model.load_state_dict(shared.content["model"])
+            optimizer.load_state_dict(shared.content["optimizer"])
+        except BaseException:  # from a user's hook, say: all checks have passed
+            model.load_state_dict(before["model"])
+            optimizer.load_state_dict(before["optimizer"])
+            optimizer.load_feedback_state_dict(residuals)
+            raise
+
+    def spread(self, about: Any, own: Owed) -> None:
+        tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
+        broadcast_tensors(tensors, 0, hvd.global_process_set, "onebit.checkpoint.model")
+        broadcast_optimizer_state(self.optimizer, root_rank=0)
+        self.optimizer.load_feedback_state_dict(
+            {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
+        )
 
 
-def _compressor(optimizer: Any) -> Compressor:
-    compressor = check_ours(optimizer)._compressor
-    if compressor.process_set.process_set_id != 0:
-        raise ConfigurationError("checkpoints are of the whole world, and this optimizer's process_set is a part of it")
-    return compressor
+def _native(value: Any) -> bool:
+    """Whether ``torch.load(weights_only=True)`` reads ``value``."""
+    if type(value) in (torch.Tensor, torch.nn.Parameter):
+        return True
+    buffer = io.BytesIO()
+    try:
+        torch.save(value, buffer)
+        buffer.seek(0)
+        torch.load(buffer, map_location="cpu", weights_only=True)
+    except Exception:
+        return False
+    return True
 
 
-def _all(action: Callable[[], T], what: str) -> T:
-    return checkpoints.on_all(action, what, lambda text: hvd.allgather_object(text, name="onebit.checkpoint.errors"))
+PACKER = Packer(_native, torch.from_numpy, (dict, OrderedDict, list, tuple), text_keys=False)
 
 
-def _worker_file(place: Path, key: str, rank: int) -> Path:
-    return checkpoints.worker_file(place, key, rank, "pt")
+class _File:
+    """A file for ``torch.save``, which otherwise says of a full disk only that a write failed."""
+
+    def __init__(self, file: Any) -> None:
+        self._file = file
+        self.error: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self.error = error
+            raise
+
+    def flush(self) -> None:
+        self._file.flush()
 
 
 def _write(value: dict[str, Any], path: Path) -> None:
-    checkpoints.replace(path, lambda temporary: torch.save(value, temporary))
+    with path.open("wb") as raw:
+        file = _File(raw)
+        try:
+            torch.save(value, file)  # type: ignore[arg-type]
+        except Exception as error:
+            raise file.error or error from None
 
 
 def _read(path: Path, key: str) -> dict[str, Any]:
     value = torch.load(path, map_location="cpu", weights_only=True)
     if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("key") != key:
         raise ValueError(f"{path} does not belong to this checkpoint")
+    return value
+
+
+def _copy(value: Any) -> Any:
+    """A copy in the host's memory."""
+    if isinstance(value, torch.Tensor):
+        return value.detach().to("cpu", copy=True)
+    if isinstance(value, dict):
+        return {key: _copy(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)([_copy(item) for item in value])
     return value

@@ -65,7 +65,6 @@ class Compressor:
         self._said = ("", "")  # what the agreement of this step compares: options, gradients
         self.process_set = process_set
         self.engine = Engine(recipe, HorovodCollectives(process_set), name=next_name(process_set))
-        self.engine.meeting = f"onebit.{process_set.process_set_id}.agreement"  # no step leaves it unfinished
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}

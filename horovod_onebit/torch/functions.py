@@ -6,6 +6,7 @@ workers: they may have different state, or none; nothing is stepped; error feedb
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -40,7 +41,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     if process_set.ranks is not None and root_rank not in process_set.ranks:
         raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     if isinstance(optimizer, _DistributedOptimizer) and process_set is optimizer._compressor.process_set:
-        optimizer._compressor.agreement.meet("broadcast_optimizer_state")
+        optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
         optimizer._compressor.abandon_step()
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
@@ -58,22 +59,27 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         )
     if not is_root:
         structure = _put_in(structure, tensors)
-    handles = []
-    for index, tensor in enumerate(tensors):
-        # As bytes: Horovod refuses bfloat16 and tensors without dimensions.
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if data.numel():
-            name = f"onebit.state.{index}"
-            handles.append((tensor, hvd.broadcast_async(data, root_rank, name=name, process_set=process_set)))
-    for tensor, handle in handles:
-        received = hvd.synchronize(handle)
-        if not is_root:
-            tensor.copy_(received.view(tensor.dtype).reshape(tensor.shape))
+    broadcast_tensors(tensors, root_rank, process_set, "onebit.state")
     if not is_root:
         if isinstance(optimizer, _DistributedOptimizer):
             optimizer._load(structure, keep_feedback=True)
         else:
             optimizer.load_state_dict(structure)
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, process_set: Any, name: str) -> None:
+    """Put the values of ``root_rank`` into the ``tensors`` of all workers, which have the same shapes. Collective."""
+    handles = []
+    for index, tensor in enumerate(tensors):
+        # As bytes: Horovod refuses bool, bfloat16 and tensors without dimensions.
+        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+        if data.numel():
+            sent = hvd.broadcast_async(data, root_rank, name=f"{name}.{index}", process_set=process_set)
+            handles.append((tensor, sent))
+    for tensor, handle in handles:
+        received = hvd.synchronize(handle)
+        if hvd.rank() != root_rank:
+            tensor.detach().copy_(received.view(tensor.dtype).reshape(tensor.shape))
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

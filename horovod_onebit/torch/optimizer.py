@@ -23,8 +23,9 @@ from horovod_onebit.torch.arguments import check_arguments, check_compression, n
 from horovod_onebit.torch.binding import Placement
 from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.replicas import check_replicas
-from horovod_onebit.torch.rules import HYPERPARAMETERS, adapter_for, check_parameter
+from horovod_onebit.torch.rules import adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import Phase
 
@@ -249,11 +250,7 @@ class _DistributedOptimizer:
     def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
         if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
             raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
-        for own, group in zip(self.param_groups, state_dict["param_groups"], strict=False):
-            self._compressor.adapter.check(group)
-            missing = sorted(HYPERPARAMETERS & own.keys() - group.keys())
-            if missing:
-                raise ConfigurationError(f"the state has no {', '.join(missing)}: it is of another optimizer")
+        check_optimizer(self._compressor, state_dict)
         loaded = progress.digest(state_dict, self._compressor)
         # Trainers that move state between devices load what they have just saved.
         same = not keep_feedback and loaded == progress.digest(self.state_dict(), self._compressor)

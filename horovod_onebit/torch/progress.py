@@ -43,6 +43,31 @@ def save(compressor: Compressor) -> dict[str, Any]:
     }
 
 
+def check(own: Any, parameters: int) -> None:
+    """Raise ``ConfigurationError`` unless ``own`` is None, or what ``save`` gives with at most so many parameters."""
+    if own is None:
+        return
+    version = own.get("version") if isinstance(own, Mapping) else None
+    if version not in READABLE:
+        raise ConfigurationError(f"this optimizer state has format {version!r}, expected {VERSION}")
+    wrong = [name for name in ("steps", "skipped", "exchanges") if not _count(own.get(name))]
+    for name in ("exact_steps", "variance_steps"):
+        counts = own.get(name)
+        if not isinstance(counts, (list, tuple)) or len(counts) > parameters or not all(map(_count, counts)):
+            wrong.append(name)
+    if not isinstance(own.get("warmup"), Mapping):
+        wrong.append("warmup")
+    if wrong:
+        raise ConfigurationError(
+            f"the progress in this optimizer state is damaged, or of other parameters: {', '.join(wrong)}; expected "
+            f"counts for at most {parameters} parameters"
+        )
+
+
+def _count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
 def load(
     compressor: Compressor, own: Mapping[str, Any] | None, whole: Mapping[str, Any] | None, *, keep_feedback: bool
 ) -> None:
@@ -74,18 +99,6 @@ def load(
         unstarted = set(own.get("unstarted", ()))
         compressor.unstarted |= {p for _, position, p in compressor.enumerated() if position in unstarted}
         _load_moments(compressor, own, counts)
-
-
-def check(own: Mapping[str, Any] | None, parameters: int) -> None:
-    """Raise unless ``own`` is None, or progress of an optimizer with that many ``parameters`` at most."""
-    if own is None:
-        return
-    if own.get("version") not in READABLE:
-        raise ConfigurationError(f"this optimizer state has format {own.get('version')!r}, expected {VERSION}")
-    if len(own["exact_steps"]) > parameters:
-        raise ConfigurationError(
-            f"the state is of an optimizer with {len(own['exact_steps'])} parameters, and there are {parameters}"
-        )
 
 
 def _by_position(compressor: Compressor, own: Mapping[str, Any] | None, name: str) -> dict[torch.Tensor, int]:
@@ -157,7 +170,12 @@ def observe(compressor: Compressor) -> None:
 
 def load_feedback(compressor: Compressor, state: Mapping[str, Array]) -> None:
     """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave."""
+    check_feedback_names(compressor, state)
+    compressor.engine.feedback.load_state_dict(state)
+
+
+def check_feedback_names(compressor: Compressor, state: Mapping[str, Array]) -> None:
+    """Raise ``ConfigurationError`` if ``state`` has residuals of parameters that the optimizer does not have."""
     unknown = sorted(n for n in set(state) - set(compressor.names.values()) if not n.startswith(SERVER_PREFIX))
     if unknown:
         raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
-    compressor.engine.feedback.load_state_dict(state)

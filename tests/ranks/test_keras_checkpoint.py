@@ -1,5 +1,6 @@
 """Keras: checkpoints of every worker, and the comparison of replicas."""
 
+import contextlib
 import json
 from pathlib import Path
 
@@ -10,6 +11,8 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, Recipe
+from horovod_onebit.checkpoints import files
+from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -57,7 +60,18 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     assert_replicas_equal(again)
 
 
-FAULTS = ["empty folder", "truncated", "missing", "foreign", "bad json", "another model"]
+FAULTS = ["empty folder", "truncated", "missing", "foreign", "bad json", "another model", "a bit", "no workers"]
+
+
+def rot(path):
+    """Change one bit."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def barrier():
+    allgather_object(0, name="barrier")
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -76,6 +90,11 @@ def test_bad_files_are_an_error_on_all_workers(folder, fault):
             own.unlink()
         elif fault == "foreign":
             np.savez(own, about=np.array(json.dumps({"format": 1, "key": "other"})))
+        elif fault == "a bit":
+            rot(own)
+        elif fault == "no workers":
+            latest = json.loads((folder / "latest.json").read_text())
+            (folder / "latest.json").write_text(json.dumps(latest | {"workers": 0}))
         elif fault == "bad json":
             (folder / "latest.json").write_text("{")
         elif fault == "another model":
@@ -87,6 +106,190 @@ def test_bad_files_are_an_error_on_all_workers(folder, fault):
         onebit.load_checkpoint(folder, model)
     np.testing.assert_array_equal(weights(model), before)
     allgather_object(0, name="barrier")
+
+
+class Scaled(keras.layers.Layer):
+    """No configuration tells how to make it again."""
+
+    def __init__(self, function):
+        super().__init__()
+        self.function = function
+
+    def build(self, shape):
+        self.scale = self.add_weight(shape=(shape[-1],), name="scale", initializer="ones")
+
+    def call(self, x):
+        return self.function(x) * self.scale
+
+
+def custom(own_layer, seed=0, units=10):
+    """A model that ``load_model`` cannot make: a loss, a layer and a ``Lambda`` of its own, and random masks."""
+    keras.utils.set_random_seed(seed)
+    layers = keras.layers
+    middle = Scaled(lambda x: x + 1) if own_layer else layers.Lambda(lambda x: x + 1)
+    stack = [layers.Dense(96), layers.Dropout(0.3, seed=seed + RANK), middle, layers.BatchNormalization()]
+    model = keras.Sequential([layers.Input((32,)), *stack, layers.Dense(units)])
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=2)
+    model.compile(optimizer=optimizer, loss=lambda y, p: LOSS(y, p), metrics=["accuracy"])
+    return model
+
+
+def everything(model):
+    model.optimizer.build(model.trainable_variables)  # nothing if it is built
+    values = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    return [*values, *model.optimizer.feedback_state_dict().values()]
+
+
+def assert_same(before, after):
+    assert len(before) == len(after)
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("own_layer", [False, True])
+def test_a_model_that_keras_cannot_make_again(folder, own_layer):
+    model = custom(own_layer)
+    fit(model, 4)
+    onebit.save_checkpoint(folder, model, extra={"path": Path("/data"), "rate": np.float64(0.5), 1: (2, b"3")})
+    before = everything(model)
+    fit(model, 3, start=4)
+    keras.layers.Dense(3)  # layers are counted: those that follow have other names
+    again = custom(own_layer, seed=5)
+    fit(again, 1)
+    found = onebit.load_checkpoint(folder, again)
+    assert found == {"path": Path("/data"), "rate": 0.5, 1: (2, b"3")}
+    assert type(found["rate"]) is np.float64
+    if RANK == 0:  # the others take over its moving means
+        assert_same(everything(again), before)
+    fit(again, 3, start=4)
+    np.testing.assert_array_equal(weights(model), weights(again))  # with the same random masks
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_refused_checkpoint_changes_nothing_on_any_worker(folder, alone):
+    """``alone``: it is refused by the last worker, and fits the others."""
+    model = custom(False)
+    fit(model, 4)
+    onebit.save_checkpoint(folder, model)
+    differs = RANK == SIZE - 1 or not alone
+    others = [custom(differs, seed=5), custom(False, seed=5, units=11 if differs else 10)]
+    for other in others if alone else [*others, compiled("lamb", "robust")]:
+        before = everything(other)
+        with pytest.raises(CheckpointError, match=rf"worker {SIZE - 1 if alone else 0}: .*another model or"):
+            onebit.load_checkpoint(folder, other)
+        assert_same(everything(other), before)
+    with pytest.raises(CheckpointError, match=r"worker 0: TypeError: extra\['stats'\] is horovod_onebit.stats.Stats"):
+        onebit.save_checkpoint(folder, model, extra={"stats": model.optimizer.stats()})
+
+
+def test_the_checkpoint_before_is_kept_and_earlier_versions_are_read(folder, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.5)
+    model = compiled("adam", "robust")
+    for steps in range(3):
+        fit(model, 2, start=2 * steps)
+        onebit.save_checkpoint(folder, model, extra=steps)
+    barrier()
+    if RANK == 0:
+        rot(next(folder.glob("*.shared.keras")))
+    barrier()
+    with pytest.raises(CheckpointError, match=r"worker 0: .*digest.*, of step 4, is kept"):
+        onebit.load_checkpoint(folder, model)
+    assert onebit.load_checkpoint(folder, model, previous=True) == 1
+    onebit.save_checkpoint(folder, model, extra=5)
+    barrier()
+    before = everything(model)
+    if RANK == 0:  # what was written before there were digests, and variables' names
+        latest = json.loads((folder / "latest.json").read_text())
+        kept = {name: latest[name] for name in ("format", "key", "workers", "step")}
+        (folder / "latest.json").write_text(json.dumps(kept))
+        for path in folder.glob("*.npz"):
+            with np.load(path) as file:
+                arrays = {name: file[name] for name in file.files if not name.startswith("own.")}
+            about = json.loads(str(arrays.pop("about")))
+            del about["variables"]
+            np.savez(path, about=np.array(json.dumps(about)), **arrays)
+    barrier()
+    fit(model, 1)
+    assert onebit.load_checkpoint(folder, model) == 5
+    assert_same(everything(model), before)
+    small = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    small.compile(optimizer=wrap(OPTIMIZERS["adam"]()))
+    with pytest.raises(CheckpointError, match="worker 0: "):
+        onebit.load_checkpoint(folder, small)
+    barrier()
+
+
+def test_other_jobs_other_folders_and_a_full_disk(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.5)
+    model = compiled("adam", "robust")
+    fit(model, 5)
+    job = contextlib.ExitStack()
+    if RANK == 0:
+        job.enter_context(another_job(folder))
+    barrier()
+    with pytest.raises(CheckpointError, match="another job, which is still running"):
+        onebit.save_checkpoint(folder, model)
+    barrier()
+    job.close()
+    with pytest.raises(CheckpointError, match="which another worker has written"):
+        onebit.save_checkpoint(folder if RANK == 0 else tmp_path, model)
+    disk = folder / "disk"
+    disk.mkdir(exist_ok=True)
+    barrier()
+    mounted = allgather_object(RANK == 0 and job.enter_context(small_disk(disk, 2000)), name="mounted")[0]
+    try:
+        onebit.save_checkpoint(disk, model, extra=1)
+        before = sorted(disk.rglob("*.*"))
+        filler = fill(disk) if RANK == 0 and mounted else None
+        barrier()
+        with monkeypatch.context() as patch:
+            if not mounted and RANK == SIZE - 1:
+                no_space(patch)
+            for _ in range(2):
+                with pytest.raises(CheckpointError, match=r"cannot save .* worker .*No space left on device"):
+                    onebit.save_checkpoint(disk, model)
+                barrier()
+                assert sorted(disk.rglob("*.*")) == before
+        if filler:
+            filler.unlink()
+        barrier()
+        onebit.save_checkpoint(disk, model, extra=2)
+        assert onebit.load_checkpoint(disk, model) == 2
+        barrier()
+    finally:
+        job.close()
+
+
+def test_gradients_that_wait_for_the_next_step_are_kept(folder):
+    def made(seed=0):
+        model = build(seed)
+        optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=2, backward_passes_per_step=2)
+        model.compile(optimizer=optimizer, loss=LOSS)
+        return model
+
+    model = made()
+    fit(model, 7)
+    onebit.save_checkpoint(folder, model)
+    fit(model, 5, start=7)
+    again = made(seed=5)
+    onebit.load_checkpoint(folder, again)
+    fit(again, 5, start=7)
+    np.testing.assert_array_equal(weights(model), weights(again))
+    assert_replicas_equal(again)
+
+
+def test_calls_that_differ_between_workers_are_an_error_on_all(folder):
+    model = compiled("adam", "robust")
+    first = RANK == 0
+    with pytest.raises(ConfigurationError, match=r"cannot save the checkpoint; worker 0: .*folder=None"):
+        onebit.save_checkpoint(None if first else folder, model)
+    plain = build()
+    plain.compile(optimizer="adam", loss=LOSS)
+    with pytest.raises(CheckpointError, match=r"worker 0: .*optimizer is Adam; expected"):
+        onebit.load_checkpoint(folder, plain if first else model)
+    call = onebit.save_checkpoint if first else onebit.load_checkpoint
+    with pytest.raises(CheckpointError, match="same function: worker 0: save_checkpoint, worker 1: load_checkpoint"):
+        call(folder, model)
 
 
 def test_what_is_no_model_of_ours_is_refused(folder):

@@ -1,6 +1,9 @@
 """Checkpoints of every worker: the run goes on bit for bit, and bad files are an error on all."""
 
+import contextlib
+import copy
 import json
+from collections import OrderedDict
 from pathlib import Path
 
 import horovod.torch as hvd
@@ -10,9 +13,11 @@ import torch
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
+from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.torch import world as torch_world
-from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, train, weights, wrap
+from tests.ranks.disks import another_job, fill, no_space, small_disk
+from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
 
@@ -56,7 +61,17 @@ def test_the_last_complete_one_counts(folder):
     assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 2}
 
 
-FAULTS = ["empty folder", "truncated", "missing", "foreign", "another key", "bad json", "another format"]
+FAULTS = [
+    "empty folder", "truncated", "missing", "foreign", "another key", "bad json", "another format", "a bit",
+    "a bit of the shared file", "no key", "no workers", "a list",
+]  # fmt: skip
+
+
+def rot(path):
+    """Change one bit."""
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
 
 
 @pytest.mark.parametrize("fault", FAULTS)
@@ -77,6 +92,12 @@ def test_bad_files_are_an_error_on_all_workers_and_change_nothing(folder, fault)
             torch.save(torch.ones(3), last)
         elif fault == "another key":
             torch.save({"format": 1, "key": "other"}, last)
+        elif fault.startswith("a bit"):
+            rot(next(folder.glob("*.shared.pt")) if "shared" in fault else last)
+        elif fault in ("no key", "no workers", "a list"):
+            latest = json.loads((folder / "latest.json").read_text())
+            changed = {"no key": {"key": None}, "no workers": {"workers": 0}, "a list": {"previous": [1]}}[fault]
+            (folder / "latest.json").write_text(json.dumps(latest | changed))
         elif fault == "bad json":
             (folder / "latest.json").write_text("{")
         else:
@@ -99,6 +120,282 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_workers(folder):
         onebit.save_checkpoint(folder / "file", model, optimizer)
     with pytest.raises(ConfigurationError, match="expected what"):
         onebit.save_checkpoint(folder, model, torch.optim.SGD(model.parameters(), lr=0.1))
+
+
+def state(model, optimizer):
+    """All that a checkpoint could change, as one list of values."""
+    saved = copy.deepcopy([model.state_dict(), optimizer.state_dict(), optimizer.feedback_state_dict()])
+    return torch.utils._pytree.tree_flatten(saved)[0]
+
+
+def assert_same(before, after):
+    assert len(before) == len(after)
+    for one, other in zip(before, after, strict=True):
+        assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+class Other(Net):
+    """``Net``, but for one thing."""
+
+    def __init__(self, what):
+        super().__init__(seed=5)
+        if what == "a name":
+            self.renamed = self.norm
+            del self.norm
+        elif what == "a shape":
+            self.last = torch.nn.Linear(128, 11)
+        elif what == "a dtype":
+            self.frozen = torch.nn.Parameter(self.frozen.detach().double(), requires_grad=False)
+
+
+def optimizer_of(model, what):
+    if what == "a hyperparameter":
+        return wrap(model, onebit.LAMB, warmup_steps=2)
+    if what == "a group":
+        params = [p for p in model.parameters() if p.requires_grad]
+        plain = torch.optim.AdamW([{"params": params[:2]}, {"params": params[2:]}], lr=1e-3)
+        return onebit.DistributedOptimizer(plain, model.named_parameters(), warmup_steps=2)
+    if what == "a parameter's name":
+        named = [(f"my.{name}", p) for name, p in model.named_parameters()]
+        return onebit.DistributedOptimizer(torch.optim.AdamW(model.parameters()), named, warmup_steps=2)
+    return wrap(model, warmup_steps=2)
+
+
+@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize(
+    "what", ["a name", "a shape", "a dtype", "a group", "a hyperparameter", "a parameter's name", "progress", "a hook"]
+)
+def test_a_refused_checkpoint_changes_nothing_on_any_worker(folder, what, alone):
+    """``alone``: it is refused by the last worker, and fits the others."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    if what == "progress":
+        progress = optimizer.state_dict
+
+        def damaged():
+            found = progress()
+            found["param_groups"][0]["horovod_onebit"]["exact_steps"].pop()
+            return found
+
+        optimizer.state_dict = damaged
+        with pytest.raises(CheckpointError, match="exact_steps"):  # read back, and refused, before anything is replaced
+            onebit.save_checkpoint(folder, model, optimizer)
+        assert not list(folder.glob("*.pt"))
+        return
+    onebit.save_checkpoint(folder, model, optimizer)
+    here = what if RANK == SIZE - 1 or not alone else ""
+    again = Other(here)
+    resumed = optimizer_of(again, here)
+    if what == "a hook":
+        again.register_load_state_dict_post_hook(lambda *_: 1 / 0)
+    before = state(again, resumed)
+    with pytest.raises(CheckpointError, match="cannot load the checkpoint; worker") as caught:
+        onebit.load_checkpoint(folder, again, resumed)
+    if alone and what != "a hook":
+        assert f"the checkpoint; worker {SIZE - 1}: " in str(caught.value)
+    assert_same(before, state(again, resumed))
+
+
+KEPT = {
+    "scalar": np.float64(0.5), "array": np.arange(6, dtype=np.int16).reshape(2, 3), "path": Path("/data"),
+    "tuple": (1, None, b"\0"), "keys": {1: {(2, "a"): True}}, "tensor": torch.ones(2, dtype=torch.bfloat16),
+    "ordered": OrderedDict(a=np.bool_(True)), "text": np.array(["a", "bcd"]), "empty": np.zeros((0, 2)),
+}  # fmt: skip
+
+
+def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    optimizer.param_groups[0]["lr"] = np.float64(1e-3)  # as schedules of NumPy's give it
+    train(model, optimizer, 1)
+    onebit.save_checkpoint(folder, model, optimizer, extra=KEPT)
+    refused = [
+        ({"run": {"stats": [optimizer.stats()]}}, r"extra\['run'\]\['stats'\]\[0\] is horovod_onebit.stats.Stats"),
+        ({"object": object()}, r"extra\['object'\] is builtins.object"),
+        ({"array": np.array([None])}, r"extra\['array'\] is a NumPy array of object"),
+        ({np.int64(3): 1}, r"extra has the key np.int64\(3\)"),
+    ]
+    for extra, message in refused:
+        with pytest.raises(CheckpointError, match=message):
+            onebit.save_checkpoint(folder, model, optimizer, extra=extra if RANK == 0 else None)
+    found = onebit.load_checkpoint(folder, model, optimizer)
+    assert found.keys() == KEPT.keys()
+    for name, value in KEPT.items():
+        assert type(found[name]) is type(value), name
+        if isinstance(value, np.ndarray):
+            np.testing.assert_array_equal(found[name], value)
+            assert found[name].dtype == value.dtype
+        else:
+            assert torch.equal(found[name], value) if name == "tensor" else found[name] == value
+    for path in folder.glob("*.pt"):
+        torch.load(path, weights_only=True)
+
+
+def test_the_checkpoint_before_is_kept(folder):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    for steps in range(4):
+        train(model, optimizer, 1, start=steps)
+        onebit.save_checkpoint(folder, model, optimizer, extra={"steps": steps})
+    files = [*folder.glob("*.pt"), *folder.glob("previous/*.pt")]
+    assert len(files) == 2 * (SIZE + 1)
+    hvd.barrier()
+    if RANK == 0:
+        rot(next(folder.glob(f"*.worker-{SIZE - 1:04d}.pt")))
+    hvd.barrier()
+    with pytest.raises(
+        CheckpointError, match=rf"worker {SIZE - 1}: .*digest.*The checkpoint before, of step 3, is kept"
+    ):
+        onebit.load_checkpoint(folder, model, optimizer)
+    assert onebit.load_checkpoint(folder, model, optimizer, previous=True) == {"steps": 2}
+    onebit.save_checkpoint(folder, model, optimizer, extra={"steps": 9})
+    assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 9}
+    assert onebit.load_checkpoint(folder, model, optimizer, previous=True) == {"steps": 2}  # not the damaged one
+
+
+def test_what_an_earlier_version_saved_is_read(folder):
+    """It kept no digests and no checkpoint before, and said so little in ``latest.json``."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 3)
+    onebit.save_checkpoint(folder, model, optimizer, extra={"epoch": 3})
+    before = state(model, optimizer)
+    if RANK == 0:
+        latest = json.loads((folder / "latest.json").read_text())
+        kept = {name: latest[name] for name in ("format", "key", "workers", "step")}
+        (folder / "latest.json").write_text(json.dumps(kept))
+    hvd.barrier()
+    train(model, optimizer, 1, start=3)
+    assert onebit.load_checkpoint(folder, model, optimizer) == {"epoch": 3}
+    assert_same(before, state(model, optimizer))
+    with pytest.raises(CheckpointError, match="has one checkpoint, of step 3"):
+        onebit.load_checkpoint(folder, model, optimizer, previous=True)
+
+
+def test_two_jobs_do_not_replace_each_others_checkpoints(folder, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.5)
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    job = contextlib.ExitStack()
+    if RANK == 0:
+        job.enter_context(another_job(folder))
+    hvd.barrier()
+    with pytest.raises(CheckpointError, match=r"another job, which is still running.*\(process \d+ on"):
+        onebit.save_checkpoint(folder, model, optimizer)
+    assert json.loads((folder / "latest.json").read_text())["step"] == 77
+    hvd.barrier()
+    job.close()  # killed, with all that it held
+    onebit.save_checkpoint(folder, model, optimizer)
+    hvd.barrier()
+    latest = folder / "latest.json"
+    ours = latest.read_text()
+    hvd.barrier()
+    if RANK == 0:  # a job that did not see the lock, from a host that has none
+        latest.write_text(json.dumps(json.loads(ours) | {"key": "0123456789abcdef"}))
+    hvd.barrier()
+    with pytest.raises(CheckpointError, match="another job has saved a checkpoint"):
+        onebit.save_checkpoint(folder, model, optimizer)
+    hvd.barrier()
+    if RANK == 0:
+        latest.write_text(ours)
+    hvd.barrier()
+    onebit.save_checkpoint(folder, model, optimizer)
+    other = torch.nn.Linear(40, 40)
+    second = onebit.DistributedOptimizer(torch.optim.SGD(other.parameters()), other.named_parameters(), warmup_steps=2)
+    with pytest.raises(CheckpointError, match="this job saves another model"):
+        onebit.save_checkpoint(folder, other, second)
+    onebit.load_checkpoint(folder, model, optimizer)
+
+
+def test_a_folder_that_not_all_workers_share(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(files, "PATIENCE", 0.5)
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 1)
+    mine = folder / "shared" if RANK == 0 else tmp_path / "apart"
+    for _ in range(2):
+        with pytest.raises(CheckpointError, match=r"worker 0: .*which another worker has written"):
+            onebit.save_checkpoint(mine, model, optimizer)
+        assert not list(mine.glob("*.*"))
+    onebit.save_checkpoint(folder, model, optimizer)
+    before = state(model, optimizer)
+    with pytest.raises(CheckpointError, match=r"worker 1: .*does not exist"):
+        onebit.load_checkpoint(folder if RANK == 0 else mine, model, optimizer)
+    assert_same(before, state(model, optimizer))
+
+
+def test_a_full_disk(folder, monkeypatch):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 3)
+    disk = contextlib.ExitStack()
+    mounted = RANK == 0 and disk.enter_context(small_disk(folder, 6000))
+    mounted = hvd.broadcast_object(mounted, root_rank=0, name="mounted")
+    try:
+        onebit.save_checkpoint(folder, model, optimizer, extra={"steps": 3})
+        before = sorted(folder.rglob("*.pt"))
+        filler = fill(folder) if RANK == 0 and mounted else None
+        hvd.barrier()
+        with monkeypatch.context() as patch:
+            if not mounted and RANK == SIZE - 1:
+                no_space(patch)
+            for _ in range(2):
+                with pytest.raises(
+                    CheckpointError, match=r"cannot save the checkpoint; worker .*No space left on device"
+                ):
+                    onebit.save_checkpoint(folder, model, optimizer)
+                hvd.barrier()
+                assert sorted(folder.rglob("*.pt")) == before
+        if filler:
+            filler.unlink()
+        hvd.barrier()
+        onebit.save_checkpoint(folder, model, optimizer, extra={"steps": 4})
+        assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 4}
+        hvd.barrier()
+    finally:
+        disk.close()
+
+
+@pytest.mark.parametrize("warmup_steps", [2, 9])
+def test_a_save_between_backward_and_step_is_refused(folder, warmup_steps):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=warmup_steps)
+    train(model, optimizer, 3)
+    for between in (lambda: None, optimizer.synchronize):
+        x, y = batch(3)
+        optimizer.zero_grad()
+        last = torch.nn.functional.cross_entropy(model(x), y)
+        if RANK == SIZE - 1:
+            last.backward()
+        if between is optimizer.synchronize:
+            if RANK != SIZE - 1:
+                last.backward()
+            between()
+        with pytest.raises(CheckpointError, match=rf"worker {SIZE - 1}: .*between backward\(\) and step\(\)"):
+            onebit.save_checkpoint(folder, model, optimizer)
+        if RANK != SIZE - 1 and between is not optimizer.synchronize:
+            last.backward()
+        optimizer.step()
+    onebit.save_checkpoint(folder, model, optimizer)
+    assert_replicas_equal(model)
+
+
+def test_calls_that_differ_between_workers_are_an_error_on_all(folder):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    first = RANK == 0
+    with pytest.raises(ConfigurationError, match=r"cannot save the checkpoint; worker 0: .*folder=None"):
+        onebit.save_checkpoint(None if first else folder, model, optimizer)
+    with pytest.raises(ConfigurationError, match=r"cannot load the checkpoint; worker 0: .*previous=3"):
+        onebit.load_checkpoint(folder, model, optimizer, previous=3 if first else True)
+    plain = torch.optim.SGD(model.parameters())
+    with pytest.raises(CheckpointError, match=r"worker 0: .*optimizer is SGD"):
+        onebit.save_checkpoint(folder, model, plain if first else optimizer)
+    call = onebit.save_checkpoint if first else onebit.load_checkpoint
+    with pytest.raises(CheckpointError, match="same function: worker 0: save_checkpoint, worker 1: load_checkpoint"):
+        call(folder, model, optimizer)
+    assert not list(folder.iterdir())
 
 
 @pytest.mark.parametrize("recipe", ["robust", TWO_STAGE])

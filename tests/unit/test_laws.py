@@ -48,7 +48,7 @@ ALLOWED = {
     },
     "optimizer": {"handshake", "schedule", "engine", "kernels", "recipe", "rules", "exchange", "stats", "warmup"},
     "simulation": set(),
-    "checkpoints": set(),
+    "checkpoints": {"world"},
     "world": {"engine", "feedback", "kernels"},
     "mpi": set(),
 }

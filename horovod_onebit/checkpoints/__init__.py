@@ -1,0 +1,270 @@
+"""Saving and loading of checkpoints, whatever the framework: all workers succeed, or all raise the same error.
+
+``save`` and ``load`` are sequences of steps that every worker takes; after each, all learn whether it has failed
+anywhere. What is done with models and optimizers is a ``Face``; the files are those of ``checkpoints.files``.
+
+Nothing replaces a checkpoint before its files have been read back by the code that loads them, and nothing is put
+into a model or an optimizer before all workers have checked everything that is to be put there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from horovod_onebit import checks
+from horovod_onebit.checkpoints import files, lock
+from horovod_onebit.checkpoints.files import FORMAT, Complete, Digest, complete, latest, worker_file
+from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
+from horovod_onebit.world import Owed, owed
+
+__all__ = ["FORMAT", "Face", "Shared", "complete", "latest", "load", "save", "worker_file"]
+
+logger = logging.getLogger("horovod_onebit")
+T = TypeVar("T")
+OTHER_WORKERS = "the checkpoint is of %d workers and there are %d: what their errors owe together is shared out anew"
+
+
+@dataclass(frozen=True)
+class Shared:
+    """What worker 0 reads for all.
+
+    Attributes:
+        content: what it puts into the model and the optimizer; it stays on worker 0.
+        about: what all workers check, and what else all get: small, and can be pickled.
+        extra: what the user keeps.
+    """
+
+    content: Any
+    about: Any
+    extra: Any
+
+
+class Face(ABC):
+    """A model and its optimizer in some framework. Only ``gather``, ``flush`` and ``spread`` are collective."""
+
+    suffixes: tuple[str, str]
+    """The ends of the names of a worker's own file and of the shared one."""
+    rank: int
+    workers: int
+
+    @abstractmethod
+    def gather(self, value: Any) -> list[Any]:
+        """The values of all workers, on every worker."""
+
+    @abstractmethod
+    def check_arguments(self) -> None:
+        """Raise ``ConfigurationError`` unless the model and the optimizer are such as can be saved and loaded."""
+
+    @abstractmethod
+    def check_saving(self, extra: Any) -> None:
+        """Raise if this worker is not between steps, or, on worker 0, if ``extra`` cannot be stored."""
+
+    @abstractmethod
+    def flush(self) -> None:
+        """Bring all workers to the same weights."""
+
+    @abstractmethod
+    def steps(self) -> int:
+        """Steps taken so far."""
+
+    @abstractmethod
+    def owner(self) -> tuple[object, str]:
+        """The optimizer, and which parameters it has."""
+
+    @abstractmethod
+    def write_own(self, path: Path, key: str, extra: Any) -> None:
+        """Write what is this worker's."""
+
+    @abstractmethod
+    def write_shared(self, path: Path, key: str, extra: Any) -> None:
+        """Write what all workers share."""
+
+    @abstractmethod
+    def read_own(self, path: Path, key: str) -> Owed:
+        """Read what ``write_own`` of some worker wrote."""
+
+    def merge(self, everybody: list[Owed]) -> Owed:
+        """What each worker takes over, from what all of another number of workers wrote."""
+        return everybody[0] | {"feedback": owed(everybody)}
+
+    @abstractmethod
+    def read_shared(self, path: Path, first: Path, key: str) -> Shared:
+        """Read what ``write_shared`` wrote; ``first`` is worker 0's own file."""
+
+    @abstractmethod
+    def check(self, about: Any, feedback: Mapping[str, Any]) -> None:
+        """Raise unless what was read fits this worker's model and optimizer; changes nothing."""
+
+    @abstractmethod
+    def take_over(self, shared: Shared | None, about: Any) -> None:
+        """Put what was read into the model and the optimizer, or nothing of it; ``shared`` is None but on worker 0."""
+
+    @abstractmethod
+    def spread(self, about: Any, own: Owed) -> None:
+        """Give all workers what worker 0 has, and this one its own."""
+
+
+def save(face: Face, folder: Any, extra: Any) -> None:
+    """Save to ``folder``; raises ``CheckpointError`` on all workers if that fails on one. Collective."""
+
+    def begin() -> tuple[Path, str]:
+        face.check_arguments()
+        place = checks.folder(folder).absolute()
+        face.check_saving(extra)
+        if face.rank:
+            lock.release(place)  # it was worker 0 before other workers came
+        return place, os.urandom(8).hex()
+
+    begun = _together(face, "save", "arguments", begin)
+    place, key = begun[face.rank][0], begun[0][1]
+    face.flush()
+    _together(face, "save", "folder", lambda: _open(face, place))
+    try:
+        written = _together(face, "save", "files", lambda: _write(face, place, key, extra))
+        digests = {name: digest for one in written for name, digest in one.items()}
+        _together(face, "save", "end", lambda: _complete(face, place, key, digests))
+    except CheckpointError:
+        files.remove(_own_files(face, place, key))
+        face.gather(None)  # nothing of it is left anywhere when the error is raised
+        raise
+    lock.remember(place, key, key)
+
+
+def _open(face: Face, place: Path) -> None:
+    place.mkdir(parents=True, exist_ok=True)
+    if face.rank == 0:
+        lock.acquire(place, *face.owner())
+        files.sweep_leftovers(place, face.suffixes)
+
+
+def _own_files(face: Face, place: Path, key: str) -> list[Path]:
+    """Those that this worker writes."""
+    own = worker_file(place, key, face.rank, face.suffixes[0])
+    return [own] if face.rank else [own, files.shared_file(place, key, face.suffixes[1])]
+
+
+def _write(face: Face, place: Path, key: str, extra: Any) -> dict[str, Digest]:
+    """Write this worker's files, read them back as ``load`` does, and return their digests."""
+    own, *shared = _own_files(face, place, key)
+    files.replace(own, lambda path: face.write_own(path, key, extra if face.rank == 0 else None))
+    feedback = face.read_own(own, key)["feedback"]
+    for path in shared:
+        files.replace(path, lambda temporary: face.write_shared(temporary, key, extra))
+        face.check(face.read_shared(path, own, key).about, feedback)
+    return {path.name: Digest.of(path) for path in (own, *shared)}
+
+
+def _complete(face: Face, place: Path, key: str, digests: dict[str, Digest]) -> None:
+    if face.rank == 0:
+        files.await_files(place, digests)
+        files.complete(place, key, face.workers, face.steps(), face.suffixes, digests, lock.good(place))
+
+
+def load(face: Face, folder: Any, *, previous: bool) -> Any:
+    """Load from ``folder``; returns ``extra``. Collective.
+
+    Raises ``CheckpointError`` on all workers if that fails on one, before anything was changed.
+    """
+
+    def begin() -> tuple[Path, list[Complete]]:
+        face.check_arguments()
+        place = checks.folder(folder).absolute()
+        checks.flag("previous", previous)
+        return place, _history(place) if face.rank == 0 else []
+
+    begun = _together(face, "load", "arguments", begin)
+    place, history = begun[face.rank][0], begun[0][1]
+
+    def choose() -> Complete:
+        if previous and len(history) < 2:
+            raise FileNotFoundError(f"previous=True: {place} has one checkpoint, of step {history[0].step}")
+        return history[previous]
+
+    chosen: Complete = _together(face, "load", "choice", choose)[0]
+    same = chosen.workers == face.workers
+    mine: list[Any] = []
+
+    def read() -> tuple[Any, Any]:
+        own, shared = _read(face, place, chosen)
+        mine.extend([own, shared])
+        return (None, None) if shared is None else (shared.about, shared.extra)
+
+    try:
+        about, extra = _together(face, "load", "files", read)[0]
+    except CheckpointError as error:
+        if previous or len(history) < 2:
+            raise
+        raise CheckpointError(
+            f"{error}. The checkpoint before, of step {history[1].step}, is kept: load_checkpoint(..., previous=True)"
+        ) from None
+    own, shared = mine
+    _together(face, "load", "check", lambda: face.check(about, own["feedback"]))
+    _together(face, "load", "model", lambda: face.take_over(shared, about))
+    face.spread(about, own)
+    lock.remember(place, history[0].key, chosen.key)
+    if not same and face.rank == 0:
+        logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
+    return extra
+
+
+def _history(place: Path) -> list[Complete]:
+    if found := files.history(place):
+        return found
+    raise FileNotFoundError(f"{place / files.LATEST} does not exist: there is no complete checkpoint")
+
+
+def _read(face: Face, place: Path, chosen: Complete) -> tuple[Owed, Shared | None]:
+    """This worker's share of the checkpoint ``chosen``, and on worker 0 what is for all."""
+
+    def checked(name: str) -> Path:
+        path = files.find(place, name)
+        if not path.exists():
+            raise FileNotFoundError(f"{path} does not exist: is this the folder that all workers saved to?")
+        if chosen.files and name not in chosen.files:
+            raise ValueError(f"{place / files.LATEST} is damaged: it has no digest of {name}")
+        files.check(path, chosen.files.get(name))
+        return path
+
+    def own_file(rank: int) -> Path:
+        return checked(worker_file(place, chosen.key, rank, face.suffixes[0]).name)
+
+    if chosen.workers == face.workers:
+        own = face.read_own(own_file(face.rank), chosen.key)
+    else:
+        own = face.merge([face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers)])
+    if face.rank:
+        return own, None
+    shared = checked(files.shared_file(place, chosen.key, face.suffixes[1]).name)
+    return own, face.read_shared(shared, own_file(0), chosen.key)
+
+
+def _together(face: Face, call: str, step: str, action: Callable[[], T]) -> list[T]:
+    """Do ``action`` on every worker; returns all results. Collective.
+
+    If it fails on one, raises ``CheckpointError`` on all; or ``CheckpointArgumentError`` if arguments are wrong.
+    """
+    result, error, kind = None, "", ""
+    try:
+        result = action()
+    except Exception as caught:
+        error, kind = f"{type(caught).__name__}: {caught}", CheckpointError.__name__
+        if isinstance(caught, ConfigurationError) and step == "arguments":
+            kind = CheckpointArgumentError.__name__
+    answers = face.gather((call, step, error, kind, result))
+    calls = [answer[:2] for answer in answers]
+    if len(set(calls)) > 1:
+        who = ", ".join(f"worker {rank}: {call}_checkpoint" for rank, (call, _) in enumerate(calls[:8]))
+        raise CheckpointError(f"the workers do not call the same function: {who}")
+    failed = [f"worker {rank}: {answer[2]}" for rank, answer in enumerate(answers) if answer[2]]
+    if failed:
+        arguments = {answer[3] for answer in answers if answer[2]} == {CheckpointArgumentError.__name__}
+        more = f" (and {len(failed) - 3} more)" if len(failed) > 3 else ""
+        text = f"cannot {call} the checkpoint; {'; '.join(failed[:3])}{more}"
+        raise CheckpointArgumentError(text) if arguments else CheckpointError(text)
+    return [answer[4] for answer in answers]

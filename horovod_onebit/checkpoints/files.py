@@ -1,0 +1,260 @@
+"""The files of a checkpoint: which one is complete, digests, and what is removed when.
+
+A folder holds
+
+    latest.json            which checkpoint is complete, the one before it, and the digest of each of their files
+    KEY.shared.*           model, optimizer, and what else the caller keeps; written by worker 0
+    KEY.worker-0003.*      the error feedback of one worker
+    previous/              the files of the checkpoint before
+    in-use                 locked by the job that saves here
+
+``latest.json`` is written last and in one go: a run that dies while it saves leaves the checkpoint before.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+FORMAT = 1
+LATEST = "latest.json"
+PREVIOUS = "previous"
+PATIENCE = 10.0
+"""Seconds to wait for files that other hosts have written, and for the lock of a job that is about to end."""
+
+KEY = re.compile("[0-9a-f]{16}")
+
+
+@dataclass(frozen=True)
+class Digest:
+    """What a file must be: its size and its BLAKE2b digest (what ``b2sum`` prints)."""
+
+    bytes: int
+    blake2b: str
+
+    @classmethod
+    def of(cls, path: Path) -> Digest:
+        with path.open("rb") as file:
+            digest = hashlib.file_digest(file, hashlib.blake2b).hexdigest()
+            return cls(file.tell(), digest)
+
+
+@dataclass(frozen=True)
+class Complete:
+    """A complete checkpoint: of how many workers, after which step. ``files`` is empty if an older version saved it,
+    which kept no digests."""
+
+    key: str
+    workers: int
+    step: int
+    files: Mapping[str, Digest] = field(default_factory=dict)
+
+    @classmethod
+    def of(cls, found: Any, path: Path) -> Complete:
+        """From an entry of ``latest.json``; raises ``ValueError`` that says what is wrong."""
+        if not isinstance(found, dict):
+            raise ValueError(f"{path} is damaged: {type(found).__name__}, expected an object")
+        tests = {
+            "key": lambda key: isinstance(key, str) and KEY.fullmatch(key),
+            "workers": lambda workers: _whole(workers) and workers >= 1,
+            "step": lambda step: _whole(step) and step >= 0,
+        }
+        for name, right in tests.items():
+            if name not in found:
+                raise ValueError(f"{path} is damaged: it has no {name!r}")
+            if not right(found[name]):
+                raise ValueError(f"{path} is damaged: {name} is {found[name]!r}")
+        files = found.get("files", {})
+        try:
+            digests = {str(name): Digest(int(d["bytes"]), str(d["blake2b"])) for name, d in files.items()}
+        except (AttributeError, KeyError, TypeError, ValueError):
+            raise ValueError(f"{path} is damaged: files is {str(files)[:80]}") from None
+        return cls(found["key"], found["workers"], found["step"], digests)
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def worker_file(place: Path, key: str, rank: int, suffix: str) -> Path:
+    """Where worker ``rank`` keeps what is its own."""
+    return place / f"{key}.worker-{rank:04d}.{suffix}"
+
+
+def shared_file(place: Path, key: str, suffix: str) -> Path:
+    """Where worker 0 keeps what is the same on all workers."""
+    return place / f"{key}.shared.{suffix}"
+
+
+def replace(path: Path, write: Callable[[Path], object]) -> None:
+    """Put a file in its place in one go, on the disk before it is there. If that fails, nothing of it is left."""
+    # The end of the name stays: Keras and NumPy look at it.
+    temporary = path.with_name(f"tmp.{path.name}")
+    try:
+        write(temporary)
+        with temporary.open("rb") as file:
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            temporary.unlink()
+        raise
+
+
+def remove(paths: Iterable[Path]) -> None:
+    """Remove what is there and can be removed."""
+    for path in paths:
+        for one in (path, path.with_name(f"tmp.{path.name}")):
+            with contextlib.suppress(OSError):
+                one.unlink()
+
+
+def history(place: Path) -> list[Complete]:
+    """The complete checkpoints of a folder, the last one first; none if there is no ``latest.json``.
+
+    Raises ``ValueError`` if it is damaged or of something else.
+    """
+    path = place / LATEST
+    try:
+        text = path.read_text()
+    except FileNotFoundError:
+        return []
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from None
+    if not isinstance(found, dict) or found.get("format") != FORMAT:
+        raise ValueError(f"{path} is not of this library, or of another version of it")
+    entries = [found] if found.get("previous") is None else [found, found["previous"]]
+    return [Complete.of(entry, path) for entry in entries]
+
+
+def latest(place: Path) -> dict[str, Any]:
+    """What ``complete`` wrote; raises if there is none, or one of another kind."""
+    if found := history(place):
+        return asdict(found[0])
+    raise FileNotFoundError(f"{place / LATEST} does not exist: there is no complete checkpoint")
+
+
+def find(place: Path, name: str) -> Path:
+    """The path of a checkpoint's file, which is moved when another checkpoint is complete."""
+    path = place / PREVIOUS / name
+    return path if path.exists() and not (place / name).exists() else place / name
+
+
+def check(path: Path, digest: Digest | None) -> None:
+    """Raise ``ValueError`` unless the file is what it was when it was saved."""
+    if digest is None:
+        return
+    found = Digest.of(path)
+    if found.bytes != digest.bytes:
+        raise ValueError(f"{path} has {found.bytes} bytes and had {digest.bytes} when it was saved")
+    if found != digest:
+        raise ValueError(f"{path} is damaged: its digest is not the one that latest.json has")
+
+
+def await_files(place: Path, files: Mapping[str, Digest]) -> None:
+    """Wait until all ``files`` are seen in ``place``, in their full sizes; other hosts' may take a moment to appear.
+
+    Raises ``FileNotFoundError`` if that does not happen.
+    """
+    end = time.monotonic() + PATIENCE
+    missing = dict(files)
+    while True:
+        missing = {name: digest for name, digest in missing.items() if _size(place / name) != digest.bytes}
+        if not missing:
+            return
+        if time.monotonic() > end:
+            raise FileNotFoundError(
+                f"{place} has no {', '.join(sorted(missing)[:3])}, which another worker has written: all workers must "
+                "give the same folder, on a file system that all hosts share"
+            )
+        time.sleep(0.1)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return -1
+
+
+def complete(
+    place: Path,
+    key: str,
+    workers: int,
+    step: int,
+    suffixes: tuple[str, ...],
+    files: Mapping[str, Digest] | None = None,
+    good: str | None = None,
+) -> None:
+    """All files of ``key`` are there: from now on it is the last checkpoint.
+
+    Of those before, the last one is kept, or the one whose key is ``good``; its files move to ``previous/``, and what
+    is older is removed. What else the folder has is the user's.
+    """
+    before = _readable(place) or []
+    before = [one for one in before if one.key == good] or before
+    kept = [one for one in before[:1] if one.key != key]
+    entries = [asdict(Complete(key, workers, step, files or {})), *map(asdict, kept)]
+    text = json.dumps({"format": FORMAT, **entries[0], "previous": entries[1] if kept else None})
+    _sync(place)  # the files' names, before the one that names them
+    replace(place / LATEST, lambda path: path.write_text(text))
+    _sync(place)
+    with contextlib.suppress(OSError):  # the checkpoint is complete, whatever else is left
+        sweep(place, key, kept[0].key if kept else None, suffixes)
+
+
+def sweep(place: Path, key: str | None, previous: str | None, suffixes: tuple[str, ...]) -> None:
+    """Remove the files of all checkpoints but ``key`` and ``previous``, whose files move to ``previous/``."""
+    ours = re.compile(rf"(tmp\.)?({KEY.pattern})\.(shared|worker-\d+)\.({'|'.join(map(re.escape, suffixes))})")
+    older = place / PREVIOUS
+    for folder in (older, place):
+        for path in list(folder.iterdir()) if folder.is_dir() else []:
+            match = ours.fullmatch(path.name)
+            # A file that cannot be removed or moved is in nobody's way: it is tried again after the next checkpoint.
+            with contextlib.suppress(OSError):
+                if match and match[2] not in (key, previous):
+                    path.unlink()
+                elif match and match[2] == previous and folder is place:
+                    older.mkdir(exist_ok=True)
+                    path.replace(older / path.name)
+
+
+def last_key(place: Path) -> str | None:
+    """The key of the last complete checkpoint, if there is one and it can be read."""
+    found = _readable(place)
+    return found[0].key if found else None
+
+
+def sweep_leftovers(place: Path, suffixes: tuple[str, ...]) -> None:
+    """Remove what saves that failed have left. Nothing if ``latest.json`` cannot be read: what it names is unknown."""
+    found = _readable(place)
+    if found is not None:
+        key, previous, *_ = [*(one.key for one in found), None, None]
+        sweep(place, key, previous, suffixes)
+
+
+def _readable(place: Path) -> list[Complete] | None:
+    try:
+        return history(place)
+    except (OSError, ValueError):
+        return None
+
+
+def _sync(folder: Path) -> None:
+    """Put the names of a folder's files on the disk, where the file system offers that."""
+    with contextlib.suppress(OSError):
+        descriptor = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,83 @@
+"""Whether a saved state fits a model and an optimizer: checked on every worker before anything of it is used.
+
+States are ``state_dict``s, whose tensors may be replaced by anything that has their ``shape`` and ``dtype``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.torch import progress
+from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.torch.rules import HYPERPARAMETERS
+
+
+def check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` has the names, shapes and dtypes of the model's state."""
+    own = model.state_dict()
+    for what, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
+        if names:
+            raise ConfigurationError(f"it is of another model: it {what} {_some(names)}")
+    for name, value in own.items():
+        found, expected = _described(saved[name]), _described(value)
+        if found != expected:
+            raise ConfigurationError(f"it is of another model: {name} is {found} there, expected {expected}")
+
+
+def check_optimizer(compressor: Compressor, saved: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` is the state of such an optimizer with such parameter groups."""
+    groups, own = saved["param_groups"], compressor.optimizer.param_groups
+    found, expected = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
+    if found != expected:
+        raise ConfigurationError(f"the state has groups of {found} parameters, expected {expected}")
+    for mine, group in zip(own, groups, strict=True):
+        compressor.adapter.check(group)
+        for what, names in (("has no", mine.keys() - group.keys()), ("has", group.keys() - mine.keys())):
+            if names := names & HYPERPARAMETERS:
+                raise ConfigurationError(f"the state {what} {', '.join(sorted(names))}: it is of another optimizer")
+    before = groups[0].get(progress.STATE_KEY) if groups else None
+    progress.check(before, sum(expected))
+    ids = [i for group in groups for i in group["params"]]
+    counts = chain([] if before is None else before["exact_steps"], repeat(0))
+    for i, p, count in zip(ids, compressor.ordered(), counts, strict=False):
+        started = p.requires_grad and count > 0
+        _check_state(compressor, p, saved["state"].get(i, {}), started=started)
+
+
+def _check_state(compressor: Compressor, p: torch.Tensor, state: Mapping[str, Any], *, started: bool) -> None:
+    adapter, name = compressor.adapter, compressor.names.get(p, "a parameter")
+    for key in filter(None, (adapter.momentum_key, adapter.variance_key, adapter.fresh_key)):
+        value = state.get(key)
+        if value is not None and tuple(value.shape) != tuple(p.shape):
+            raise ConfigurationError(
+                f"the state's {key} of {name} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
+            )
+        if value is None and started and adapter.variance_key is not None and key != adapter.fresh_key:
+            raise ConfigurationError(f"the state has no {key} of {name}: it is of another optimizer")
+
+
+def check_feedback(compressor: Compressor, feedback: Mapping[str, Array]) -> None:
+    """Raise ``ConfigurationError`` unless ``feedback`` is what ``ErrorFeedback.state_dict`` of such a worker gives."""
+    progress.check_feedback_names(compressor, feedback)
+    sizes = {compressor.names[p]: p.numel() for p in compressor.ordered() if p in compressor.names}
+    compressor.engine.feedback.check(feedback)
+    for name, value in feedback.items():
+        if not name.startswith(SERVER_PREFIX) and value.size != sizes.get(name, value.size):
+            raise ConfigurationError(f"error feedback of {name!r}: got {value.size} elements, expected {sizes[name]}")
+
+
+def _described(value: Any) -> str:
+    shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
+    return f"{tuple(shape)} {dtype}" if shape is not None and dtype is not None else "no tensor"
+
+
+def _some(names: Any) -> str:
+    listed = sorted(names)
+    return ", ".join(listed[:5]) + (" ..." if len(listed) > 5 else "")
