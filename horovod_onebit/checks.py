@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import fnmatch
 import math
 import numbers
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
@@ -65,3 +66,18 @@ def mapping(name: str, value: Any, of: str) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigurationError(f"{name} is {type(value).__name__}: expected a mapping of {of}")
     return value
+
+
+def matching(field: str, patterns: Any, names: Iterable[str]) -> set[str]:
+    """The ``names`` that are, or match, one of ``patterns`` (as those of ``fnmatch``); each must match something."""
+    if isinstance(patterns, str) or not isinstance(patterns, Iterable):
+        raise ConfigurationError(f"{field}={patterns!r}: expected a list of names or patterns")
+    known, found = list(dict.fromkeys(names)), set[str]()
+    for pattern in patterns:
+        if not isinstance(pattern, str):
+            raise ConfigurationError(f"{field} has {pattern!r}: expected names or patterns")
+        matched = {name for name in known if name == pattern or fnmatch.fnmatchcase(name, pattern)}
+        if not matched:
+            raise ConfigurationError(f"{field}: {pattern!r} matches none of the names, which are {', '.join(known)}")
+        found |= matched
+    return found

@@ -21,11 +21,12 @@ HANDSHAKE_MEANING = {
     "step": "the number of compressed steps taken",
 }
 AGREEMENT = np.dtype(
-    [(name, "<u8") for name in ("version", "setup", "options", "step")]
+    [(name, "<u8") for name in ("version", "call", "setup", "options", "step")]
     + [(name, "<u4") for name in ("finite", "early", "edited", "unused")]
 )
 AGREEMENT_MEANING = {
     "version": "the version of horovod_onebit",
+    "call": "what is to be done together (a step, a check of replicas, a broadcast, ...)",
     "setup": "the recipe, the warm-up, what is trained (names, shapes, dtypes, memory order, frozen parameters, how "
     "far the warm-up is), or how many DistributedOptimizers were built before",
     "options": "the learning rate or another hyperparameter",
@@ -69,13 +70,22 @@ def check_handshake(gathered: NDArray, workers: int) -> None:
 
 
 def agreement(
-    rank: int, workers: int, *, setup: str, options: str, step: int, finite: Finite, early: bool, edited: bool
+    rank: int,
+    workers: int,
+    *,
+    call: str = "step",
+    setup: str,
+    options: str,
+    step: int,
+    finite: Finite,
+    early: bool,
+    edited: bool,
 ) -> NDArray[np.int32]:
     """This worker's record before a step, as its row among zeros: to be summed over the workers."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
     records = np.zeros(workers, AGREEMENT)
     record = records[rank : rank + 1]
-    for field, text in (("version", __version__), ("setup", setup), ("options", options)):
+    for field, text in (("version", __version__), ("call", call), ("setup", setup), ("options", options)):
         record[field] = _hash(text)
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
     return records.view(np.int32)
