@@ -70,8 +70,8 @@ class Compressor:
         self.coroutine = Coroutine()
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
-        self.before_step: Callable[[], None] | None = None  # to be done once, when the model is sure to be built
-        self._exact_names: set[str] = set()
+        self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
+        self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[tuple[int, ...], Any] = {}
 
     def settle(self) -> None:
@@ -79,16 +79,22 @@ class Compressor:
         self.coroutine.abandon()
 
     def exclude(self, patterns: Sequence[str]) -> None:
-        """Keep the variables whose path or name matches one of ``patterns`` exact for ever."""
-        names = [name for v in self.optimizer._trainable_variables for name in names_of(v)]
-        self._exact_names = matching("exact", patterns, names)
+        """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
+
+        A loaded optimizer knows them already: Keras gives the variables of a loaded model other paths.
+        """
+        if self.exact is None:
+            names = [(getattr(v, "path", v.name), v.name) for v in self.optimizer._trainable_variables]
+            found = matching("exact", patterns, [name for both in names for name in both])
+            self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""
         size = math.prod(variable.shape)
         plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
-        large = size >= self.engine.recipe.min_compressed_size
-        return plain and large and self._exact_names.isdisjoint(names_of(variable))
+        if not plain or size < self.engine.recipe.min_compressed_size:
+            return False
+        return not self.exact or self.optimizer._get_variable_index(variable) not in self.exact
 
     def name_of(self, index: int, variable: Any) -> str:
         """Not its path: Keras numbers layers by how many there were before in this process."""
@@ -280,11 +286,6 @@ def _aligned_copy(array: Array) -> Array:
     copy = _aligned(array.size)
     copy[:] = array
     return copy
-
-
-def names_of(variable: Any) -> list[str]:
-    """The names by which a user may know a variable."""
-    return [getattr(variable, "path", variable.name), variable.name]
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:

@@ -8,6 +8,7 @@ import keras
 
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
+from horovod_onebit.tf.graph import in_order
 from horovod_onebit.tf.meeting import all_finite
 from horovod_onebit.warmup import Phase
 
@@ -37,7 +38,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not inner._wrapping.process_set.included():
             return finite
         compressor = inner._compressor
-        return all_finite(finite, compressor.collectives, "loss scaling", compressor.engine.name)
+        with in_order():
+            return all_finite(finite, compressor.collectives, "loss scaling", compressor.engine.name)
 
     @property
     def phase(self) -> Phase:

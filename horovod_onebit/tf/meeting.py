@@ -17,7 +17,7 @@ from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.tf.collectives import Handle, HorovodCollectives, view
-from horovod_onebit.tf.graph import host_value, in_order
+from horovod_onebit.tf.graph import host_value
 
 
 def name_for(process_set: Any) -> str:
@@ -68,23 +68,21 @@ def meet(
     return host_value(hear, [gather(record)], dtype)
 
 
-def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "") -> None:
+def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "") -> Any:
     """Make sure that all workers of ``process_set`` are about to do ``call``, with the same ``setup``. Collective.
 
-    Raises ``DesyncError`` on all of them if not.
+    Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not.
     """
-    collectives = HorovodCollectives(process_set)
-    meet(collectives, lambda: _start(collectives, call, setup, Finite.YES), lambda h: bool(_read(h)), [], tf.bool, call)
+    return all_finite(True, HorovodCollectives(process_set), call, setup)
 
 
 def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str) -> Any:
-    """Whether ``finite``, a scalar tensor, is true on all workers. Collective; raises as ``announce``."""
+    """Whether ``finite``, a scalar, is true on all workers. Collective; raises as ``announce``."""
 
     def start(value: Any) -> Handle:
         return _start(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
 
-    with in_order():
-        return meet(collectives, start, lambda handle: _read(handle).finite, [finite], tf.bool, call)
+    return meet(collectives, start, lambda handle: _read(handle).finite, [finite], tf.bool, call)
 
 
 def _start(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Handle:

@@ -30,6 +30,7 @@ ACCUMULATED = "onebit_accumulated"
 
 PACKAGE = "horovod_onebit"
 CONFIG_KEY = "horovod_onebit"
+EXACT = "exact_variables"
 
 
 class _DistributedOptimizer:
@@ -82,11 +83,9 @@ class _DistributedOptimizer:
             self._step(pairs)
 
     def prepare_step(self) -> None:
-        """Do what was put off until the model was built; while a step is traced, or before it is taken."""
-        work, self._compressor.before_step = self._compressor.before_step, None
-        if work is not None:
-            with tf.init_scope():
-                work()
+        """What the first step does, now that the model is built."""
+        if self._compressor.before_step is not None:
+            self._compressor.before_step()
 
     def _check_gradients(self, without: list[Any], pairs: list[Any]) -> None:
         if not pairs:
@@ -283,15 +282,20 @@ class _DistributedOptimizer:
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
-        return self.wrapped_config() | {CONFIG_KEY: self._wrapping.to_config()}
+        exact = self._compressor.exact
+        numbers = None if exact is None else sorted(exact)
+        return self.wrapped_config() | {CONFIG_KEY: self._wrapping.to_config() | {EXACT: numbers}}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
         config = dict(config)
         own = dict(config.pop(CONFIG_KEY))
+        numbers = own.pop(EXACT, None)
         plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
-        return _distributed(plain.from_config(config), Wrapping.of_config(own), loaded=True)
+        optimizer = _distributed(plain.from_config(config), Wrapping.of_config(own), loaded=True)
+        optimizer._compressor.exact = None if numbers is None else set(numbers)
+        return optimizer
 
 
 def check_ours(optimizer: Any) -> None:
