@@ -201,7 +201,8 @@ class Compressor:
         arrive, means = self._start_average(exact, factors[len(grads) :]), []
 
         def others() -> bool:
-            means.extend(arrive())
+            with self.engine.times.measure("exchange"):  # a whole round, messages and all
+                means.extend(arrive())
             return all(np.isfinite(mean).all() for mean in means)
 
         taken = self.engine.step(Kind.ONEBIT, dict(enumerate(grads)), rules, agreed=Verdict, others=others)

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 
+from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.graph import in_order
@@ -41,6 +42,11 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         with in_order():
             return all_finite(finite, compressor.collectives, "loss scaling", compressor.engine.name)
 
+    def __reduce__(self) -> Any:
+        """For ``copy`` and ``pickle``."""
+        refuse_copy(self)
+        return type(self).from_config, (self.get_config(),)
+
     @property
     def phase(self) -> Phase:
         """The phase of the next step."""
@@ -62,6 +68,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_feedback_state_dict(self, state: Any) -> None:
         """As the inner optimizer's."""
         self.inner_optimizer.load_feedback_state_dict(state)
+
+
+def refuse_copy(optimizer: Any) -> None:
+    """Raise ``UnsupportedError`` if ``optimizer`` has state: Keras copies none, which would go unnoticed."""
+    if optimizer.built:
+        raise UnsupportedError(
+            "this optimizer is built, and Keras copies optimizers without their state: copy, pickle or save the model "
+            "that it is compiled into"
+        )
 
 
 def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:

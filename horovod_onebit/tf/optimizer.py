@@ -16,11 +16,11 @@ from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import next_name
-from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values
-from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call, host_value, host_values, in_order, in_rounds
-from horovod_onebit.tf.loss_scale import around
+from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
+from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for
+from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase
 from horovod_onebit.warmup import make as make_warmup
@@ -167,47 +167,13 @@ class _DistributedOptimizer:
         cond(steps % warmup.every == 0, look, lambda: None)
 
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        """One run of the engine: everything it reads goes in as tensors, everything that it changes comes out."""
-        compressor, adapter = self._compressor, self._compressor.adapter
-        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if compressor.is_compressed(v)]
-        small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
-        indices = tuple(self._get_variable_index(v) for _, v in large)
-        momenta = [adapter.momentum(self, i) for i in indices]
-        variances = [adapter.variance(self, i) for i in indices]
-        changed = [v for _, v in large] + [m for m in momenta if m is not None]
-
-        def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> tuple[bool, list[Any]]:
-            flat = iter([view(t).reshape(-1) for t in tensors[: -len(small) or None]])
-            values = Values(
-                [next(flat) for _ in large],
-                [next(flat) for _ in large],
-                [None if m is None else next(flat) for m in momenta],
-                [None if v is None else next(flat) for v in variances],
-            )
-            progress = Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
-            exact = [view(t) for t in tensors[len(tensors) - len(small) :]]
-            return compressor.step(indices, values, exact, progress)
-
-        def collect(_: Any) -> list[Any]:
-            taken, means = compressor.coroutine.result
-            new = [t.weight for t in compressor.tensors]
-            new += [t.momentum for t, m in zip(compressor.tensors, momenta, strict=True) if m is not None]
-            return [np.bool_(taken), *means, *map(adopt, new)]
-
-        state = [tf.convert_to_tensor(v) for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
-        now = [tf.convert_to_tensor(v) for v in (self.learning_rate, self._iterations, self._compressed_steps)]
-        inputs = [*now, *(g for g, _ in large), *state, *(g for g, _ in small)]
-        done = in_rounds(compressor.coroutine, compressor.collectives, work, inputs)
-        outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
-        taken, *results = host_values(collect, [done], outputs)
-        taken.set_shape([])
-        means, new = results[: len(small)], results[len(small) :]
-        for mean, (_, v) in zip(means, small, strict=True):
-            mean.set_shape(v.shape)
+        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
+        small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
+        taken, means, new = compressed(self._compressor, large, small)
 
         def finish() -> None:
-            for variable, value in zip(changed, new, strict=True):
-                variable.assign(tf.reshape(value, variable.shape))
+            for variable, value in new:
+                variable.assign(value)
             self._finish(means, [v for _, v in small])
 
         cond(taken, finish, lambda: None)
@@ -276,15 +242,25 @@ class _DistributedOptimizer:
         self._compressor.settle()
         self._compressor.load_feedback(state)
 
+    def __reduce__(self) -> Any:
+        """For ``copy`` and ``pickle``."""
+        refuse_copy(self)
+        return _copied, (self.plain_class(), self.get_config())
+
     def wrapped_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration."""
         return super().get_config()  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
-        exact = self._compressor.exact
-        numbers = None if exact is None else sorted(exact)
-        return self.wrapped_config() | {CONFIG_KEY: self._wrapping.to_config() | {EXACT: numbers}}
+        numbers = self._compressor.exact
+        own = self._wrapping.to_config() | {EXACT: None if numbers is None else sorted(numbers)}
+        return self.wrapped_config() | {CONFIG_KEY: own}
+
+    @classmethod
+    def plain_class(cls) -> Any:
+        """The wrapped optimizer's class."""
+        return next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
@@ -292,8 +268,7 @@ class _DistributedOptimizer:
         config = dict(config)
         own = dict(config.pop(CONFIG_KEY))
         numbers = own.pop(EXACT, None)
-        plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
-        optimizer = _distributed(plain.from_config(config), Wrapping.of_config(own), loaded=True)
+        optimizer = _distributed(cls.plain_class().from_config(config), Wrapping.of_config(own), loaded=True)
         optimizer._compressor.exact = None if numbers is None else set(numbers)
         return optimizer
 
@@ -417,6 +392,10 @@ def _class_of(kind: type) -> type:
         cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
         _classes[kind] = keras.saving.register_keras_serializable(PACKAGE)(cls)
     return _classes[kind]
+
+
+def _copied(kind: type, config: dict[str, Any]) -> Any:
+    return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
 for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD, keras.optimizers.Lamb):

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import copy
+import pickle
 import threading
 
 import horovod.tensorflow as hvd
@@ -13,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.tf import agreement, elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.coroutine import Coroutine, ask, asking
@@ -291,6 +293,24 @@ def test_variables_that_the_user_keeps_exact(tmp_path):
     for bad in ("kernel", 5, [3]):
         with pytest.raises(ConfigurationError, match="exact"):
             wrap(OPTIMIZERS["adam"](), exact=bad).build(model.trainable_variables)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_copies_have_state_or_are_refused(scaled):
+    plain = OPTIMIZERS["adamw"]()
+    optimizer = wrap(keras.optimizers.LossScaleOptimizer(plain) if scaled else plain, warmup_steps=2, exact=["*bias"])
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        inner, other = (getattr(o, "inner_optimizer", o) for o in (optimizer, copied))
+        assert type(copied) is type(optimizer)
+        assert str(inner._wrapping) == str(other._wrapping)
+    model = compiled(optimizer)
+    model.fit(*data(4), batch_size=16, verbose=0)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="copy, pickle or save the model"):
+            copying(optimizer)
+    again = copy.deepcopy(model)
+    assert again.optimizer.stats().step == 4
+    assert again.optimizer.phase == "compressed"
 
 
 # -- what is broadcast -------------------------------------------------------------------------------------------------
