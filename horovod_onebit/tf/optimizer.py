@@ -27,9 +27,7 @@ from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 ACCUMULATED = "onebit_accumulated"
-
-PACKAGE = "horovod_onebit"
-CONFIG_KEY = "horovod_onebit"
+PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
 
 
@@ -255,7 +253,7 @@ class _DistributedOptimizer:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
         numbers = self._compressor.exact
         own = self._wrapping.to_config() | {EXACT: None if numbers is None else sorted(numbers)}
-        return self.wrapped_config() | {CONFIG_KEY: own}
+        return self.wrapped_config() | {PACKAGE: own}
 
     @classmethod
     def plain_class(cls) -> Any:
@@ -266,7 +264,7 @@ class _DistributedOptimizer:
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
         config = dict(config)
-        own = dict(config.pop(CONFIG_KEY))
+        own = dict(config.pop(PACKAGE))
         numbers = own.pop(EXACT, None)
         optimizer = _distributed(cls.plain_class().from_config(config), Wrapping.of_config(own), loaded=True)
         optimizer._compressor.exact = None if numbers is None else set(numbers)
