@@ -69,9 +69,9 @@ def one_of(name: str, value: Any, choices: Any) -> None:
 
 
 def matching(field: str, patterns: Any, names: Iterable[str], *, all_match: bool = True) -> set[str]:
-    """Those of ``names`` that one of ``patterns`` stands for: names, or patterns of ``fnmatch``. None is no pattern.
+    """Those of ``names`` that one of ``patterns`` matches: names, or patterns of ``fnmatch``. None is no pattern.
 
-    A pattern that stands for nothing is an error, unless ``all_match`` is False.
+    A pattern that matches nothing is an error, unless ``all_match`` is False.
     """
     if patterns is None:
         return set()
@@ -83,7 +83,7 @@ def matching(field: str, patterns: Any, names: Iterable[str], *, all_match: bool
         stands_for = {name for name in known if name == pattern or fnmatchcase(name, pattern)}
         if not stands_for and all_match:
             some = ", ".join(known[:10]) + (", ..." if len(known) > 10 else "")
-            raise ConfigurationError(f"{field}: {pattern!r} stands for no parameter; their names are {some}")
+            raise ConfigurationError(f"{field}: {pattern!r} matches no parameter; their names are {some}")
         found |= stands_for
     return found
 

@@ -31,14 +31,15 @@ CALLS = (
     "load_checkpoint",
     "broadcast_optimizer_state",
 )
-"""The calls that all workers must make together, in the same order."""
+"""Calls of the PyTorch face that all workers must make together, in the same order."""
 
 AGREEMENT = np.dtype(
-    [(name, "<u8") for name in ("version", "setup", "options", "step", "gradients")]
-    + [(name, "<u4") for name in ("finite", "early", "edited", "call")]
+    [(name, "<u8") for name in ("version", "call", "setup", "options", "step", "gradients")]
+    + [(name, "<u4") for name in ("finite", "early", "edited", "unused")]
 )
 AGREEMENT_MEANING = {
     "version": "the version of horovod_onebit",
+    "call": "what is to be done together (a step, a check of replicas, a broadcast, ...)",
     "setup": "an argument of DistributedOptimizer (the recipe, the warm-up, groups, ...), what is trained (names, "
     "shapes, dtypes, memory order, frozen or exact parameters, how far the warm-up is, which state was loaded), or how "
     "many DistributedOptimizers were built before",
@@ -98,14 +99,14 @@ def agreement(
     edited: bool = False,
     gradients: str = "",
 ) -> NDArray[np.int32]:
-    """This worker's record before a call, as its row among zeros: to be summed over the workers."""
+    """This worker's record before ``call``, as its row among zeros: to be summed over the workers."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
     records = np.zeros(workers, AGREEMENT)
     record = records[rank : rank + 1]
-    for field, text in (("version", __version__), ("setup", setup), ("options", options), ("gradients", gradients)):
+    texts = {"version": __version__, "call": call, "setup": setup, "options": options, "gradients": gradients}
+    for field, text in texts.items():
         record[field] = _hash(text)
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
-    record["call"] = CALLS.index(call)
     return records.view(np.int32)
 
 
@@ -113,9 +114,9 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
     """What the sum says. Raises ``DesyncError``, on every worker alike, if they disagree."""
     records = _records(total, AGREEMENT, workers)
     _compare(records, {"version": AGREEMENT_MEANING["version"]})
-    calls = records["call"]
-    if (calls != calls[0]).any():
-        made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {CALLS[c]}()" for c in np.unique(calls))
+    calls, known = records["call"], {_hash(call): f"{call}()" for call in CALLS}
+    if (calls != calls[0]).any() and known.keys() >= set(calls.tolist()):
+        made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {known[int(c)]}" for c in np.unique(calls))
         raise DesyncError(
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"

@@ -30,12 +30,14 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
 
 FACE = ("", "_overlap", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults", "_bad_input", "_monitor")
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
-KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults", "keras_checkpoint")]
+KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_state", "_faults", "_checkpoint", "_meeting")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.
 OF_TWO = "stay_equal or disagree or nan or idiom or zero_one or clip"
 OF_FOUR = (
     "(stay_equal and arguments1) or (every_recipe and paper) or nan or sets or alone or idiom or (resumed and AdamW)"
 )
+# As under `mpirun` with cores bound, or `srun -c 1`: TensorFlow has one thread to run operations on.
+ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "ONEBIT_ONE_CORE": "1"}
 REPEATABLE = {"HOROVOD_FUSION_THRESHOLD": "0"}  # without it, sums of more than two depend on timing
 JOBS = [
     (2, "mpi", TORCH, ""),
@@ -43,7 +45,7 @@ JOBS = [
     (4, "mpi", TORCH, OF_FOUR),
     (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
     (2, "mpi", KERAS, ""),
-    (2, "gloo", KERAS, "disagree or (300 and adamw)"),
+    (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function"),
 ]
 
 
@@ -57,7 +59,8 @@ def pytest_on_ranks(processes, backend, *arguments, **variables):
 @pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
 def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
-    pytest_on_ranks(processes, backend, *files, *selected, **(REPEATABLE if processes > 2 else {}))
+    one_thread = ONE_THREAD if files == KERAS and backend == "mpi" else {}
+    pytest_on_ranks(processes, backend, *files, *selected, **one_thread, **(REPEATABLE if processes > 2 else {}))
 
 
 def test_the_compiled_cuda_kernels(tmp_path):

@@ -15,6 +15,8 @@ from horovod_onebit import monitor
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.graph import cond
+from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
 
@@ -22,23 +24,69 @@ logger = logging.getLogger("horovod_onebit")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Before the first batch, give every worker the variables of ``root_rank``: the model's and the optimizer's."""
+    """Before the first step, give every worker the variables of ``root_rank``: the model's and the optimizer's.
 
-    def __init__(self, root_rank: int, device: str = "") -> None:
+    A model that is built by its first batch gets them when it is, before that batch's step is taken.
+    ``local_variables``, one or several, stay each worker's own.
+    """
+
+    def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
         super().__init__()
         self.root_rank = root_rank
         self.device = device
         self.done = False
+        self._local: list[Any] = []
+        if isinstance(local_variables, (keras.Variable, tf.Variable)):
+            local_variables = [local_variables]
+        for variable in () if local_variables is None else local_variables:
+            self.register_local_var(variable)
+
+    def register_local_var(self, var: Any) -> None:
+        """Do not broadcast ``var``."""
+        if not isinstance(var, (keras.Variable, tf.Variable)):
+            raise ConfigurationError(f"local_variables has {type(var).__name__}: expected variables of the model")
+        self._local.append(_storage(var))
+
+    def _broadcast(self) -> None:
+        optimizer = self.model.optimizer
+        if not optimizer.built:
+            optimizer.build(self.model.trainable_variables)
+        variables = [*self.model.variables, *optimizer.variables]
+        shared = [v for v in variables if not any(_storage(v) is local for local in self._local)]
+        with tf.device(self.device):
+            broadcast_variables(shared, self.root_rank)
+
+    def _broadcast_once(self) -> None:
+        """As a part of the step, which may be traced several times before it runs."""
+
+        def work() -> None:
+            self._broadcast()
+            self._pending.assign(False)
+
+        cond(tf.convert_to_tensor(self._pending), work, lambda: None)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
             return
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        with tf.device(self.device):
-            broadcast_variables([*self.model.variables, *optimizer.variables], self.root_rank)
-        self.done = True
+        compressor = getattr(
+            getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer), "_compressor", None
+        )
+        if compressor is not None and not all(layer.built for layer in self.model._flatten_layers()):
+            self._pending = tf.Variable(True, trainable=False)
+            compressor.before_step = self._broadcast_once
+        else:
+            self._broadcast()
+            self.done = True
+
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        if not self.done:
+            getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)._compressor.before_step = None
+            self.done = True
+
+
+def _storage(variable: Any) -> Any:
+    """What holds the value, by which a variable of Keras and that of TensorFlow inside it are the same."""
+    return variable.value if isinstance(variable, keras.Variable) else variable
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
@@ -52,6 +100,7 @@ class MetricAverageCallback(keras.callbacks.Callback):
         if not logs or not self.process_set.included():
             return
         names = sorted(logs)
+        announce("average of metrics", self.process_set, str(names))
         values = tf.constant([float(logs[name]) for name in names], tf.float64)
         means = hvd.allreduce(values, name="onebit.metrics", op=hvd.Average, process_set=self.process_set)
         logs.update(zip(names, np.asarray(means).tolist(), strict=True))

@@ -1,15 +1,15 @@
 """The core's ``Collectives`` over Horovod's TensorFlow operations, for NumPy arrays in host memory.
 
-They run eagerly, inside the one host call of a step. TensorFlow runs an eager operation to its end, so each collective
-has a thread of a small pool, and the step goes on meanwhile.
+What is started waits until somebody waits for it; then all that was started leaves together, as one round of at most
+one operation of each kind. Inside a ``Coroutine`` the round is handed over to the graph that the step is part of;
+elsewhere it runs here. Either way its operations have the same names, whatever name scopes they are in.
 """
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable
-from concurrent.futures import Future
-from queue import SimpleQueue
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,59 +17,74 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_onebit.errors import DesyncError
+from horovod_onebit.recipe import GATHER_LIMIT
+from horovod_onebit.tf import coroutine
+
+ROUND_LIMIT = 256 * 2**20
+"""Bytes of a kind that leave together, at most; a single array may have more."""
+
 
 def view(tensor: Any) -> NDArray:
     """An eager tensor in host memory as a NumPy array that shares its memory; not to be written to."""
     return np.asarray(memoryview(tensor)) if tensor.shape.rank else np.asarray(tensor)
 
 
-THREADS = 8
-"""Collectives under way at once. All workers submit in the same order, so that those that wait for a thread cannot keep
-each other waiting."""
-
-_waiting: SimpleQueue[tuple[Future, Callable[[], NDArray]]] = SimpleQueue()
-_threads: list[threading.Thread] = []
+def plain(name: str) -> str:
+    """``name`` as TensorFlow allows operations to be called; a slash would begin a name scope."""
+    return re.sub(r"[^A-Za-z0-9_.\-]", "_", name)
 
 
-def _work() -> None:
-    while True:
-        future, run = _waiting.get()
-        try:
-            future.set_result(run())
-        except BaseException as error:
-            future.set_exception(error)
+@dataclass(frozen=True)
+class Round:
+    """What this worker sends in one round: flat arrays, empty where there is nothing of a kind.
+
+    Which kinds there are is the same on all workers.
+    """
+
+    sums: NDArray[np.float32]
+    gathered: NDArray[np.uint8]
+    scattered: NDArray[np.uint8]
+    splits: NDArray[np.int32]  # bytes of ``scattered`` for each worker
+
+    DTYPES = (tf.float32, tf.uint8, tf.uint8, tf.int32)
+
+    def arrays(self) -> list[NDArray]:
+        return [self.sums, self.gathered, self.scattered, self.splits]
 
 
-def _submit(run: Callable[[], NDArray]) -> Future:
-    if not _threads:
-        # Daemons: a program that ends by an error must not wait for a collective that will never be done.
-        _threads.extend(threading.Thread(target=_work, name="onebit-collective", daemon=True) for _ in range(THREADS))
-        for thread in _threads:
-            thread.start()
-    future: Future = Future()
-    _waiting.put((future, run))
-    return future
+NOTHING = [np.empty(0, dtype.as_numpy_dtype) for dtype in Round.DTYPES]
 
 
-class _Handle:
-    def __init__(self, run: Callable[[], NDArray]) -> None:
-        self.future = _submit(run)
+class Handle:
+    """A collective that was started; ``array`` is what it sends, ``result`` what came of it."""
+
+    def __init__(self, collectives: HorovodCollectives, kind: str, array: NDArray, name: str) -> None:
+        self.collectives, self.kind, self.array, self.name = collectives, kind, array, name
+        self.result: NDArray | None = None
 
     def ready(self) -> bool:
         return False  # or the order of what follows would depend on when messages come
 
     def wait(self) -> NDArray:
-        return self.future.result()
+        while self.result is None:
+            self.collectives.complete(self)
+        return self.result
 
 
 class HorovodCollectives:
-    """One process's view of a Horovod process set. Create it after ``hvd.init()``."""
+    """One process's view of a Horovod process set. Create it after ``hvd.init()``.
+
+    ``name`` begins the names of its operations. They are not told apart any further: all workers must start the same.
+    """
 
     gathers_elsewhere = False
 
-    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+    def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit") -> None:
         self.process_set = process_set
-        self._functions: dict[tuple[str, str], Any] = {}
+        self.name = name
+        self._started: list[Handle] = []
+        self._functions: dict[str, Any] = {}
 
     @property
     def rank(self) -> int:
@@ -79,47 +94,138 @@ class HorovodCollectives:
     def size(self) -> int:
         return self.process_set.size()
 
-    def _start(self, kind: str, name: str, array: NDArray, operation: Callable[[Any], Any]) -> _Handle:
-        """Run ``operation`` in a graph of its own: eager operations of Horovod have no names that tell them apart, so
-        that two of a kind under way at once are refused, or taken for each other."""
-        found = self._functions.get((kind, name))
-        if found is None:
-            function = tf.function(operation, autograph=False)
-            found = function.get_concrete_function(tf.TensorSpec([None], array.dtype))
-            self._functions[kind, name] = found
+    def allgather(self, array: NDArray[np.uint8], name: str) -> Handle:
+        return self._start("gather", array, name)
 
-        def run() -> NDArray:
-            with tf.device("/CPU:0"):
-                return view(found(tf.convert_to_tensor(array)))
+    def alltoall(self, array: NDArray[np.uint8], name: str) -> Handle:
+        return self._start("scatter", array, name)
 
-        return _Handle(run)
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
+        if array.dtype == np.float32:
+            return self._start("sum", array, name)
+        return Handle(self, "meet", array, name)  # alone, by its own name: an agreement
 
-    def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
-        def operation(tensor: Any) -> Any:
-            return hvd.allgather(tensor, name=name, process_set=self.process_set)
-
-        return self._start("allgather", name, array, operation)
-
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
-        def operation(tensor: Any) -> Any:
-            # Not a constant: with Horovod elastic the number of workers changes.
-            workers = hvd.size_op(process_set_id=self.process_set.process_set_id)
-            splits = tf.fill([workers], tf.size(tensor) // workers)
-            return hvd.alltoall(tensor, splits=splits, name=name, process_set=self.process_set)[0]
-
-        return self._start("alltoall", name, array, operation)
-
-    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
-        def operation(tensor: Any) -> Any:
-            return hvd.allreduce(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
-
-        return self._start(f"allreduce of {array.dtype}", name, array, operation)
-
-    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
-        def operation(tensor: Any) -> Any:
-            return hvd.reducescatter(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
-
-        return self._start("reduce_scatter", name, array, operation)
+    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> Handle:
+        raise NotImplementedError("there are no hosts() here, and so no hierarchical exchange")
 
     def hosts(self) -> None:
         return None
+
+    def _start(self, kind: str, array: NDArray, name: str) -> Handle:
+        handle = Handle(self, kind, array, name)
+        self._started.append(handle)
+        return handle
+
+    def forget(self) -> None:
+        """What was started and not waited for will never leave."""
+        self._started.clear()
+
+    def complete(self, handle: Handle) -> None:
+        """Let a round leave and come back, which need not have ``handle`` in it yet."""
+        if handle.kind == "meet":
+            handle.result = view(self.sum_integers(handle.name)(tf.constant(handle.array)))
+            return
+        kinds = self._take()
+        sent = self._fuse(kinds)
+        if coroutine.asking():
+            received = coroutine.ask(sent)
+        else:
+            received = [view(t) for t in self.perform()(*map(tf.constant, sent.arrays()))]
+        self._deliver(kinds, received)
+
+    def _take(self) -> dict[str, list[Handle]]:
+        """What leaves now, by kind: what was started, in order, as far as one operation can carry it."""
+        limit = min(ROUND_LIMIT, GATHER_LIMIT // self.size)
+        kinds: dict[str, list[Handle]] = {"sum": [], "gather": [], "scatter": []}
+        sizes = dict.fromkeys(kinds, 0)
+        left: list[Handle] = []
+        for handle in self._started:
+            sizes[handle.kind] += handle.array.nbytes
+            fits = sizes[handle.kind] <= limit or not kinds[handle.kind]
+            (kinds[handle.kind] if fits else left).append(handle)
+        self._started = left
+        return kinds
+
+    def _fuse(self, kinds: dict[str, list[Handle]]) -> Round:
+        sums, gathered, scattered = NOTHING[:3]
+        if kinds["sum"]:
+            sums = _join([handle.array for handle in kinds["sum"]])
+        if kinds["gather"]:
+            gathered = _join([handle.array for handle in kinds["gather"]])
+        if kinds["scatter"]:
+            scattered = _join([handle.array.reshape(self.size, -1) for handle in kinds["scatter"]]).reshape(-1)
+        return Round(sums, gathered, scattered, np.full(self.size, len(scattered) // self.size, np.int32))
+
+    def _deliver(self, kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
+        for handles, result in zip(kinds.values(), received, strict=True):
+            if len(handles) == 1:
+                handles[0].result = result  # a gather's may be of any size: its caller looks
+            elif handles:
+                self._cut(handles, result)
+
+    def _cut(self, handles: Sequence[Handle], result: NDArray) -> None:
+        rows = 1 if handles[0].kind == "sum" else self.size
+        lengths = [handle.array.size // (self.size if handle.kind == "scatter" else 1) for handle in handles]
+        if result.size != rows * sum(lengths):
+            raise DesyncError("the workers sent messages of different sizes: they do not train the same")
+        parts = np.split(result.reshape(rows, -1), np.cumsum(lengths)[:-1], axis=1)
+        for handle, part in zip(handles, parts, strict=True):
+            handle.result = np.ascontiguousarray(part).reshape(-1)
+
+    # -- Horovod's operations, for graphs and eager code --------------------------------------------------------------
+
+    def sum_integers(self, name: str) -> Any:
+        """A function of a graph, or of an eager tensor: the sum over the workers of (k,) int32."""
+
+        def operation(tensor: Any) -> Any:
+            return _sum(tensor, name, self.process_set)
+
+        return self._function(f"integers {name}", operation, [tf.int32])
+
+    def perform(self) -> Any:
+        """A function of a round's arrays as tensors: what comes of them, in the order sums, gathered, scattered."""
+        name, process_set = plain(self.name), self.process_set
+
+        def gather(tensor: Any) -> Any:
+            return hvd.allgather(tensor, name=f"{name}.gather", ignore_name_scope=True, process_set=process_set)
+
+        def scatter(tensor: Any, splits: Any) -> Any:
+            arguments: dict[str, Any] = {"ignore_name_scope": True, "process_set": process_set}
+            return hvd.alltoall(tensor, splits=splits, name=f"{name}.scatter", **arguments)[0]
+
+        def operation(sums: Any, gathered: Any, scattered: Any, splits: Any) -> list[Any]:
+            return [
+                _if_any(sums, lambda: _sum(sums, f"{name}.sum", process_set)),
+                _if_any(gathered, lambda: gather(gathered)),
+                _if_any(scattered, lambda: scatter(scattered, splits)),
+            ]
+
+        return self._function(f"round {name}", operation, Round.DTYPES)
+
+    def _function(self, key: str, operation: Any, dtypes: Sequence[Any]) -> Any:
+        """``operation`` as a graph of its own, which makes its names what they are: eager operations of Horovod have
+        none that tell them apart, and in a larger graph the second one of a name would get another."""
+        found = self._functions.get(key)
+        if found is None:
+
+            def on_host(*tensors: Any) -> Any:
+                with tf.device("/CPU:0"):
+                    return operation(*tensors)
+
+            with tf.init_scope():
+                function = tf.function(on_host, autograph=False)
+                found = function.get_concrete_function(*(tf.TensorSpec([None], dtype) for dtype in dtypes))
+            self._functions[key] = found
+        return found
+
+
+def _join(arrays: list[NDArray]) -> NDArray:
+    return arrays[0] if len(arrays) == 1 else np.concatenate(arrays, axis=-1)
+
+
+def _sum(tensor: Any, name: str, process_set: Any) -> Any:
+    return hvd.allreduce(tensor, name=plain(name), op=hvd.Sum, process_set=process_set, ignore_name_scope=True)
+
+
+def _if_any(tensor: Any, operation: Any) -> Any:
+    return tf.cond(tf.size(tensor) > 0, operation, lambda: tf.identity(tensor))

@@ -1,4 +1,4 @@
-"""The compressed step of the Keras face: one host call, whatever the number of variables.
+"""The compressed step of the Keras face: one run of the engine, whatever the number of variables.
 
 Variables are *exact* while they are small (or not float32): their gradients are averaged in one allreduce and the
 wrapped optimizer updates them in the graph. All others are *compressed*: the engine updates them here.
@@ -6,7 +6,6 @@ wrapped optimizer updates them in the graph. All others are *compressed*: the en
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,22 +15,31 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.checks import mapping
+from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, allreduce_bytes
-from horovod_onebit.tf.collectives import HorovodCollectives
+from horovod_onebit.tf.agreement import Agreement
+from horovod_onebit.tf.collectives import HorovodCollectives, plain
+from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.meeting import name_for
 from horovod_onebit.tf.rules import Adapter
+from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase
-from horovod_onebit.world import workers_changed
 
-_used = itertools.count()
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the run is when a step begins."""
+
+    learning_rate: float
+    steps: int
+    exact_steps: int
 
 
 @dataclass(frozen=True)
@@ -48,53 +56,49 @@ class Values:
 
 
 class Compressor:
-    """Belongs to one Keras ``DistributedOptimizer``; made when the optimizer is built."""
+    """Belongs to one Keras ``DistributedOptimizer``."""
 
-    def __init__(
-        self, optimizer: Any, adapter: Adapter, recipe: Recipe, process_set: Any, sum_gradients: bool, name: str | None
-    ) -> None:
+    def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         self.optimizer = optimizer
         self.adapter = adapter
-        self.process_set = process_set
-        self.sum_gradients = sum_gradients
-        self.engine = Engine(recipe, HorovodCollectives(process_set), name=name or "")
+        self.process_set = wrapping.process_set
+        self.sum_gradients = wrapping.op == hvd.Sum
+        self.collectives = HorovodCollectives(self.process_set, name)
+        self.engine = Engine(wrapping.recipe, self.collectives, name=name)
+        self.engine.meeting = name_for(self.process_set)
+        self.agreement = Agreement(self)
+        self.coroutine = Coroutine()
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
+        self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
+        self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
+        self._averages: dict[tuple[int, ...], Any] = {}
 
-    def take_name(self) -> None:
-        """Name the collectives, before the first one: by the optimizers used before in this process.
+    def settle(self) -> None:
+        """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
+        self.coroutine.abandon()
 
-        Used, not made: worker 0 may load a model alone, to read it.
+    def exclude(self, patterns: Sequence[str]) -> None:
+        """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
+
+        A loaded optimizer knows them already: Keras gives the variables of a loaded model other paths.
         """
-        if not self.engine.name:
-            self.engine.name = f"onebit.{type(self.optimizer).__name__}.{next(_used)}"
+        if self.exact is None:
+            names = [(getattr(v, "path", v.name), v.name) for v in self.optimizer._trainable_variables]
+            found = matching("exact", patterns, [name for both in names for name in both])
+            self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""
         size = math.prod(variable.shape)
         plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
-        return plain and size >= self.engine.recipe.min_compressed_size
+        if not plain or size < self.engine.recipe.min_compressed_size:
+            return False
+        return not self.exact or self.optimizer._get_variable_index(variable) not in self.exact
 
     def name_of(self, index: int, variable: Any) -> str:
         """Not its path: Keras numbers layers by how many there were before in this process."""
         return f"{index}.{variable.name}"
-
-    def agree(self, trained: Sequence[int], steps: Any, exact_steps: Any, learning_rate: Any) -> bool:
-        """Raise ``DesyncError`` on every worker if they do not mean the same by the step that begins, else True."""
-        optimizer, wrapping = self.optimizer, self.optimizer._wrapping
-        if workers_changed(self.engine):
-            raise DesyncError(
-                f"there were {self.engine.context.workers} workers and there are {self.engine.collectives.size}: "
-                "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"
-            )
-        variables = [optimizer._trainable_variables[i] for i in trained]
-        rows = [(i, v.name, tuple(v.shape), str(v.dtype)) for i, v in zip(trained, variables, strict=True)]
-        rule = self.adapter.rule(optimizer, float(learning_rate), optimizer.weight_decay or 0.0, int(exact_steps), 1.0)
-        clipping = (optimizer.clipnorm, optimizer.clipvalue, optimizer.global_clipnorm, optimizer.loss_scale_factor)
-        counts = (int(steps), int(exact_steps), wrapping.warmup, wrapping.backward_passes_per_step)
-        setup = f"{counts} {self.sum_gradients} {rows}"
-        self.engine.finish_agreement(self.engine.start_agreement(setup=setup, options=f"{rule} {clipping}"))
-        return True
 
     def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, norm: Any = None) -> int:
         """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
@@ -102,6 +106,26 @@ class Compressor:
         if warmup.wants(step):
             warmup.observe(step, None if norm is None else float(norm) / (1 - beta2**step), float(learning_rate), beta2)
         return warmup.steps
+
+    def average(self, indices: tuple[int, ...], grads: Sequence[Any], wrapping: Wrapping) -> tuple[list[Any], Any]:
+        """The exact gradients' averages by Horovod's own operations, and whether they are finite, on all workers alike.
+
+        In the graph, or eagerly: then in a graph of its own, so that the names are the same.
+        """
+        if indices not in self._averages:
+            prefix = plain(self.engine.name)
+
+            def work(grads: Sequence[Any]) -> tuple[list[Any], Any]:
+                names = [f"{prefix}.{index}" for index in indices]
+                means = [_average(grad, name, wrapping) for grad, name in zip(grads, names, strict=True)]
+                return means, tf.reduce_all([tf.reduce_all(tf.math.is_finite(mean)) for mean in means])
+
+            self._averages[indices] = tf.function(work, autograph=False)
+        return self._averages[indices]([tf.convert_to_tensor(grad) for grad in grads])
+
+    def skip(self) -> None:
+        """All workers skip a step of the warm-up, or raise."""
+        self.engine.say_skipped("the mean gradient")
 
     def count_warmup(self, sizes: Sequence[int], bytes_each: int) -> None:
         """Account for one exact step over tensors of ``sizes`` elements."""
@@ -123,34 +147,45 @@ class Compressor:
             self.adapter.init(tensor)
             self.tensors.append(tensor)
 
-    def _load(self, values: Values, rules: Sequence[Rule], learning_rate: float, step: int, exact_steps: int) -> None:
+    def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
         """Point the tensors at the values, and give them new memory for what the step will change.
 
         At the first compressed step, the exact steps' momentum becomes the rule's.
         """
-        first, in_place = step == exact_steps, self.adapter.in_place
+        first, in_place = progress.steps == progress.exact_steps, self.adapter.in_place
         for i, tensor in enumerate(self.tensors):
             weight, momentum, tensor.variance = values.weights[i], values.momenta[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 momentum = tensor.momentum if tensor.momentum.size == weight.size else np.zeros_like(weight)
             elif first:
-                momentum = self.adapter.first_momentum(momentum, learning_rate)
+                momentum = self.adapter.first_momentum(momentum, progress.learning_rate)
             tensor.weight = _aligned_copy(weight) if in_place else weight
             tensor.momentum = _aligned_copy(momentum) if in_place else momentum
             tensor.new_weight = None if in_place else _aligned(weight.size)
             tensor.new_momentum = None if in_place else _aligned(weight.size)
-            tensor.step, tensor.variance_steps = step, exact_steps
+            tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
-    def step(self, indices: tuple[int, ...], values: Values, exact: Sequence[Array]) -> tuple[bool, list[Array]]:
+    def step(
+        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
+    ) -> tuple[bool, list[Array]]:
         """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
 
-        If it was, the new weights and momenta are in ``tensors``, in arrays that nobody will write to again.
+        If it was, the new weights and momenta are in ``tensors``, in arrays that nobody will write to again. Runs in
+        ``coroutine``.
         """
+        try:
+            return self._step(indices, values, exact, progress)
+        except BaseException:
+            self.engine._restore_all()
+            raise
+        finally:
+            self.engine.end_step()
+
+    def _step(
+        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
+    ) -> tuple[bool, list[Array]]:
         optimizer, grads = self.optimizer, values.grads
-        learning_rate = float(optimizer.learning_rate)
-        taken_before = int(optimizer.iterations)
-        exact_steps = taken_before - int(optimizer._compressed_steps.value.numpy())
         self._bind(indices)
         factors = self._clip_factors([*grads, *exact])
         if optimizer.clipvalue is not None:
@@ -158,33 +193,30 @@ class Compressor:
                 [np.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in gs] for gs in (grads, exact)
             )
         rules = [
-            self._rule(optimizer._trainable_variables[i], learning_rate, exact_steps, factor)
+            self._rule(optimizer._trainable_variables[i], progress, factor)
             for i, factor in zip(indices, factors, strict=False)
         ]
-        self._load(values, rules, learning_rate, taken_before, exact_steps)
+        self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
-        arrive, means = self._average(exact, factors[len(grads) :]), []
+        arrive, means = self._start_average(exact, factors[len(grads) :]), []
 
         def others() -> bool:
-            means.extend(arrive())
+            with self.engine.times.measure("exchange"):  # a whole round, messages and all
+                means.extend(arrive())
             return all(np.isfinite(mean).all() for mean in means)
 
-        by_number = dict(enumerate(grads))
-        try:
-            taken = self.engine.step(Kind.ONEBIT, by_number, rules, agreed=Verdict, others=others)
-        finally:
-            self.engine.end_step()
+        taken = self.engine.step(Kind.ONEBIT, dict(enumerate(grads)), rules, agreed=Verdict, others=others)
         for tensor in self.tensors:
             if taken and tensor.new_weight is not None and tensor.new_momentum is not None:
                 tensor.weight, tensor.momentum = tensor.new_weight, tensor.new_momentum
             tensor.new_weight = tensor.new_momentum = None
         return taken, means
 
-    def _rule(self, variable: Any, learning_rate: float, exact_steps: int, factor: float) -> Rule:
+    def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer
         decay = optimizer.weight_decay if optimizer.weight_decay and optimizer._use_weight_decay(variable) else 0.0
         scale = factor * (self.engine.collectives.size if self.sum_gradients else 1)
-        return self.adapter.rule(optimizer, learning_rate, decay, exact_steps, scale)
+        return self.adapter.rule(optimizer, progress.learning_rate, decay, progress.exact_steps, scale)
 
     def _clip_factors(self, grads: Sequence[Array]) -> list[float]:
         """What each gradient is multiplied by, the same on all workers: clipping by the root mean square, over the
@@ -202,7 +234,7 @@ class Compressor:
         scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, len(grads))]
 
-    def _average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
+    def _start_average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
         """Start one allreduce of exact gradients, in float32; the result waits for their means (or sums)."""
         if not grads:
             return list
@@ -267,19 +299,15 @@ def _aligned_copy(array: Array) -> Array:
     return copy
 
 
-def average(
-    grads: Sequence[Any], *, prefix: str, op: Any, compression: Any, predivide: float, process_set: Any
-) -> list:
-    """The exact gradients' averages by Horovod's own operations, in the graph or eagerly."""
-    factors = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if op == hvd.Average else {}
-    return [
-        hvd.allreduce(
-            tf.convert_to_tensor(g),
-            name=f"{prefix}.{i}",
-            op=op,
-            compression=compression,
-            process_set=process_set,
-            **factors,
-        )
-        for i, g in enumerate(grads)
-    ]
+def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:
+    predivide = wrapping.gradient_predivide_factor
+    factors = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if wrapping.op == hvd.Average else {}
+    return hvd.allreduce(
+        grad,
+        name=name,
+        op=wrapping.op,
+        compression=wrapping.compression,
+        process_set=wrapping.process_set,
+        ignore_name_scope=True,
+        **factors,
+    )

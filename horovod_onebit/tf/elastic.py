@@ -71,6 +71,7 @@ class KerasState(ObjectState):
         return [*self.model.variables, *self.optimizer.variables]
 
     def _save(self) -> None:
+        self.optimizer._compressor.settle()
         engine = self.optimizer._compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
         self._feedback = engine.feedback.state_dict()
@@ -81,6 +82,7 @@ class KerasState(ObjectState):
         super().save()
 
     def restore(self) -> None:
+        self.optimizer._compressor.settle()
         engine = self.optimizer._compressor.engine
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
@@ -96,12 +98,15 @@ class KerasState(ObjectState):
 
     def _sync(self) -> None:
         optimizer, compressor = self.optimizer, self.optimizer._compressor
-        compressor.take_name()
+        compressor.settle()
         engine = compressor.engine
         self._left = world.leave(engine, self._left)
         broadcast_variables(self._variables())
         counts = engine.exchanges, engine.skipped
-        engine.exchanges, engine.skipped = broadcast_object(counts, root_rank=0, name="onebit.counts")
+        warmup = optimizer._wrapping.warmup
+        known = broadcast_object((counts, warmup.state_dict()), root_rank=0, name="onebit.counts")
+        engine.exchanges, engine.skipped = known[0]
+        warmup.load_state_dict(known[1])
         if optimizer.phase is Phase.COMPRESSED:
             large = [(i, v) for i, v in enumerate(optimizer._trainable_variables) if compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}

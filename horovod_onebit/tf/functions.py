@@ -11,6 +11,8 @@ import tensorflow as tf
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.graph import in_order
+from horovod_onebit.tf.meeting import announce
 
 
 def broadcast_variables(
@@ -19,7 +21,8 @@ def broadcast_variables(
     """Give every worker the values of ``root_rank``: Keras variables or ``tf.Variable``, in the same order. Collective.
 
     For custom loops, once after the model and the optimizer are built: ``model.variables`` and
-    ``optimizer.variables``.
+    ``optimizer.variables``. It may be called inside of ``tf.function``. Raises ``DesyncError`` on all workers if they
+    do not call it together, with as many variables of the same shapes and types.
     """
     checks.root_rank(root_rank, hvd.size())
     listed = list(variables) if isinstance(variables, Iterable) else [variables]
@@ -28,15 +31,43 @@ def broadcast_variables(
         raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
     if not process_set.included():
         return
-    for index, variable in enumerate(listed):
-        target = variable.value if hasattr(variable, "path") else variable
-        value = tf.convert_to_tensor(target)
-        kind = tf.uint8 if value.dtype in (tf.bool, tf.bfloat16) else value.dtype
-        data = tf.cast(value, tf.uint8) if value.dtype == tf.bool else value
-        if value.dtype == tf.bfloat16:
-            data = tf.bitcast(value, tf.uint8)
-        name = f"onebit.broadcast.{index}"
-        received = hvd.broadcast(data, root_rank, name=name, process_set=process_set)
-        if value.dtype == tf.bfloat16:
-            received = tf.bitcast(received, tf.bfloat16)
-        target.assign(tf.cast(received, value.dtype) if kind is tf.uint8 and value.dtype == tf.bool else received)
+    targets = [variable.value if hasattr(variable, "path") else variable for variable in listed]
+    kinds = [(tuple(target.shape), target.dtype.name) for target in targets]
+    with in_order():
+        agreed = announce(f"broadcast from worker {root_rank}", process_set, str(kinds))
+        with tf.control_dependencies([agreed]):
+            values = [_sendable(tf.convert_to_tensor(target)) for target in targets]
+
+            def work(*values: Any) -> list[Any]:
+                return [
+                    hvd.broadcast(
+                        value,
+                        root_rank,
+                        name=f"onebit.broadcast.{index}",
+                        ignore_name_scope=True,
+                        process_set=process_set,
+                    )
+                    for index, value in enumerate(values)
+                ]
+
+            # In a graph of its own: eager operations of Horovod have no names.
+            specs = [tf.TensorSpec(value.shape, value.dtype) for value in values]
+            received = tf.function(work, autograph=False).get_concrete_function(*specs)(*values)
+        for target, value in zip(targets, received, strict=True):
+            target.assign(_received(value, target.dtype))
+
+
+OF_HOROVOD = (tf.float16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8)
+"""What is broadcast as it is; everything else as bytes."""
+
+
+def _sendable(value: Any) -> Any:
+    if value.dtype == tf.bool:
+        return tf.cast(value, tf.uint8)
+    return value if value.dtype in OF_HOROVOD else tf.bitcast(value, tf.uint8)
+
+
+def _received(value: Any, dtype: Any) -> Any:
+    if dtype == tf.bool:
+        return tf.cast(value, tf.bool)
+    return value if dtype in OF_HOROVOD else tf.bitcast(value, dtype)

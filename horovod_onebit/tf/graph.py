@@ -1,9 +1,14 @@
-"""What the step needs to run alike in a TensorFlow graph and eagerly."""
+"""What the step needs to run alike in a TensorFlow graph and eagerly.
+
+Nothing that runs on the host waits for a collective: see ``horovod_onebit.tf.coroutine``. Host functions compute, and
+Horovod's operations between them are asynchronous kernels, which need none of TensorFlow's threads while they wait.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -11,7 +16,8 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer
+from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
+from horovod_onebit.tf.coroutine import Coroutine
 
 
 def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -45,14 +51,81 @@ def host_call(work: Callable[[], None]) -> None:
             tf.py_function(work, [], [])
 
 
-def host_value(work: Callable[..., Any], inputs: list[Any], dtype: Any) -> Any:
+def host_value(work: Callable[..., Any], inputs: Sequence[Any], dtype: Any) -> Any:
     """The scalar that ``work`` returns for the values of ``inputs`` whenever the step runs."""
     if tf.executing_eagerly():
         return work(*inputs)
     with tf.device("/CPU:0"):
-        value = tf.py_function(work, inputs, dtype)
+        value = tf.py_function(work, list(inputs), dtype)
     value.set_shape([])
     return value
+
+
+def host_values(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """The tensors that ``work`` returns for the values of ``inputs``; of unknown shape, if in a graph."""
+    with tf.device("/CPU:0"):  # variables on a GPU travel to the host and back
+        return list(tf.py_function(work, list(inputs), list(dtypes)))
+
+
+def in_rounds(
+    coroutine: Coroutine, collectives: HorovodCollectives, work: Callable[..., Any], inputs: Sequence[Any]
+) -> Any:
+    """Run ``work`` with the values of ``inputs`` in ``coroutine``, and the rounds that it asks for in between.
+
+    Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
+    """
+    dtypes = [tf.bool, *Round.DTYPES]
+
+    def flat(asked: Round | None) -> list[Any]:
+        return [np.bool_(False), *NOTHING] if asked is None else [np.bool_(True), *asked.arrays()]
+
+    def start(*values: Any) -> list[Any]:
+        collectives.forget()
+        return flat(coroutine.start(lambda: work(*values)))
+
+    def resume(*received: Any) -> list[Any]:
+        return flat(coroutine.resume([view(tensor) for tensor in received]))
+
+    if tf.executing_eagerly():
+        more, *sent = start(*inputs)
+        while more:
+            more, *sent = resume(*collectives.perform()(*map(tf.constant, sent)))
+        return tf.constant(False)
+
+    def shaped(tensors: Sequence[Any]) -> list[Any]:
+        for tensor, shape in zip(tensors, [[], *([[None]] * len(Round.DTYPES))], strict=True):
+            tensor.set_shape(shape)
+        return list(tensors)
+
+    def turn(more: Any, *sent: Any) -> list[Any]:
+        return shaped(host_values(resume, collectives.perform()(*sent), dtypes))
+
+    # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
+    asked = shaped(host_values(start, inputs, dtypes))
+    return tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
+
+
+_order: list[Any] = []
+
+
+@contextlib.contextmanager
+def in_order() -> Iterator[None]:
+    """What is in here begins when everything before it, in the program's order, is over: on all workers alike.
+
+    TensorFlow runs what does not depend on each other in any order, but the uses of one variable in the program's.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    if not _order:
+        with tf.init_scope(), tf.device("/CPU:0"):
+            _order.append(tf.Variable(0, trainable=False, dtype=tf.int64, name="onebit_order"))
+    graph = tf.compat.v1.get_default_graph()
+    with tf.control_dependencies([_order[0].assign_add(1, read_value=False)]):
+        before = len(graph.get_operations())
+        yield
+    with tf.control_dependencies(graph.get_operations()[before:]):
+        _order[0].assign_add(1, read_value=False)
 
 
 def check_callers() -> None:
@@ -66,7 +139,7 @@ def check_callers() -> None:
                 "model.compile(..., jit_compile=False)"
             )
         scaling = isinstance(caller, keras.optimizers.LossScaleOptimizer)
-        if scaling and not isinstance(caller, LossScaleOptimizer):
+        if scaling and not getattr(caller, "distributed", False):
             raise UnsupportedError(
                 "Keras's LossScaleOptimizer (which compile() adds under the mixed_float16 policy) lets each worker "
                 "decide alone whether it takes a step, and the others would wait for ever: wrap it, "

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-import horovod.tensorflow as hvd
 import keras
-import tensorflow as tf
 
+from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
+from horovod_onebit.tf.graph import in_order
+from horovod_onebit.tf.meeting import all_finite
 from horovod_onebit.warmup import Phase
 
 
@@ -21,16 +22,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     and the others would wait for it. Here Inf on any worker is Inf on all.
     """
 
+    distributed = True
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> None:
+        """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        if not self.built:
+            with keras.src.backend.name_scope(self.name, caller=self):
+                self.build(trainable_variables)
+        self.inner_optimizer.prepare_step()
+        super().apply(grads, trainable_variables)
+
     def check_finite(self, grads: Any) -> Any:
         """Whether the gradients of all workers are finite. Collective."""
         finite = super().check_finite(grads)
         inner = self.inner_optimizer
-        process_set = inner._wrapping.process_set
-        if not process_set.included():
+        if not inner._wrapping.process_set.included():
             return finite
-        name = f"{inner._compressor.engine.name}.finite"
-        total = hvd.allreduce(tf.cast(finite, tf.int32), op=hvd.Sum, name=name, process_set=process_set)
-        return tf.equal(total, process_set.size())
+        compressor = inner._compressor
+        with in_order():
+            return all_finite(finite, compressor.collectives, "loss scaling", compressor.engine.name)
+
+    def __reduce__(self) -> Any:
+        """For ``copy`` and ``pickle``."""
+        refuse_copy(self)
+        return type(self).from_config, (self.get_config(),)
 
     @property
     def phase(self) -> Phase:
@@ -53,6 +68,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def load_feedback_state_dict(self, state: Any) -> None:
         """As the inner optimizer's."""
         self.inner_optimizer.load_feedback_state_dict(state)
+
+
+def refuse_copy(optimizer: Any) -> None:
+    """Raise ``UnsupportedError`` if ``optimizer`` has state: Keras copies none, which would go unnoticed."""
+    if optimizer.built:
+        raise UnsupportedError(
+            "this optimizer is built, and Keras copies optimizers without their state: copy, pickle or save the model "
+            "that it is compiled into"
+        )
 
 
 def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:

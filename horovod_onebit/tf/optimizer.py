@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -15,20 +15,20 @@ from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
-from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Values, average
-from horovod_onebit.tf.graph import adopt, check_callers, cond, host_call, host_value
-from horovod_onebit.tf.loss_scale import around
+from horovod_onebit.tf.agreement import next_name
+from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
+from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for
+from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase
 from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 ACCUMULATED = "onebit_accumulated"
-
-PACKAGE = "horovod_onebit"
-CONFIG_KEY = "horovod_onebit"
+PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
+EXACT = "exact_variables"
 
 
 class _DistributedOptimizer:
@@ -57,7 +57,6 @@ class _DistributedOptimizer:
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
-        self._compressor.take_name()
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
@@ -74,11 +73,17 @@ class _DistributedOptimizer:
         if not self._wrapping.process_set.included():
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
+        self.prepare_step()
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
             self._accumulate(pairs, passes)
         else:
             self._step(pairs)
+
+    def prepare_step(self) -> None:
+        """What the first step does, now that the model is built."""
+        if self._compressor.before_step is not None:
+            self._compressor.before_step()
 
     def _check_gradients(self, without: list[Any], pairs: list[Any]) -> None:
         if not pairs:
@@ -116,30 +121,31 @@ class _DistributedOptimizer:
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
         trained = [self._get_variable_index(v) for _, v in pairs]
-        exact_steps = tf.convert_to_tensor(self._exact_steps.value)
-        now = [tf.convert_to_tensor(self._iterations.value), exact_steps, tf.convert_to_tensor(self.learning_rate)]
-        # What follows depends on the answer: nothing may be waited for before it.
-        agreed = host_value(lambda *values: self._compressor.agree(trained, *values), now, tf.bool)
-        warm = tf.logical_and(exact_steps < tf.convert_to_tensor(self._warmup_steps.value), agreed)
-        cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
+        counters = [self._iterations, self._exact_steps, self._warmup_steps]
+        if self._wrapping.backward_passes_per_step > 1:
+            counters.append(self._passes)
+        with in_order():
+            now = [tf.convert_to_tensor(v) for v in (self.learning_rate, *(counter.value for counter in counters))]
+            # What follows depends on the answer: no other collective may be started before it.
+            agreed = self._compressor.agreement.reach(trained, now)
+            warm = tf.logical_and(now[2] < now[3], agreed)
+            cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
     def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        w = self._wrapping
-        means = average(
-            [g for g, _ in pairs],
-            prefix=self._compressor.engine.name,
-            op=w.op,
-            compression=w.compression,
-            predivide=w.gradient_predivide_factor,
-            process_set=w.process_set,
-        )
-        super().apply(means, [v for _, v in pairs])  # type: ignore[misc]
-        self._exact_steps.assign_add(1)
-        if isinstance(w.warmup, AutoWarmup):
-            self._observe(w.warmup)
-        sizes = [int(np.prod(v.shape)) for _, v in pairs]
+        w, variables = self._wrapping, [v for _, v in pairs]
+        indices = tuple(self._get_variable_index(v) for v in variables)
+        means, finite = self._compressor.average(indices, [g for g, _ in pairs], w)
+        sizes = [int(np.prod(v.shape)) for v in variables]
         bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
         host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
+
+        def take() -> None:
+            super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
+            self._exact_steps.assign_add(1)
+            if isinstance(w.warmup, AutoWarmup):
+                self._observe(w.warmup)
+
+        cond(finite, take, lambda: host_call(self._compressor.skip))
 
     def _observe(self, warmup: AutoWarmup) -> None:
         """Show the run to the automatic warm-up, which may set the number of exact steps."""
@@ -159,41 +165,13 @@ class _DistributedOptimizer:
         cond(steps % warmup.every == 0, look, lambda: None)
 
     def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        """One host call: everything it reads goes in as tensors, everything that it changes comes out."""
-        compressor, adapter = self._compressor, self._compressor.adapter
-        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if compressor.is_compressed(v)]
-        small = [(g, v) for g, v in pairs if not compressor.is_compressed(v)]
-        indices = tuple(self._get_variable_index(v) for _, v in large)
-        momenta = [adapter.momentum(self, i) for i in indices]
-        variances = [adapter.variance(self, i) for i in indices]
-        changed = [v for _, v in large] + [m for m in momenta if m is not None]
-
-        def host(*tensors: Any) -> list[Any]:
-            flat = iter([view(t).reshape(-1) for t in tensors[: -len(small) or None]])
-            values = Values(
-                [next(flat) for _ in large],
-                [next(flat) for _ in large],
-                [None if m is None else next(flat) for m in momenta],
-                [None if v is None else next(flat) for v in variances],
-            )
-            taken, means = compressor.step(indices, values, [view(t) for t in tensors[len(tensors) - len(small) :]])
-            new = [t.weight for t in compressor.tensors]
-            new += [t.momentum for t, m in zip(compressor.tensors, momenta, strict=True) if m is not None]
-            return [np.bool_(taken), *means, *map(adopt, new)]
-
-        state = [tf.convert_to_tensor(v) for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
-        inputs = [*(g for g, _ in large), *state, *(g for g, _ in small)]
-        outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
-        with tf.device("/CPU:0"):  # variables on a GPU travel to the host and back
-            taken, *results = tf.py_function(host, inputs, outputs)
-        taken.set_shape([])
-        means, new = results[: len(small)], results[len(small) :]
-        for mean, (_, v) in zip(means, small, strict=True):
-            mean.set_shape(v.shape)
+        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
+        small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
+        taken, means, new = compressed(self._compressor, large, small)
 
         def finish() -> None:
-            for variable, value in zip(changed, new, strict=True):
-                variable.assign(tf.reshape(value, variable.shape))
+            for variable, value in new:
+                variable.assign(value)
             self._finish(means, [v for _, v in small])
 
         cond(taken, finish, lambda: None)
@@ -233,6 +211,7 @@ class _DistributedOptimizer:
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
+        self._compressor.exclude(self._wrapping.exact)
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
@@ -253,23 +232,43 @@ class _DistributedOptimizer:
 
     def feedback_state_dict(self) -> dict[str, np.ndarray]:
         """This worker's error feedback by variable (flat float32). Save one for each worker."""
+        self._compressor.settle()
         return self._compressor.engine.feedback.state_dict()
 
     def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
         """Take over what ``feedback_state_dict`` of the same worker gave."""
+        self._compressor.settle()
         self._compressor.load_feedback(state)
+
+    def __reduce__(self) -> Any:
+        """For ``copy`` and ``pickle``."""
+        refuse_copy(self)
+        return _copied, (self.plain_class(), self.get_config())
+
+    def wrapped_config(self) -> dict[str, Any]:
+        """The wrapped optimizer's configuration."""
+        return super().get_config()  # type: ignore[misc]
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
-        return super().get_config() | {CONFIG_KEY: self._wrapping.to_config()}  # type: ignore[misc]
+        numbers = self._compressor.exact
+        own = self._wrapping.to_config() | {EXACT: None if numbers is None else sorted(numbers)}
+        return self.wrapped_config() | {PACKAGE: own}
+
+    @classmethod
+    def plain_class(cls) -> Any:
+        """The wrapped optimizer's class."""
+        return next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
         config = dict(config)
-        own = dict(config.pop(CONFIG_KEY))
-        plain: Any = next(kind for kind in cls.__mro__ if not issubclass(kind, _DistributedOptimizer))
-        return DistributedOptimizer(plain.from_config(config), **Wrapping.arguments(own))
+        own = dict(config.pop(PACKAGE))
+        numbers = own.pop(EXACT, None)
+        optimizer = _distributed(cls.plain_class().from_config(config), Wrapping.of_config(own), loaded=True)
+        optimizer._compressor.exact = None if numbers is None else set(numbers)
+        return optimizer
 
 
 def check_ours(optimizer: Any) -> None:
@@ -300,6 +299,7 @@ def DistributedOptimizer(
     warmup_steps: int | float | str,
     total_steps: int | None = None,
     recipe: str | Recipe = "robust",
+    exact: Iterable[str] | None = None,
 ) -> Any:
     """A Keras optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -315,6 +315,10 @@ def DistributedOptimizer(
             resumed before that looks at the second moment afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+        exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
+            One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
+
+    ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.
 
     ``clipnorm`` and ``global_clipnorm`` act on the averaged gradient in warm-up; afterwards on the root mean square,
     over the workers, of the norms of their own gradients, so that the factor is the same on all of them.
@@ -328,20 +332,10 @@ def DistributedOptimizer(
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
     if keras.backend.backend() != "tensorflow":
         raise UnsupportedError(f"Keras runs on {keras.backend.backend()!r}: set KERAS_BACKEND=tensorflow")
-    kind = type(optimizer)
-    if issubclass(kind, _DistributedOptimizer):
+    if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
-    adapter = adapter_for(kind)
-    adapter.check(optimizer, resolve(recipe))
-    if resolve(recipe).refresh is not None or resolve(recipe).floor is not None:
-        raise UnsupportedError("Recipe(refresh=..., floor=...) are for PyTorch and NumPy so far: leave them out")
-    if optimizer.gradient_accumulation_steps:
-        raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
-    for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
-        if getattr(optimizer, field) is not None:
-            positive(field, getattr(optimizer, field))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
@@ -349,20 +343,35 @@ def DistributedOptimizer(
     wrapping = Wrapping(
         make_warmup(warmup_steps, total_steps), resolve(recipe), compression, sparse_as_dense, op,
         gradient_predivide_factor, backward_passes_per_step, average_aggregated_gradients, process_set,
+        () if exact is None else exact, name,
     )  # fmt: skip
+    return _distributed(optimizer, wrapping)
+
+
+def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
+    """``optimizer`` as an instance of its class's distributed subclass."""
+    adapter = adapter_for(optimizer)
+    adapter.check(optimizer, wrapping.recipe)
+    if wrapping.recipe.refresh is not None or wrapping.recipe.floor is not None:
+        raise UnsupportedError("Recipe(refresh=..., floor=...) are for PyTorch and NumPy so far: leave them out")
+    if optimizer.gradient_accumulation_steps:
+        raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
+    for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
+        if getattr(optimizer, field) is not None:
+            positive(field, getattr(optimizer, field))
+    kind = type(optimizer)
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
-    wrapped._compressor = Compressor(
-        wrapped, adapter, wrapping.recipe, process_set, sum_gradients=op == hvd.Sum, name=name
-    )
+    name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
+    wrapped._compressor = Compressor(wrapped, adapter, wrapping, name)
     counters = {
         "_exact_steps": "onebit_exact_steps",
         "_compressed_steps": "onebit_compressed_steps",
         "_warmup_steps": "onebit_warmup_steps",
     }
-    if backward_passes_per_step > 1:
+    if wrapping.backward_passes_per_step > 1:
         counters["_passes"] = "onebit_passes"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
@@ -381,6 +390,10 @@ def _class_of(kind: type) -> type:
         cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
         _classes[kind] = keras.saving.register_keras_serializable(PACKAGE)(cls)
     return _classes[kind]
+
+
+def _copied(kind: type, config: dict[str, Any]) -> Any:
+    return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
 for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD, keras.optimizers.Lamb):

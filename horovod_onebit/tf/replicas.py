@@ -8,6 +8,7 @@ import numpy as np
 
 from horovod_onebit import replicas
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import ACCUMULATED, check_ours
 
 
@@ -25,6 +26,6 @@ def check_replicas(optimizer: Any) -> None:
     for index, variable in enumerate(variables):
         if ACCUMULATED not in variable.name:
             checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable.value))
-    optimizer._compressor.take_name()
     engine = optimizer._compressor.engine
+    announce("check of replicas", optimizer._wrapping.process_set, engine.name)
     replicas.check(checksums, engine.collectives, f"{engine.name}.replicas")

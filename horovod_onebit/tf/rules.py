@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.kernels import reference
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
@@ -159,13 +159,19 @@ UNFLOORED = Context(reference, Recipe(), 1)
 ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)
 
 
-def adapter_for(kind: Any) -> Adapter:
-    """The adapter of an optimizer class, or ``UnsupportedError`` that lists those that have one."""
+def adapter_for(optimizer: Any) -> Adapter:
+    """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one."""
+    kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
     if kind.__module__.startswith("tf_keras") or "keras.optimizers.legacy" in name:
         raise UnsupportedError(f"{name} is a Keras 2 optimizer: use Keras 3's, e.g. keras.optimizers.AdamW")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r}: expected an optimizer itself, such as keras.optimizers.Adam(1e-3); not its "
+            "name, its class or its configuration"
+        )
     for adapter in ADAPTERS:
-        if issubclass(kind, adapter.kind) and kind.update_step is adapter.kind.update_step:
+        if isinstance(optimizer, adapter.kind) and kind.update_step is adapter.kind.update_step:
             return adapter()
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: keras.optimizers.Adam, AdamW, SGD, Lamb (a subclass "

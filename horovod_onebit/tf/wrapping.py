@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +13,7 @@ from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.warmup import AutoWarmup, Warmup
+from horovod_onebit.warmup import make as make_warmup
 
 
 @dataclass(frozen=True)
@@ -27,12 +29,17 @@ class Wrapping:
     backward_passes_per_step: int
     average_aggregated_gradients: bool
     process_set: Any
+    exact: Any = ()
+    name: str | None = None
 
     def __post_init__(self) -> None:
         if self.compression not in (hvd.Compression.none, hvd.Compression.fp16):
             raise UnsupportedError(
                 f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for the warm-up"
             )
+        if isinstance(self.exact, str) or not isinstance(self.exact, Iterable):
+            raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
+        object.__setattr__(self, "exact", tuple(self.exact))
         if self.op not in (hvd.Average, hvd.Sum):
             raise UnsupportedError(f"op={self.op!r}: expected hvd.Average or hvd.Sum")
         whole("backward_passes_per_step", self.backward_passes_per_step)
@@ -45,6 +52,10 @@ class Wrapping:
         if self.process_set.process_set_id is None:
             raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
 
+    def __str__(self) -> str:
+        """What all workers must have in common."""
+        return str(self.to_config())
+
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""
         return {
@@ -56,13 +67,16 @@ class Wrapping:
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "backward_passes_per_step": self.backward_passes_per_step,
             "average_aggregated_gradients": self.average_aggregated_gradients,
+            "exact": list(self.exact),
+            "name": self.name,
         }
 
-    @staticmethod
-    def arguments(config: dict[str, Any]) -> dict[str, Any]:
-        """The arguments of ``DistributedOptimizer`` that ``to_config`` was made from."""
+    @classmethod
+    def of_config(cls, config: dict[str, Any]) -> Wrapping:
+        """What ``to_config`` was made from, in the whole world's process set."""
         config = dict(config)
+        config["warmup"] = make_warmup(config.pop("warmup_steps"))
         config["recipe"] = Recipe(**config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
-        return config
+        return cls(**config, process_set=hvd.global_process_set)

@@ -19,8 +19,8 @@ from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints import FORMAT, Shared
 from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.agreement import meet
+from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours

@@ -4,6 +4,11 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+from tests.one_core import stay_on_one_core
+
+if os.environ.get("ONEBIT_ONE_CORE"):  # before TensorFlow counts its threads
+    stay_on_one_core(int(os.environ.get("HOROVOD_RANK", os.environ.get("OMPI_COMM_WORLD_RANK", "0"))))
+
 import horovod.tensorflow as hvd
 import keras
 import numpy as np

@@ -15,6 +15,8 @@ from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedE
 from horovod_onebit.monitor import read
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
+from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.graph import in_rounds
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -92,6 +94,8 @@ def test_what_cannot_work_is_refused():
         (UnsupportedError, "refresh", keras.optimizers.Adam(), {"recipe": Recipe(refresh=10)}),
         (UnsupportedError, "space='update'", keras.optimizers.Lamb(), {"recipe": "paper"}),
         (UnsupportedError, "hvd.Average", keras.optimizers.Adam(), {"op": hvd.Adasum}),
+        (ConfigurationError, "optimizer='adam': expected an optimizer itself", "adam", {}),
+        (ConfigurationError, "not its name, its class", keras.optimizers.Adam, {}),
         (ConfigurationError, "already", wrap(keras.optimizers.Adam()), {}),
         (ConfigurationError, "recipe", keras.optimizers.Adam(), {"recipe": "fast"}),
         (ConfigurationError, "backward_passes", keras.optimizers.Adam(), {"backward_passes_per_step": 0}),
@@ -232,7 +236,7 @@ def test_elastic_tells_errors_of_horovod_from_others(where):
     def of_another_shape_on_each_rank(x):
         if where == "host":
             array = np.zeros(RANK + 1, np.float32)
-            return tf.py_function(lambda: collectives.allreduce(array, "unequal").wait(), [], tf.float32)
+            return in_rounds(Coroutine(), collectives, lambda _: collectives.allreduce(array, "unequal").wait(), [x])
         return hvd.allreduce(tf.zeros([RANK + 1]) + x, name=f"unequal.{where}", op=hvd.Sum)
 
     def wrong_by_itself(x):

@@ -131,7 +131,7 @@ def test_a_state_of_an_optimizer_that_compressed_them():
 @pytest.mark.parametrize(
     ("exact", "message"),
     [
-        (["embeding.weight"], "'embeding.weight' stands for no parameter; their names are embedding.weight, hidden"),
+        (["embeding.weight"], "'embeding.weight' matches no parameter; their names are embedding.weight, hidden"),
         ("embedding.weight", "expected names or patterns"),
         ([3], "expected names or patterns"),
         (7, "expected names or patterns"),

@@ -63,7 +63,7 @@ def test_arrays_that_are_never_compressed():
             for grad in grads.values():
                 grad[:100] = 0
             optimizer.step(grads)
-        with pytest.raises(ConfigurationError, match=r"'word' stands for no parameter; their names are layer.weight"):
+        with pytest.raises(ConfigurationError, match=r"'word' matches no parameter; their names are layer.weight"):
             NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, exact=["word"])
         return weights
 

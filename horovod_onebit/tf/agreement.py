@@ -1,0 +1,107 @@
+"""Once a step, before anything else is waited for: do all workers mean the same?"""
+
+from __future__ import annotations
+
+import numbers
+import re
+from collections import Counter
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import tensorflow as tf
+
+from horovod_onebit.errors import DesyncError
+from horovod_onebit.tf.collectives import Handle
+from horovod_onebit.tf.meeting import meet
+from horovod_onebit.world import workers_changed
+
+if TYPE_CHECKING:
+    from horovod_onebit.tf.compressor import Compressor
+
+NOT_COMPARED = {"name", "learning_rate"}
+"""Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
+
+_used: Counter[tuple] = Counter()
+
+
+def next_name(process_set: Any, label: str, *, loaded: bool) -> str:
+    """Begins the names of an optimizer's collectives: the same on all workers of the set.
+
+    By the order in which optimizers are built, so that two models that one worker trains in another order are told
+    apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to go on with it where the
+    others build theirs.
+    """
+    key = (tuple(process_set.ranks or ()), label, loaded)
+    number = _used[key]
+    _used[key] += 1
+    return f"onebit.{process_set.process_set_id}.{label}.{number}"
+
+
+def role(variable: Any) -> str:
+    """A variable's path without the numbers that Keras gives by how many layers there were before in this process."""
+    return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
+
+
+class Agreement:
+    """Compares the step that this worker is about to take with those of the others."""
+
+    def __init__(self, compressor: Compressor) -> None:
+        self._compressor = compressor
+        self._keys: list[str] | None = None
+        self._rows: dict[tuple[int, ...], str] = {}
+
+    def reach(self, trained: Sequence[int], now: Sequence[Any]) -> Any:
+        """True, or ``DesyncError`` on every worker. Collective.
+
+        ``trained`` are the numbers of the variables; ``now`` has the learning rate, and the counters that decide what
+        kind of step it is: steps taken, exact ones, exact ones wanted, and passes, if several make a step.
+        """
+        engine = self._compressor.engine
+        indices = tuple(trained)
+
+        def start(*values: Any) -> Handle:
+            return self._start(indices, *values)
+
+        def finish(handle: Handle) -> bool:
+            engine.finish_agreement(handle)
+            return True
+
+        call = f"a step of {engine.name}"
+        return meet(self._compressor.collectives, start, finish, now, tf.bool, call)
+
+    def _start(self, trained: tuple[int, ...], learning_rate: Any, *counters: Any) -> Handle:
+        compressor = self._compressor
+        engine, optimizer = compressor.engine, compressor.optimizer
+        if workers_changed(engine):
+            raise DesyncError(
+                f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "
+                "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"
+            )
+        counts = [int(counter) for counter in counters]
+        rule = compressor.adapter.rule(optimizer, float(learning_rate), 0.0, counts[1], 1.0)
+        setup = f"{counts} {optimizer._wrapping} {self._variables(trained)}"
+        handle = engine.start_agreement(setup=setup, options=f"{rule} {self._options()}")
+        assert isinstance(handle, Handle)
+        return handle
+
+    def _options(self) -> str:
+        """The wrapped optimizer's options as they are now."""
+        optimizer = self._compressor.optimizer
+        if self._keys is None:
+            self._keys = sorted(optimizer.wrapped_config().keys() - NOT_COMPARED)
+        values = [getattr(optimizer, key, None) for key in self._keys]
+        simple = (str, numbers.Number, type(None))  # what else there is may be written with its address
+        return str([v if isinstance(v, simple) else type(v).__name__ for v in values])
+
+    def _variables(self, trained: tuple[int, ...]) -> str:
+        """What is trained, and how each variable is treated."""
+        if trained not in self._rows:
+            compressor, optimizer = self._compressor, self._compressor.optimizer
+            rows = []
+            for i in trained:
+                v = optimizer._trainable_variables[i]
+                decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(v)
+                constraint = type(getattr(v, "constraint", None)).__name__
+                rows.append((i, role(v), tuple(v.shape), str(v.dtype), decays, compressor.is_compressed(v), constraint))
+            self._rows[trained] = str(rows)
+        return self._rows[trained]

@@ -1,0 +1,457 @@
+"""The Keras face on real ranks: several optimizers, workers that do different things, interrupted steps."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import copy
+import pickle
+import threading
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.tf import agreement, elastic
+from horovod_onebit.tf.collectives import HorovodCollectives
+from horovod_onebit.tf.coroutine import Coroutine, ask, asking
+from horovod_onebit.tf.graph import in_rounds
+from tests.ranks.keras_common import (
+    LOSS,
+    OPTIMIZERS,
+    RANK,
+    SIZE,
+    assert_replicas_equal,
+    batch,
+    build,
+    gradients,
+    train,
+    weights,
+    wrap,
+)
+
+ODD = RANK == SIZE - 1
+FAILURES = (DesyncError, tf.errors.OpError)
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    """Optimizers are told apart by the order in which they were built: the tests before built different ones."""
+    agreement._used.clear()
+
+
+def data(steps=6):
+    return tuple(np.concatenate(arrays) for arrays in zip(*map(batch, range(steps)), strict=True))
+
+
+def compiled(optimizer, model=None, **arguments):
+    model = model or build()
+    model.compile(optimizer=optimizer, loss=LOSS, **arguments)
+    return model
+
+
+def dense(units, **arguments):
+    return keras.Sequential([keras.layers.Dense(units, activation="relu", **arguments), keras.layers.Dense(10)])
+
+
+# -- several optimizers, and how steps are traced ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("branch", [False, True])
+def test_two_optimizers_in_one_function(branch):
+    """Their meetings have one name, and TensorFlow may run what is independent in any order."""
+    models = [build(0), build(1)]
+    optimizers = [wrap(OPTIMIZERS[kind](), warmup_steps=3) for kind in ("adam", "sgd")]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.build(model.trainable_variables)
+
+    def update(index, x, y):
+        grads, _ = gradients(models[index], x, y)
+        optimizers[index].apply_gradients(zip(grads, models[index].trainable_variables, strict=True))
+        return tf.constant(0)
+
+    @tf.function
+    def step(number, x, y):
+        for _ in range(2):  # the first optimizer takes two steps for one of the second
+            update(0, x, y)
+        if branch:
+            tf.cond(number % 2 == 0, lambda: update(1, x, y), lambda: tf.constant(0))
+        else:
+            update(1, x, y)
+
+    for number in range(10):
+        step(tf.constant(number), *map(tf.constant, batch(number)))
+    for model, optimizer, steps in zip(models, optimizers, (20, 5 if branch else 10), strict=True):
+        assert optimizer.stats().step == steps
+        assert optimizer.phase == "compressed"
+        assert_replicas_equal(model)
+
+
+def test_several_steps_in_one_execution():
+    results = []
+    for together in (1, 3):
+        model = compiled(wrap(OPTIMIZERS["adamw"](), warmup_steps=2), steps_per_execution=together)
+        model.fit(*data(), batch_size=16, verbose=0, shuffle=False)
+        assert int(model.optimizer.iterations) == 6
+        assert_replicas_equal(model)
+        results.append(weights(model))
+    np.testing.assert_array_equal(*results)
+
+
+def test_one_worker_may_run_eagerly():
+    """The names of collectives do not depend on where they are."""
+    model = compiled(wrap(OPTIMIZERS["adamw"](clipnorm=1.0), warmup_steps=3), run_eagerly=ODD)
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.ReplicaCheckCallback(2)]
+    model.fit(*data(), batch_size=16, verbose=0, callbacks=callbacks)
+    assert model.optimizer.phase == "compressed"
+    assert_replicas_equal(model)
+
+
+# -- workers that disagree ---------------------------------------------------------------------------------------------
+
+
+def another_class():
+    compiled(wrap(OPTIMIZERS["adamw" if ODD else "adam"](**({} if ODD else {"weight_decay": 0.01})))).fit(
+        *data(), verbose=0
+    )
+
+
+def one_optimizer_more():
+    if ODD:
+        wrap(OPTIMIZERS["adam"]())
+    compiled(wrap(OPTIMIZERS["adam"]())).fit(*data(), verbose=0)
+
+
+def one_step_of_another():
+    first, second = build(), build()
+    optimizers = [wrap(OPTIMIZERS["adam"]()), wrap(OPTIMIZERS["adam"]())]
+    if ODD:
+        train(second, optimizers[1], 1)
+    train(first, optimizers[0], 2)
+
+
+def another_order():
+    models = [compiled(wrap(OPTIMIZERS["adam"]())) for _ in range(2)]
+    for model in reversed(models) if ODD else models:
+        model.fit(*data(), verbose=0)
+
+
+def a_callback(callback):
+    def run():
+        model = compiled(wrap(OPTIMIZERS["adam"]()))
+        model.fit(*data(), batch_size=16, epochs=2, verbose=0, callbacks=[callback()] if ODD else [])
+
+    return run
+
+
+def excluded_from_decay():
+    optimizer = OPTIMIZERS["adamw"]()
+    if ODD:
+        optimizer.exclude_from_weight_decay(var_names=["kernel"])
+    train(build(), wrap(optimizer), 1)
+
+
+def an_option(**options):
+    return lambda: train(build(), wrap(OPTIMIZERS["adam"](**(options if ODD else {}))), 1, graph=True)
+
+
+def an_argument(**arguments):
+    return lambda: train(build(), wrap(OPTIMIZERS["adam"](), **(arguments if ODD else {})), 1, graph=True)
+
+
+def state_loaded_by_one():
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=3)
+    optimizer.build(model.trainable_variables)
+    if ODD:
+        optimizer._warmup_steps.assign(0)
+    train(model, optimizer, 1, graph=True)
+
+
+def scaled_by_one():
+    plain = OPTIMIZERS["adam"]()
+    train(build(), wrap(keras.optimizers.LossScaleOptimizer(plain) if ODD else plain), 1, graph=True)
+
+
+def broadcast_of_other_variables():
+    onebit.broadcast_variables(build().variables[: 3 if ODD else None])
+
+
+def fails_by_itself():
+    optimizer = wrap(OPTIMIZERS["adam"]())
+    if ODD:
+        optimizer._compressor.adapter.rule = lambda *_: 1 / 0
+    train(build(), optimizer, 1, graph=True)
+
+
+DISAGREEMENTS = {
+    "another class": another_class,
+    "one optimizer more": one_optimizer_more,
+    "one step of another": one_step_of_another,
+    "another order": another_order,
+    "replica check": a_callback(lambda: onebit.callbacks.ReplicaCheckCallback(2)),
+    "metric average": a_callback(onebit.callbacks.MetricAverageCallback),
+    "broadcast": a_callback(lambda: onebit.callbacks.BroadcastGlobalVariablesCallback(0)),
+    "broadcast of other variables": broadcast_of_other_variables,
+    "excluded from decay": excluded_from_decay,
+    "ema": an_option(use_ema=True),
+    "clip": an_option(global_clipnorm=1.0),
+    "exact": an_argument(exact=["*kernel"]),
+    "fp16": an_argument(compression=hvd.Compression.fp16),
+    "predivide": an_argument(gradient_predivide_factor=2.0),
+    "state loaded by one": state_loaded_by_one,
+    "scaled by one": scaled_by_one,
+}
+
+
+@pytest.mark.parametrize("what", DISAGREEMENTS)
+def test_workers_that_do_different_things_are_told(what):
+    with pytest.raises(FAILURES, match="differs between workers"):
+        DISAGREEMENTS[what]()
+
+
+def test_an_error_of_one_worker_alone_ends_the_step_of_all():
+    with pytest.raises(tf.errors.OpError, match="ZeroDivisionError" if ODD else "differs between workers"):
+        fails_by_itself()
+
+
+def test_a_model_that_one_worker_loads_to_read_it_is_no_disagreement(tmp_path):
+    model = compiled(wrap(OPTIMIZERS["adam"](), warmup_steps=2))
+    model.fit(*data(2), batch_size=16, verbose=0)
+    if RANK == 0:
+        model.save(tmp_path / "model.keras")
+        keras.models.load_model(tmp_path / "model.keras")
+    other = compiled(wrap(OPTIMIZERS["adam"](), warmup_steps=2))
+    model.fit(*data(2), batch_size=16, verbose=0)
+    other.fit(*data(4), batch_size=16, verbose=0)
+    assert_replicas_equal(model)
+    assert_replicas_equal(other)
+
+
+# -- NaN and overflow in warm-up ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("what", ["nan", "fp16"])
+def test_nan_in_warm_up_is_skipped_by_all(what, graph):
+    compression = hvd.Compression.fp16 if what == "fp16" else hvd.Compression.none
+    model, optimizer = build(), wrap(OPTIMIZERS["adamw"](), warmup_steps=5, compression=compression)
+    train(model, optimizer, 2, graph=graph)
+    before = [np.array(v) for v in [*model.variables, *optimizer.variables]]
+    grads = [tf.ones(v.shape) for v in model.trainable_variables]
+    if ODD:
+        grads[2] = grads[2] * (np.nan if what == "nan" else 1e6)
+
+    def step():
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    (tf.function(step) if graph else step)()
+    for old, new in zip(before, [*model.variables, *optimizer.variables], strict=True):
+        np.testing.assert_array_equal(old, np.array(new))
+    assert optimizer.stats().skipped_steps == 1
+    train(model, optimizer, 6, start=2, graph=graph)
+    assert optimizer.phase == "compressed"
+    assert optimizer.stats().step == 8
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("warmup", [5, 1])
+def test_nan_is_an_error_on_all_where_that_is_wanted(warmup):
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup, recipe=Recipe(on_nonfinite="raise"))
+    train(model, optimizer, 2)
+    before = weights(model)
+    grads = [tf.fill(v.shape, np.float32(np.nan if ODD else 1)) for v in model.trainable_variables]
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+    np.testing.assert_array_equal(weights(model), before)
+    train(model, optimizer, 2, start=2)
+    assert_replicas_equal(model)
+
+
+# -- variables that stay exact -----------------------------------------------------------------------------------------
+
+
+def test_variables_that_the_user_keeps_exact(tmp_path):
+    model = compiled(wrap(OPTIMIZERS["adam"](), warmup_steps=2, exact=["*/kernel"]))
+    model.fit(*data(4), batch_size=16, verbose=0)
+    assert model.optimizer.stats().compressed_parameters == 0
+    assert_replicas_equal(model)
+    path = model.trainable_variables[0].path
+    model = compiled(wrap(OPTIMIZERS["adam"](), 2, exact=[path]), keras.models.clone_model(build()))
+    with pytest.raises(ConfigurationError, match=rf"exact: '{path}' matches no parameter; their names are .*kernel"):
+        model.optimizer.build(model.trainable_variables)
+    model = build()
+    model = compiled(wrap(OPTIMIZERS["adam"](), 2, exact=(model.trainable_variables[0].path,)), model)
+    model.fit(*data(4), batch_size=16, verbose=0)
+    assert model.optimizer.stats().compressed_parameters == 96 * 48
+    model.save(tmp_path / f"model-{RANK}.keras")
+    again = keras.models.load_model(tmp_path / f"model-{RANK}.keras")
+    assert again.optimizer.stats().compressed_parameters == 96 * 48
+    for bad in ("kernel", 5, [3]):
+        with pytest.raises(ConfigurationError, match="exact"):
+            wrap(OPTIMIZERS["adam"](), exact=bad).build(model.trainable_variables)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_copies_have_state_or_are_refused(scaled):
+    plain = OPTIMIZERS["adamw"]()
+    optimizer = wrap(keras.optimizers.LossScaleOptimizer(plain) if scaled else plain, warmup_steps=2, exact=["*bias"])
+    for copied in (copy.deepcopy(optimizer), pickle.loads(pickle.dumps(optimizer))):
+        inner, other = (getattr(o, "inner_optimizer", o) for o in (optimizer, copied))
+        assert type(copied) is type(optimizer)
+        assert str(inner._wrapping) == str(other._wrapping)
+    model = compiled(optimizer)
+    model.fit(*data(4), batch_size=16, verbose=0)
+    for copying in (copy.deepcopy, pickle.dumps):
+        with pytest.raises(UnsupportedError, match="copy, pickle or save the model"):
+            copying(optimizer)
+    again = copy.deepcopy(model)
+    assert again.optimizer.stats().step == 4
+    assert again.optimizer.phase == "compressed"
+
+
+# -- what is broadcast -------------------------------------------------------------------------------------------------
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = keras.layers.Dense(64), keras.layers.BatchNormalization(), dense(32)
+
+    def call(self, x, training=False):
+        return self.last(self.norm(self.first(x), training=training))
+
+
+@pytest.mark.parametrize("kind", ["sequential", "subclassed", "loss scale", "eager", "built on one"])
+def test_models_that_are_built_by_their_first_batch(kind):
+    keras.utils.set_random_seed(RANK)
+    model = Subclassed() if kind == "subclassed" else dense(64)
+    optimizer = OPTIMIZERS["adamw"]()
+    if kind == "loss scale":
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0)
+    if kind == "built on one" and RANK == 0:
+        model.build((None, 32))
+    compiled(wrap(optimizer, warmup_steps=3), model, run_eagerly=kind == "eager")
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.MetricAverageCallback()]
+    model.fit(*data(), batch_size=16, epochs=2, verbose=0, callbacks=callbacks)
+    assert model.optimizer.stats().step == 12
+    assert model.optimizer.phase == "compressed"
+    assert_replicas_equal(model)
+
+
+def test_variables_that_stay_each_workers_own():
+    model = compiled(wrap(OPTIMIZERS["adam"]()), build(seed=RANK))
+    local = model.layers[0].kernel
+    before = np.array(local)
+    callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0, "", local_variables=local)
+    callback.register_local_var(model.layers[1].kernel.value)
+    callback.set_model(model)
+    other = np.array(model.layers[1].kernel)
+    callback.on_train_batch_begin(0)
+    np.testing.assert_array_equal(before, np.array(local))
+    np.testing.assert_array_equal(other, np.array(model.layers[1].kernel))
+    rows = hvd.allgather(np.array(model.layers[2].kernel)[None], name="check.local").numpy()
+    assert (rows == rows[0]).all()
+    with pytest.raises(ConfigurationError, match="local_variables has int"):
+        onebit.callbacks.BroadcastGlobalVariablesCallback(0, local_variables=[3])
+
+
+def test_broadcast_inside_a_function_and_of_every_type():
+    types = ["float32", "bfloat16", "float16", "bool", "int64", "uint32", "uint16"]
+    variables = [tf.Variable(tf.cast([RANK, 1, 0], kind)) for kind in types]
+    last = tf.Variable([float(RANK)])
+
+    @tf.function
+    def work():
+        last.assign_add([1.0])
+        onebit.broadcast_variables([*variables, last], root_rank=SIZE - 1)
+        last.assign(2 * last)
+        onebit.broadcast_variables([last])
+
+    work()
+    for kind, variable in zip(types, variables, strict=True):
+        assert [int(value) for value in tf.cast(variable, tf.int32)] == [
+            int(bool(SIZE - 1)) if kind == "bool" else SIZE - 1,
+            1,
+            0,
+        ]
+    assert last.numpy() == [2.0 * SIZE]
+
+
+# -- steps that are interrupted ----------------------------------------------------------------------------------------
+
+
+def test_a_coroutine_answers_fails_and_is_abandoned():
+    coroutine, log = Coroutine(), []
+
+    def work():
+        log.append(threading.current_thread() is not threading.main_thread())
+        try:
+            return ask("one") + ask("two")
+        finally:
+            log.append(asking())
+
+    assert coroutine.start(work) == "one"
+    assert coroutine.resume(1) == "two"
+    assert coroutine.resume(2) is None
+    assert coroutine.result == 3
+    assert coroutine.start(work) == "one"
+    coroutine.abandon()
+    assert coroutine.start(work) == "one"
+    assert coroutine.start(work) == "one"  # the one before is abandoned
+    with pytest.raises(TypeError):
+        coroutine.resume(1) and coroutine.resume("text")
+    assert log == [True] * 8
+    assert not asking()
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_a_collective_that_fails_leaves_the_step_clean(graph):
+    """The messages differ in size: Horovod refuses their sum on all workers."""
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=2)
+    train(model, optimizer, 4)
+    owed, before = optimizer.feedback_state_dict(), weights(model)
+    compressor = optimizer._compressor
+    start = compressor._start_average
+
+    def longer(grads, factors):
+        return start([*grads, np.zeros(1 + RANK, np.float32)], [*factors, 1.0])
+
+    compressor._start_average = longer
+    with pytest.raises(tf.errors.OpError) as caught:
+        train(model, optimizer, 1, start=4, graph=graph)
+    assert elastic.of_horovod(caught.value)
+    del compressor._start_average
+    for name, value in optimizer.feedback_state_dict().items():
+        np.testing.assert_allclose(value, owed[name], atol=1e-5)
+    np.testing.assert_array_equal(weights(model), before)
+    train(model, optimizer, 4, start=4, graph=graph)
+    assert_replicas_equal(model)
+
+
+def test_more_than_a_round_holds(monkeypatch):
+    monkeypatch.setattr("horovod_onebit.tf.collectives.ROUND_LIMIT", 300)
+    collectives, coroutine = HorovodCollectives(name="onebit.rounds"), Coroutine()
+    asked = []
+
+    def work(_):
+        handles = [collectives.allgather(np.full(100, 10 * i + RANK, np.uint8), "g") for i in range(8)]
+        total = collectives.allreduce(np.full(500, RANK, np.float32), "s")
+        spread = collectives.alltoall(np.arange(SIZE, dtype=np.uint8).repeat(8), "a")
+        asked.append([handle.wait() for handle in (total, spread, *handles)])
+
+    @tf.function
+    def run():
+        return in_rounds(coroutine, collectives, work, [tf.constant(0)])
+
+    run()
+    run()
+    assert len(asked) == 2
+    total, spread, *gathered = asked[1]
+    assert (total == sum(range(SIZE))).all()
+    assert (spread == RANK).all()
+    for i, found in enumerate(gathered):
+        np.testing.assert_array_equal(found, np.repeat([10 * i + rank for rank in range(SIZE)], 100))
