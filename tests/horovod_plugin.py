@@ -39,7 +39,7 @@ REFUSED = {
 """Horovod's tests that are not run, and why."""
 
 DISAGREE = {
-    "test_broadcast_state_options": "its workers take a step with other hyperparameters each before these are broadcast",
+    "test_broadcast_state_options": "its workers take a step with hyperparameters of their own before they broadcast",
 }
 """Horovod's tests in which the first step of each optimizer must be refused on all workers; the rest is to pass."""
 

@@ -28,7 +28,7 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return run(arguments, env, timeout)
 
 
-FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults", "_bad_input", "_monitor")
+FACE = ("", "_overlap", "_checkpoint", "_state", "_algorithms", "_faults", "_bad_input", "_monitor", "_clients")
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
 KERAS = [f"tests/ranks/test_{name}.py" for name in ("keras", "keras_state", "keras_faults", "keras_checkpoint")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.

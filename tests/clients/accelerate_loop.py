@@ -1,6 +1,7 @@
 """A loop with accelerate: prepare(), accumulate(), clip_grad_norm_()."""
 
 import sys
+import tempfile
 
 import accelerate
 import torch
@@ -12,6 +13,7 @@ CASES = {
     "tight": {"clip": 0.01},
     "value": {"value": 1e-3},
     "accumulate": {"clip": 0.01, "passes": 2},
+    "resume": {"clip": 0.01},
 }
 
 
@@ -30,7 +32,11 @@ def main(case):
     model, optimizer, loader, schedule = accelerator.prepare(
         model, plain, torch.utils.data.DataLoader(data, batch_size=8), schedule
     )
-    for inputs, labels in loader:
+    for step, (inputs, labels) in enumerate(loader):
+        if case == "resume" and step in (3, 7):
+            with tempfile.TemporaryDirectory() as folder:  # one for each worker
+                accelerator.save_state(folder)
+                accelerator.load_state(folder)
         with accelerator.accumulate(model):
             accelerator.backward(cross_entropy(model(inputs), labels))
             if accelerator.sync_gradients and clip:

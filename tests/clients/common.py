@@ -12,6 +12,7 @@ hvd.init()
 torch.set_num_threads(1)
 RANK, SIZE = hvd.rank(), hvd.size()
 WARMUP, STEPS = 4, 10
+PLAIN = {name: getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")}
 
 
 def optimizer_of(model, passes=1, kind=torch.optim.AdamW, **options):
@@ -37,8 +38,8 @@ class Watch:
             # Worker 0 clips before Horovod can have averaged anything, worker 1 when all is averaged: whatever
             # depends on which of the two comes first shows.
             model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
-            for name in ("clip_grad_norm_", "clip_grad_value_"):
-                setattr(torch.nn.utils, name, _late(getattr(torch.nn.utils, name)))
+            for name, function in PLAIN.items():
+                setattr(torch.nn.utils, name, _late(function))
 
     def _after(self, optimizer, args, kwargs):
         weights = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])

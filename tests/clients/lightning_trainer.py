@@ -1,6 +1,7 @@
 """Lightning's Trainer: the backward pass and the clipping are inside the closure that it gives to step()."""
 
 import sys
+import tempfile
 import warnings
 
 import lightning
@@ -14,6 +15,8 @@ CASES = {
     "value": {"gradient_clip_val": 1e-3, "gradient_clip_algorithm": "value"},
     "accumulate": {"gradient_clip_val": 0.01, "accumulate_grad_batches": 2},
     "bf16": {"gradient_clip_val": 0.01, "precision": "bf16-mixed"},
+    "manual": {},
+    "resume": {"gradient_clip_val": 0.01},
 }
 
 
@@ -34,20 +37,51 @@ class Classifier(lightning.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": schedule, "interval": "step"}}
 
 
-def main(case):
-    warnings.simplefilter("ignore")
-    options = CASES[case]
+class Manual(Classifier):
+    """The user's own steps, with the optimizer as Lightning wraps it."""
+
+    automatic_optimization = False
+
+    def training_step(self, batch, index):
+        optimizer = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, index))
+        if index % 3 == 0:
+            self.clip_gradients(optimizer, gradient_clip_val=0.01)
+        elif index % 3 == 1:
+            optimizer.clip_grad_norm_(0.01)  # ours
+        else:
+            optimizer.synchronize()
+            torch.nn.utils.clip_grad_norm_(self.parameters(), 0.01)
+            with optimizer.skip_synchronize():
+                optimizer.step()
+            return
+        optimizer.step()
+
+
+def fit(case, steps, taken, folder, resume=None):
     lightning.seed_everything(0, verbose=False)
     generator = torch.Generator().manual_seed(RANK)
-    x = torch.randn(8 * 24, 16, generator=generator)
+    x = torch.randn(8 * 7, 16, generator=generator)  # an epoch ends with fewer passes, where gradients are accumulated
     data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
-    model = Classifier(options.get("accumulate_grad_batches", 1))
+    model = (Manual if case == "manual" else Classifier)(CASES[case].get("accumulate_grad_batches", 1))
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=STEPS, logger=False, enable_checkpointing=False,
-        enable_progress_bar=False, enable_model_summary=False, **options,
+        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
+        enable_progress_bar=False, enable_model_summary=False, **CASES[case],
     )  # fmt: skip
-    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8))
-    model.watch.finish()
+    trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume)
+    model.watch.finish(taken)
+    trainer.save_checkpoint(f"{folder}/last.ckpt")
+
+
+def main(case):
+    warnings.simplefilter("ignore")
+    with tempfile.TemporaryDirectory() as folder:  # one for each worker
+        if case == "resume":
+            fit(case, 7, 7, folder)
+            fit(case, STEPS, STEPS - 7, folder, f"{folder}/last.ckpt")
+        else:
+            fit(case, STEPS, STEPS, folder)
 
 
 main(sys.argv[1])
