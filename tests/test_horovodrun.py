@@ -28,7 +28,10 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
     return run(arguments, env, timeout)
 
 
-FACE = ("", "_overlap", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults", "_bad_input", "_monitor")
+FACE = (
+    "", "_overlap", "_agreement", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults", "_bad_input", "_clients",
+    "_monitor",
+)  # fmt: skip
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_state", "_faults", "_checkpoint", "_meeting")]
 # All run over the backend that is faster where processes share cores, and a selection over the other.

@@ -1,0 +1,77 @@
+"""``python -m tests.clients``: transformers' Trainer, accelerate and Lightning train with our optimizer, unmodified.
+
+They are installed into an environment of their own, which sees the packages of this one. Each program of this folder is
+run in all its cases on two processes with other data each, one of them late, and compares the replicas after each step.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import subprocess
+import sys
+import sysconfig
+import venv
+from pathlib import Path
+
+from tests.horovod_suite import CACHE, environment
+from tests.processes import run
+
+REQUIREMENTS = ("transformers[torch]>=5.23,<6", "accelerate>=1.15,<2", "lightning>=2.6,<3")
+PROGRAMS = {
+    "hf_trainer": ("clip", "tight", "norm", "accumulate", "resume"),
+    "lightning_trainer": ("clip", "tight", "value", "accumulate", "bf16", "manual", "resume"),
+    "accelerate_loop": ("clip", "tight", "value", "accumulate", "resume"),
+}
+
+
+def python_with_clients(folder: Path) -> Path:
+    """The interpreter of an environment with these libraries, made in ``folder`` if need be."""
+    python = folder / "bin" / "python"
+    done = folder / "requirements.txt"
+    wanted = "\n".join((*REQUIREMENTS, sysconfig.get_path("purelib")))
+    if done.exists() and done.read_text() == wanted:
+        return python
+    print(f"Installing {', '.join(REQUIREMENTS)} in {folder} ...", flush=True)
+    venv.create(folder, with_pip=True, clear=True)
+    packages = next(folder.glob("lib/python*/site-packages"))
+    (packages / "of_the_project.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
+    pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
+    subprocess.run([*pip, *REQUIREMENTS], check=True)
+    done.write_text(wanted)
+    return python
+
+
+def train(python: Path, program: str, case: str) -> None:
+    """Raises ``RuntimeError`` unless both workers end with equal replicas."""
+    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+    # Under MPI, accelerate and Lightning take the processes for their own.
+    command = [horovodrun, "-np", "2", "--gloo", str(python), f"tests/clients/{program}.py", case]
+    output = run(command, environment(), 300)
+    if len(re.findall(r"worker \d: .*replicas equal", output)) != 2:
+        raise RuntimeError(f"{program} {case} did not end as it should\n{output[-4000:]}")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=CACHE / "clients", help="environment, default: %(default)s")
+    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    args = parser.parse_args()
+    python = python_with_clients(args.folder.absolute())
+    failed = []
+    for program in args.only:
+        for case in PROGRAMS[program]:
+            try:
+                train(python, program, case)
+                print(f"{program} {case}: replicas equal after every step", flush=True)
+            except RuntimeError as error:
+                failed.append(f"{program} {case}")
+                reason = re.findall(r"\w*Error: .*", str(error))
+                print(f"{program} {case}: FAILED, {reason[0] if reason else error}", flush=True)
+    if failed:
+        print(f"failed: {', '.join(failed)}")
+    return len(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,65 @@
+"""What the clients share: an optimizer to hand to a trainer, and a look at the replicas after each of its steps."""
+
+import time
+
+import horovod.torch as hvd
+import torch
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import Recipe
+
+hvd.init()
+torch.set_num_threads(1)
+RANK, SIZE = hvd.rank(), hvd.size()
+WARMUP, STEPS = 4, 10
+PLAIN = {name: getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")}
+
+
+def optimizer_of(model, passes=1, kind=torch.optim.AdamW, **options):
+    """Our optimizer over ``model``, which starts alike on all workers."""
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    return onebit.DistributedOptimizer(
+        kind(model.parameters(), **({"lr": 1e-2} | options)),
+        named_parameters=model.named_parameters(),
+        warmup_steps=WARMUP,
+        recipe=Recipe(min_compressed_size=32),
+        backward_passes_per_step=passes,
+    )
+
+
+class Watch:
+    """Compares the replicas of all workers after every step of ``optimizer``, whoever takes it."""
+
+    def __init__(self, model, optimizer):
+        self.model, self.steps, self.apart = model, [], []
+        optimizer.register_step_post_hook(self._after)
+
+        if RANK == 1:
+            # Worker 0 clips before Horovod can have averaged anything, worker 1 when all is averaged: whatever
+            # depends on which of the two comes first shows.
+            model.register_forward_pre_hook(lambda *_: time.sleep(0.05))
+            for name, function in PLAIN.items():
+                setattr(torch.nn.utils, name, _late(function))
+
+    def _after(self, optimizer, args, kwargs):
+        weights = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
+        rows = hvd.allgather(weights[None], name="weights")
+        self.steps.append(optimizer.phase.value)
+        if not torch.isfinite(weights).all() or not all(torch.equal(row, rows[0]) for row in rows):
+            self.apart.append(len(self.steps))
+
+    def finish(self, steps=STEPS):
+        """Raise unless ``steps`` steps were taken, some of them compressed, and the replicas were equal after each."""
+        if self.apart:
+            raise AssertionError(f"the replicas differ after steps {self.apart} of {len(self.steps)}")
+        if len(self.steps) != steps or self.steps[-1] != "compressed":
+            raise AssertionError(f"{steps} steps were expected, compressed in the end, but they were {self.steps}")
+        print(f"worker {RANK}: {len(self.steps)} steps, replicas equal", flush=True)
+
+
+def _late(function):
+    def late(*args, **kwargs):
+        time.sleep(0.05)
+        return function(*args, **kwargs)
+
+    return late

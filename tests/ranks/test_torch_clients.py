@@ -1,0 +1,179 @@
+"""The loops of transformers' Trainer, of accelerate and of Lightning, written out: they edit gradients before step().
+
+``python -m tests.clients`` runs the libraries themselves. Worker 1 is late in its forward passes and before it clips,
+so that worker 0 has clipped before anything can have been averaged, and worker 1 clips what has been averaged already
+if averages are written over gradients.
+"""
+
+import copy
+import dataclasses
+import itertools
+import time
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+from torch.nn.utils import clip_grad_norm_, clip_grad_value_
+
+from horovod_onebit.recipe import PRESETS
+from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, wrap
+
+TINY = dataclasses.replace(PRESETS["robust"], min_compressed_size=64, bucket_size=4096)
+WARMUP, STEPS = 4, 9
+
+
+def late():
+    if RANK == 1:
+        time.sleep(0.02)
+
+
+def backward(model, step, passes=1):
+    for k in range(passes):
+        late()
+        x, y = batch(31 * k + step)
+        (cross_entropy(model(x), y) / passes).backward()
+    late()
+
+
+def clip_all(model):
+    clip_grad_norm_(model.parameters(), 0.05)
+
+
+def clip_to_infinity(model):
+    """As a trainer that only wants to know the norm: everything is multiplied by one."""
+    clip_grad_norm_(model.parameters(), float("inf"))
+
+
+def clip_values(model):
+    clip_grad_value_(model.parameters(), 1e-3)
+
+
+def noise(model):
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.grad is not None:
+                p.grad += 1e-3 * torch.randn(p.shape)
+
+
+def replace(model):
+    for p in model.parameters():
+        if p.grad is not None:
+            p.grad = p.grad * 0.5
+
+
+EDITS = [clip_all, clip_to_infinity, clip_values, noise, replace]
+
+
+def hugging_face(model, optimizer, edit, passes):
+    """Gradients are reset by the model, never by the optimizer; step(None)."""
+    prepared(optimizer)
+    model.zero_grad()
+    for step in range(STEPS):
+        # The last step of an epoch has fewer passes.
+        backward(model, step, 1 if step % 3 == 2 else passes)
+        edit(model)
+        optimizer.step(None)
+        model.zero_grad()
+        yield
+
+
+def accelerate(model, optimizer, edit, passes):
+    prepared(optimizer)
+    for step in range(STEPS):
+        backward(model, step, passes)
+        edit(model)
+        optimizer.step(None)
+        optimizer.zero_grad(set_to_none=True)
+        yield
+
+
+def lightning(model, optimizer, edit, passes):
+    """The last pass, the edit and, without accumulation, zero_grad() are inside the closure."""
+    for step in range(STEPS):
+        if passes > 1:
+            optimizer.zero_grad()
+            backward(model, step, passes - 1)
+
+        def closure(step=step):
+            x, y = batch(step)
+            late()
+            loss = cross_entropy(model(x), y)
+            if passes == 1:
+                optimizer.zero_grad()
+            loss.backward()
+            late()
+            edit(model)
+            return loss
+
+        optimizer.step(closure=closure)
+        yield
+
+
+def prepared(optimizer):
+    """What accelerate does with every optimizer."""
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+
+
+LOOPS = [hugging_face, accelerate, lightning]
+CASES = [*itertools.product(LOOPS, EDITS, [1]), *itertools.product(LOOPS, [clip_all], [2])]
+
+
+@pytest.mark.parametrize(("loop", "edit", "passes"), CASES)
+def test_replicas_stay_equal_where_trainers_edit_gradients(loop, edit, passes):
+    torch.manual_seed(RANK)
+    model = Net()
+    optimizer = wrap(model, recipe=TINY, warmup_steps=WARMUP, wrapping={"backward_passes_per_step": passes})
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3)
+    for _ in loop(model, optimizer, edit, passes):
+        scheduler.step()
+        assert_replicas_equal(model)
+    assert optimizer.phase == "compressed"
+
+
+@pytest.mark.parametrize("edit", EDITS)
+def test_in_warmup_what_was_left_in_the_gradients_is_averaged(edit):
+    """From the second step on by all means: in the first one nobody knows yet that gradients are edited."""
+    model = Net()
+    optimizer = wrap(model, torch.optim.SGD, warmup_steps=100, lr=0.5)
+    for step in range(4):
+        before = [p.detach().clone() for p in model.parameters()]
+        optimizer.zero_grad()
+        backward(model, step)
+        torch.manual_seed(100 * step + RANK)
+        edit(model)
+        twin = Net()
+        for p, w in zip(twin.parameters(), before, strict=True):
+            p.data.copy_(w)
+        backward(twin, step)
+        torch.manual_seed(100 * step + RANK)
+        edit(twin)
+        optimizer.step()
+        assert_replicas_equal(model)
+        if step == 0:
+            continue
+        for (name, p), q, w in zip(model.named_parameters(), twin.parameters(), before, strict=True):
+            if p.requires_grad:
+                gradient = hvd.allreduce(torch.zeros_like(q) if q.grad is None else q.grad, name=f"twin.{name}")
+                torch.testing.assert_close(p.detach(), w - 0.5 * gradient, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("phase", ["warmup", "compressed"])
+def test_a_worker_that_clips_alone(phase):
+    """As in ``if norm > limit: clip``: harmless, or an error on all workers, never a hang or a drift."""
+    model = Net()
+    optimizer = wrap(model, recipe=TINY, warmup_steps=2 if phase == "compressed" else 100)
+    refused = 0
+    for step in range(6):
+        optimizer.zero_grad()
+        backward(model, step)
+        if step >= 3 and step % 2 == RANK:
+            clip_all(model)
+        try:
+            optimizer.step()
+        except Exception:
+            refused += 1
+            model.zero_grad()
+            break
+        assert_replicas_equal(model)
+    assert len(set(hvd.allgather_object(refused, name="refused"))) == 1
