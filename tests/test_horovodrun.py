@@ -29,8 +29,8 @@ def horovodrun(processes, backend, *command, timeout=900, **variables):
 
 
 FACE = (
-    "", "_overlap", "_agreement", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults", "_bad_input", "_clients",
-    "_monitor",
+    "", "_overlap", "_agreement", "_clients", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults",
+    "_bad_input", "_monitor",
 )  # fmt: skip
 TORCH = [*(f"tests/ranks/test_torch{name}.py" for name in FACE), "tests/ranks/test_process_sets.py"]
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_state", "_faults", "_checkpoint", "_meeting")]

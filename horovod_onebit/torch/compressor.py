@@ -15,7 +15,7 @@ import torch
 
 from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
@@ -329,6 +329,9 @@ class Compressor:
                 if self.check_replicas_every and self.steps % self.check_replicas_every == 0:
                     check_replicas(self)
             return taken
+        except NonFiniteError:
+            self.synchronizer.reset()  # the step is over for these gradients, on all workers
+            raise
         finally:
             self.agreement.reset()
             self._finite = True

@@ -390,6 +390,8 @@ def test_nan_in_warm_up_raises_on_all_when_asked_to():
     with pytest.raises(NonFiniteError, match="mean gradient"):
         optimizer.step()
     assert torch.equal(before, weights(model))
+    train(model, optimizer, 1, start=3)
+    assert_replicas_equal(model)
 
 
 # -- threads ----------------------------------------------------------------------------------------------------------

@@ -47,6 +47,8 @@ def test_nan_raises_on_all_when_asked_to():
     cross_entropy(model(x), y).backward()
     with pytest.raises(NonFiniteError, match=r"worker \[0\]"):
         optimizer.step()
+    train(model, optimizer, 2, start=7)
+    assert_replicas_equal(model)
 
 
 DISAGREEMENTS = ["recipe", "names", "shape", "warmup", "lr", "betas", "frozen", "state", "number"]

@@ -67,7 +67,7 @@ def train(collectives, exchange, steps=4, owed=0.0):
         ("direct", "bucket.0.0"),
         ("two_stage", ".scatter"),
         ("two_stage", ".gather"),
-        ("hierarchical", ".gather"),
+        ("hierarchical", ".between"),
         ("hierarchical", ".share"),
     ],
 )
