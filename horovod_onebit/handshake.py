@@ -27,8 +27,7 @@ CALLS = (
     "clip_grad_norm_",
     "check_replicas",
     "flush",
-    "save_checkpoint",
-    "load_checkpoint",
+    "save_checkpoint() or load_checkpoint",
     "broadcast_optimizer_state",
 )
 """Calls of the PyTorch face that all workers must make together, in the same order."""

@@ -30,10 +30,12 @@ from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Owed, owed_by
 
 logger = logging.getLogger("horovod_onebit")
+CALL = "a checkpoint, saved or loaded"
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra: Any = None) -> None:
@@ -47,7 +49,9 @@ def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra
     ``extra`` has something else; if another job saves there; or if worker 0 does not see all workers' files. The
     checkpoints before are then still there, and nothing of this one.
     """
-    checkpoints.save(_Keras(model), folder, extra)
+    face = _Keras(model)
+    announce(CALL)
+    checkpoints.save(face, folder, extra)
 
 
 def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, previous: bool = False) -> Any:
@@ -60,7 +64,9 @@ def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, previ
     Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
     model and the optimizer of some worker (names, shapes, dtypes). Nothing was changed then.
     """
-    return checkpoints.load(_Keras(model), folder, previous=previous)
+    face = _Keras(model)
+    announce(CALL)
+    return checkpoints.load(face, folder, previous=previous)
 
 
 class _Keras(checkpoints.Face):
@@ -111,6 +117,7 @@ class _Keras(checkpoints.Face):
 
     def write_own(self, path: Path, key: str, extra: Any) -> None:
         engine = self._compressor.engine
+        self._compressor.settle()
         own = owed_by(engine)
         blobs: list[np.ndarray] = []
 

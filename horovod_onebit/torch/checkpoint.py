@@ -44,7 +44,7 @@ def save_checkpoint(
     calls it between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; or if
     worker 0 does not see all workers' files. The checkpoints before are then still there, and nothing of this one.
     """
-    _meet("save_checkpoint", optimizer)
+    _meet(optimizer)
     checkpoints.save(_Torch(model, optimizer), folder, extra)
 
 
@@ -63,17 +63,20 @@ def load_checkpoint(
     Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
     model and the optimizer of some worker (names, shapes, dtypes, parameter groups). Nothing was changed then.
     """
-    _meet("load_checkpoint", optimizer)
+    _meet(optimizer)
     return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)
 
 
-def _meet(call: str, optimizer: Any) -> None:
+CALL = "save_checkpoint() or load_checkpoint"
+
+
+def _meet(optimizer: Any) -> None:
     """Make sure that all workers are here, with whatever arguments."""
     if isinstance(optimizer, _DistributedOptimizer):
         if optimizer._compressor.process_set.process_set_id == 0:
-            optimizer._compressor.agreement.meet(call, setup="")
+            optimizer._compressor.agreement.meet(CALL, setup="")
     else:
-        meet(call)
+        meet(CALL)
 
 
 class _Torch(checkpoints.Face):

@@ -95,6 +95,7 @@ class Compressor:
         own = self.optimizer.param_groups[0].pop(progress.STATE_KEY, None) if self.optimizer.param_groups else None
         if own is not None:
             self.load_state_dict(own, None, keep_feedback=True)
+            self.lineage = progress.digest(self.optimizer.state_dict(), self)
         self.exported = {}
 
     def check_groups(self) -> None:

@@ -14,6 +14,7 @@ import torch
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch import progress
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
 
@@ -45,7 +46,10 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         optimizer._compressor.abandon_step()
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
-    structure = _take_out(optimizer.state_dict(), tensors) if is_root else None
+    state = optimizer.state_dict() if is_root else {}
+    if is_root and isinstance(optimizer, _DistributedOptimizer):
+        optimizer._compressor.lineage = progress.digest(state, optimizer._compressor)  # as the others that load it
+    structure = _take_out(state, tensors) if is_root else None
     structure = hvd.broadcast_object(structure, root_rank, name="onebit.state", process_set=process_set)
     own = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]

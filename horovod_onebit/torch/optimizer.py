@@ -269,8 +269,7 @@ class _DistributedOptimizer:
         self._synchronizer.automatic = True
         own = self.param_groups[0].pop(progress.STATE_KEY, None)
         self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback or same)
-        if not keep_feedback:
-            self._compressor.lineage = loaded
+        self._compressor.lineage = loaded
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:

@@ -34,7 +34,6 @@ def save(compressor: Compressor) -> dict[str, Any]:
         "steps": compressor.steps,
         "skipped": compressor.engine.skipped,
         "exchanges": compressor.engine.exchanges,
-        "lineage": compressor.lineage,
         "warmup": compressor.warmup.state_dict(),
         "exact_steps": [compressor.exact_steps.get(p, 0) for p in compressor.ordered()],
         "variance_steps": [compressor.variance_steps.get(p, 0) for p in compressor.ordered()],
@@ -43,8 +42,11 @@ def save(compressor: Compressor) -> dict[str, Any]:
     }
 
 
-def check(own: Any, parameters: int) -> None:
-    """Raise ``ConfigurationError`` unless ``own`` is None, or what ``save`` gives with at most so many parameters."""
+def check(own: Any, parameters: int, *, added: bool = False) -> None:
+    """Raise ``ConfigurationError`` unless ``own`` is None, or what ``save`` gives with so many parameters.
+
+    ``added``: some of them may have been added since.
+    """
     if own is None:
         return
     version = own.get("version") if isinstance(own, Mapping) else None
@@ -53,14 +55,15 @@ def check(own: Any, parameters: int) -> None:
     wrong = [name for name in ("steps", "skipped", "exchanges") if not _count(own.get(name))]
     for name in ("exact_steps", "variance_steps"):
         counts = own.get(name)
-        if not isinstance(counts, (list, tuple)) or len(counts) > parameters or not all(map(_count, counts)):
+        fits = isinstance(counts, (list, tuple)) and (len(counts) == parameters or (added and len(counts) < parameters))
+        if not fits or not all(map(_count, counts)):
             wrong.append(name)
     if not isinstance(own.get("warmup"), Mapping):
         wrong.append("warmup")
     if wrong:
         raise ConfigurationError(
             f"the progress in this optimizer state is damaged, or of other parameters: {', '.join(wrong)}; expected "
-            f"counts for at most {parameters} parameters"
+            f"counts for {parameters} parameters"
         )
 
 
@@ -75,13 +78,12 @@ def load(
 
     ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
     """
-    check(own, len(compressor.ordered()))
+    check(own, len(compressor.ordered()), added=whole is None)
     compressor.variance_steps.clear()
     compressor.unstarted.clear()
     if not keep_feedback:
         compressor.engine.feedback.reset()
     compressor.steps = own["steps"] if own else 0
-    compressor.lineage = own.get("lineage", "") if own else ""
     compressor.warmup.load_state_dict(own["warmup"] if own else {})
     compressor.engine.skipped = own["skipped"] if own else 0
     compressor.engine.exchanges = own["exchanges"] if own else 0
@@ -145,7 +147,7 @@ def digest(state_dict: Mapping[str, Any], compressor: Compressor) -> str:
     """
     found = hashlib.blake2b(digest_size=8)
     own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
-    found.update(repr({key: value for key, value in (own or {}).items() if key != "lineage"}).encode())
+    found.update(repr(own).encode())
     for position, entries in sorted(state_dict["state"].items()):
         for key, value in sorted(entries.items()):
             if isinstance(value, torch.Tensor) and value.numel() and key not in compressor.adapter.local_keys:

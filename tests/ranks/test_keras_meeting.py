@@ -178,6 +178,13 @@ def broadcast_of_other_variables():
     onebit.broadcast_variables(build().variables[: 3 if ODD else None])
 
 
+def saved_by_one():
+    model = compiled(wrap(OPTIMIZERS["adam"]()))
+    if ODD:
+        onebit.save_checkpoint("nowhere", model)
+    model.fit(*data(2), batch_size=16, verbose=0)
+
+
 def fails_by_itself():
     optimizer = wrap(OPTIMIZERS["adam"]())
     if ODD:
@@ -202,6 +209,7 @@ DISAGREEMENTS = {
     "predivide": an_argument(gradient_predivide_factor=2.0),
     "state loaded by one": state_loaded_by_one,
     "scaled by one": scaled_by_one,
+    "saved by one": saved_by_one,
 }
 
 
