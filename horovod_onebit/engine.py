@@ -228,7 +228,7 @@ class Engine:
             try:
                 verdict = agreed()
             except (DesyncError, ConfigurationError):
-                self._restore_all()
+                self.restore_all()
                 raise
             finite = others() and verdict.finite
             return self._receive(rules, finite=finite, certain=verdict.certain)
@@ -304,7 +304,7 @@ class Engine:
         for item in self._sent.values():
             item.arrive()
         self.exchange.settle(False)
-        self._restore_all()
+        self.restore_all()
 
     def forget_sent(self) -> None:
         """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
@@ -313,7 +313,7 @@ class Engine:
 
     def abandon_step(self) -> None:
         """Take back what was sent for a step that all workers refuse alike. Local, not collective."""
-        self._restore_all()
+        self.restore_all()
         self._forgotten += 1
 
     def forget_world(self) -> None:
@@ -338,7 +338,7 @@ class Engine:
                 if item.stage == stage and (block or item.waiting.ready()):
                     item.advance()
 
-    def _restore_all(self) -> None:
+    def restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""
         sent, self._sent = self._sent, {}
         for item in sent.values():
@@ -372,7 +372,7 @@ class Engine:
                     self._apply(item, messages, rules)
                 return self._finish(rules)
             self.exchange.settle(False)
-            self._restore_all()
+            self.restore_all()
         where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
         self.say_skipped(f"the gradients of worker {where or 'unknown'}")
         return False

@@ -177,7 +177,7 @@ class Compressor:
         try:
             return self._step(indices, values, exact, progress)
         except BaseException:
-            self.engine._restore_all()
+            self.engine.restore_all()
             raise
         finally:
             self.engine.end_step()

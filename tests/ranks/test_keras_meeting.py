@@ -13,6 +13,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.tensorflow.functions import allgather_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
@@ -20,6 +21,7 @@ from horovod_onebit.tf import agreement, elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.coroutine import Coroutine, ask, asking
 from horovod_onebit.tf.graph import in_rounds
+from horovod_onebit.tf.meeting import announce
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -109,6 +111,36 @@ def test_one_worker_may_run_eagerly():
     model.fit(*data(), batch_size=16, verbose=0, callbacks=callbacks)
     assert model.optimizer.phase == "compressed"
     assert_replicas_equal(model)
+
+
+def test_two_threads_that_train_two_models_are_refused():
+    """On some worker at least; the others learn it at their next meeting."""
+    pairs = [(build(seed), wrap(OPTIMIZERS["adam"](), warmup_steps=2)) for seed in (0, 1)]
+    for model, optimizer in pairs:
+        train(model, optimizer, 1, graph=True)
+    barrier, caught = threading.Barrier(2), []
+
+    def work(model, optimizer, number):
+        barrier.wait()
+        try:
+            train(model, optimizer, 300, start=1000 * number, graph=True)
+        except FAILURES as error:
+            caught.append(error)
+
+    threads = [threading.Thread(target=work, args=(*pair, k), daemon=True) for k, pair in enumerate(pairs)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(5)
+    # A thread that waits for workers whose threads have given up is told at their next meeting.
+    waiting = allgather_object(any(thread.is_alive() for thread in threads), name="waiting")
+    if any(waiting) and not waiting[RANK]:
+        with pytest.raises(FAILURES):
+            announce("the end of the threads")
+    for thread in threads:
+        thread.join(60)
+    assert not any(thread.is_alive() for thread in threads)
+    assert any(allgather_object(bool(caught), name="caught"))
 
 
 # -- workers that disagree ---------------------------------------------------------------------------------------------
