@@ -36,7 +36,6 @@ from horovod.tensorflow.functions import broadcast_object
 
 from horovod_onebit import world
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.tf import meeting
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
@@ -137,7 +136,6 @@ def _lost_workers() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         if of_horovod(error):
-            meeting.forget()
             raise HorovodInternalError(str(error)) from error
         raise
 

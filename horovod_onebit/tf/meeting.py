@@ -14,7 +14,7 @@ import horovod.tensorflow as hvd
 import tensorflow as tf
 
 from horovod_onebit import handshake
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.tf.collectives import Handle, HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value
@@ -23,24 +23,6 @@ from horovod_onebit.tf.graph import host_value
 def name_for(process_set: Any) -> str:
     """The one name of the agreements of ``process_set``."""
     return f"onebit.{process_set.process_set_id}.agreement"
-
-
-_under_way: dict[str, Any] = {}
-"""Who meets now, by the name of the meeting."""
-
-
-def forget() -> None:
-    """Meetings that were interrupted, since a worker was lost, are over. Local."""
-    _under_way.clear()
-
-
-def _enter(name: str, who: Any) -> None:
-    # A host function must not wait until the other meeting is over: it may occupy the only thread.
-    if _under_way.setdefault(name, who) is not who:
-        raise ConfigurationError(
-            "two steps, checks or broadcasts of this process run at the same time, in two threads: their order would "
-            "not be the same on all workers. Train all models from one thread"
-        )
 
 
 def meet(
@@ -57,10 +39,8 @@ def meet(
     caller sees to it that meetings are ``in_order``.
     """
     begun: dict[str, Any] = {}
-    name = name_for(collectives.process_set)
 
     def say(*values: Any) -> Any:
-        _enter(name, begun)
         begun["error"] = None
         try:
             begun["handle"] = start(*values)
@@ -70,7 +50,6 @@ def meet(
         return tf.constant(begun["handle"].array)
 
     def hear(total: Any) -> Any:
-        _under_way.pop(name, None)
         handle, error = begun.pop("handle"), begun.pop("error")
         if error is not None:
             raise error
@@ -80,7 +59,7 @@ def meet(
         except DesyncError as error:
             raise DesyncError(f"{error}. This worker was about to do this: {call}") from None
 
-    gather = collectives.sum_integers(name)
+    gather = collectives.sum_integers(name_for(collectives.process_set))
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):

@@ -113,8 +113,8 @@ def test_one_worker_may_run_eagerly():
     assert_replicas_equal(model)
 
 
-def test_two_threads_that_train_two_models_are_refused():
-    """On some worker at least; the others learn it at their next meeting."""
+def test_two_threads_that_train_two_models_are_an_error_and_no_hang():
+    """Horovod refuses two meetings at once, or the workers learn that they do not meet for the same model."""
     pairs = [(build(seed), wrap(OPTIMIZERS["adam"](), warmup_steps=2)) for seed in (0, 1)]
     for model, optimizer in pairs:
         train(model, optimizer, 1, graph=True)
