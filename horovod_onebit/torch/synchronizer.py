@@ -170,6 +170,12 @@ class Synchronizer:
         for group in self._ready_in_group:
             self._ready_in_group[group] = 0
 
+    def leave(self) -> None:
+        """Horovod was started anew: nothing is under way, and all names are free."""
+        self.reset()
+        self.asked = self.arrived = False
+        self.generation = 0
+
     def abandon(self, *, on_all: bool = False) -> None:
         """Drop what is under way; ``on_all``: all workers do so, whether or not they have started anything."""
         self.generation += on_all or any(handle is not None for handle, _ in self.handles.values())
