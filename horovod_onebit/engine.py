@@ -99,7 +99,9 @@ class Engine:
         self._messages: list[wire.Message] = []
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
-        self._forgotten = 0  # times that messages were forgotten under way: their names are not free yet
+        # Names of messages that were forgotten under way are not free yet.
+        self._refused = 0  # times that all workers took them back together
+        self._forgotten = 0  # times that this one forgot them since
 
     def use_kernels(self, kernels: str) -> None:
         """Compute with the backend ``kernels`` from now on."""
@@ -154,7 +156,7 @@ class Engine:
         record = handshake.agreement(
             self.collectives.rank,
             self.collectives.size,
-            setup=f"{self.name} {self.recipe} {setup} {self._forgotten}",
+            setup=f"{self.name} {self.recipe} {setup} {self._refused}.{self._forgotten}",
             options=options,
             step=self.exchanges,
             early=bool(self._sent),
@@ -198,7 +200,7 @@ class Engine:
             message.written(stamp)
             item.encoded = message, gradient
 
-        name = f"{self.name}.bucket.{bucket_index}.{self._forgotten}"
+        name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
         item.start(self.exchange.travel(message, gradient, encode, stamp, name))
         self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
@@ -314,11 +316,12 @@ class Engine:
     def abandon_step(self) -> None:
         """Take back what was sent for a step that all workers refuse alike. Local, not collective."""
         self.restore_all()
-        self._forgotten += 1
+        self._refused, self._forgotten = self._refused + 1, 0
 
     def forget_world(self) -> None:
         """There are other workers now (Horovod was started anew): lay out and shake hands again. Local."""
-        self.layout, self._sent, self._forgotten = None, {}, 0
+        self.layout, self._sent = None, {}
+        self._refused = self._forgotten = 0
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 
     def _send_all(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:

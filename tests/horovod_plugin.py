@@ -93,7 +93,7 @@ def _disagreeing(optimizer):
 
     def refused():
         del optimizer.step
-        with pytest.raises(DesyncError, match="hyperparameter differs between workers"):
+        with pytest.raises(DesyncError, match="another hyperparameter or argument"):
             step()
 
     optimizer.step = refused

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
@@ -24,6 +25,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     distributed = True
 
+    @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         if not self.built:

@@ -55,6 +55,7 @@ class _DistributedOptimizer:
     _warned: bool
     _compressor: Compressor
 
+    @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         if not tf.executing_eagerly() or not self._checked:

@@ -76,7 +76,9 @@ class Synchronizer:
         self.automatic = True  # step() synchronizes
         self._groups_asked = groups
         self._arguments = self._describe(groups, gradient_predivide_factor)
-        self.generation = 0  # times that averages were abandoned under way: their names are not free yet
+        # Names of averages that were abandoned under way are not free yet.
+        self._refused = 0  # times that all workers abandoned them together
+        self._abandoned = 0  # times that this one did so since
         self._group_of: dict[torch.Tensor, Group] = {}
         self._ready_in_group: dict[Group, int] = {}
         self._trained_in_group: dict[Group, int] = {}  # since the first of its gradients in this step
@@ -90,6 +92,11 @@ class Synchronizer:
     def description(self) -> str:
         """What must be the same on all workers."""
         return f"{self._arguments} {self.backward_passes_per_step} {self.generation}"
+
+    @property
+    def generation(self) -> str:
+        """In the names of averages; the same on all workers after each step that all of them refuse."""
+        return f"{self._refused}.{self._abandoned}"
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
         """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
@@ -170,17 +177,20 @@ class Synchronizer:
         for group in self._ready_in_group:
             self._ready_in_group[group] = 0
 
-    def leave(self) -> None:
-        """Horovod was started anew: nothing is under way, and all names are free."""
-        self.reset()
-        self.asked = self.arrived = False
-        self.generation = 0
-
     def abandon(self, *, on_all: bool = False) -> None:
         """Drop what is under way; ``on_all``: all workers do so, whether or not they have started anything."""
-        self.generation += on_all or any(handle is not None for handle, _ in self.handles.values())
+        if on_all:
+            self._refused, self._abandoned = self._refused + 1, 0
+        else:
+            self._abandoned += any(handle is not None for handle, _ in self.handles.values())
         self.asked = self.arrived = False
         self.reset()
+
+    def forget_world(self) -> None:
+        """Horovod was started anew: nothing is under way, and new workers have abandoned nothing."""
+        self.reset()
+        self.asked = self.arrived = False
+        self._refused = self._abandoned = 0
 
     @untraced
     def _hook(self, p: torch.Tensor) -> None:

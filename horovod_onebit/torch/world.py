@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 def leave(compressor: Compressor) -> None:
     """Forget what is under way, remember what is owed. Local."""
     compressor.left = world.leave(compressor.engine, compressor.left)
-    compressor.synchronizer.leave()
+    compressor.synchronizer.forget_world()
     compressor.agreement.reset()
     compressor.overlap.reset()
     compressor.changed()

@@ -493,3 +493,21 @@ def test_more_than_a_round_holds(monkeypatch):
     assert (spread == RANK).all()
     for i, found in enumerate(gathered):
         np.testing.assert_array_equal(found, np.repeat([10 * i + rank for rank in range(SIZE)], 100))
+
+
+@pytest.mark.parametrize("kind", ["plain", "scaled"])
+def test_apply_in_a_function_of_the_users(kind):
+    """AutoGraph, which converts whatever ``tf.function`` calls, leaves the host functions alone."""
+    inner = keras.optimizers.Adam(1e-2)
+    optimizer = wrap(keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0) if kind == "scaled" else inner)
+    model = build()
+    optimizer.build(model.trainable_variables)
+
+    @tf.function
+    def step(grads):
+        optimizer.apply(grads, model.trainable_variables)
+
+    for i in range(6):
+        step(gradients(model, *batch(i))[0])
+        assert_replicas_equal(model)
+    assert optimizer.phase == "compressed"

@@ -1,6 +1,8 @@
 """Calls that one worker makes alone, options that differ, and gradients that are edited: an error on all, or equal
 replicas; never a hang."""
 
+import contextlib
+import copy
 import threading
 
 import horovod.torch as hvd
@@ -344,6 +346,32 @@ def test_a_refused_step_can_be_mended(phase, wrapping, how):
     else:
         optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
+    train(model, optimizer, 4, start=6)
+    assert_replicas_equal(model)
+    optimizer.check_replicas()
+
+
+@pytest.mark.parametrize("how", ["broadcast", "refused", "refused, Horovod's", "loaded by all"])
+@pytest.mark.parametrize("phase", PHASES)
+def test_gradients_that_one_worker_alone_has_abandoned(phase, how):
+    """It starts later averages and messages under the names that the others use."""
+    model, optimizer = started(phase)
+    train(model, optimizer, 2, start=3)
+    state = copy.deepcopy(optimizer.state_dict())
+    if how != "loaded by all" or not ODD:
+        backward(model, optimizer, 5)
+    if how == "loaded by all" or not ODD:
+        optimizer.load_state_dict(state)
+    if how == "loaded by all":
+        with contextlib.suppress(DesyncError):  # nothing may have left yet
+            optimizer.step()
+    elif how != "broadcast":
+        with pytest.raises(DesyncError, match="which state was loaded"):
+            optimizer.step()
+    if how == "refused, Horovod's":
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    elif how != "loaded by all":
+        onebit.broadcast_optimizer_state(optimizer)
     train(model, optimizer, 4, start=6)
     assert_replicas_equal(model)
     optimizer.check_replicas()

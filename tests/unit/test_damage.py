@@ -64,7 +64,7 @@ def train(collectives, exchange, steps=4, owed=0.0):
 @pytest.mark.parametrize(
     ("exchange", "name"),
     [
-        ("direct", "bucket.0.0"),
+        ("direct", "bucket.0.0.0"),
         ("two_stage", ".scatter"),
         ("two_stage", ".gather"),
         ("hierarchical", ".between"),
