@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 import horovod.torch as hvd
@@ -68,6 +70,7 @@ class Agreement:
         self.name = compressor.engine.meeting = name_for(compressor.process_set)
         self._handle: Handle | None = None
         self._verdict = Verdict()
+        self._begun = False  # since ``told``
         self._threads = _threads.setdefault(compressor.process_set.process_set_id, _Threads())
         self._described: tuple[Any, str] = (None, "")
 
@@ -81,12 +84,27 @@ class Agreement:
         edited = compressor.overlap.edited()
         setup, options = self._setup(), f"{self._hyperparameters()} {options}"
         self._threads.enter(compressor)
+        self._begun = True
         try:
             self._handle = compressor.engine.start_agreement(
                 call=call, setup=setup, options=options, finite=finite, edited=edited, gradients=gradients
             )
         except BaseException:
             self._threads.leave()
+            raise
+
+    @contextmanager
+    def told(self, call: str) -> Iterator[None]:
+        """What this worker finds wrong by itself before the agreement of ``call`` has begun, it raises when all have
+        been told: the others get a ``DesyncError``."""
+        self._begun = False
+        try:
+            yield
+        except Exception as error:
+            if not self._begun:
+                with suppress(DesyncError):
+                    self.meet(call, setup=f"{type(error).__name__}: {error}")
+                    self._compressor.abandon_step()  # all workers have found the same
             raise
 
     def finish(self) -> Verdict:

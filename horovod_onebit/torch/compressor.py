@@ -233,14 +233,8 @@ class Compressor:
         For ``call``, which has ``options`` that must be the same on all workers. ``settled``: these gradients were
         synchronized before, so that the workers only make sure that all of them make the call.
         """
-        self.check_groups()
-        self.overlap.disable("synchronize() or clip_grad_norm_() is used, or a GradScaler")
-        compressed = self.phase is Phase.COMPRESSED
-        finite = not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(self.exact_steps))
-        self.refresh_bindings()
-        gradients = self.overlap.fingerprint() if settled and not compressed else str(settled)
-        self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, options, gradients)
-        verdict = self.agreement.finish()
+        with self.agreement.told(call):
+            verdict = self._agree_to_synchronize(call, options, settled)
         if settled:
             return
         if verdict.early:
@@ -248,10 +242,20 @@ class Compressor:
         self.overlap.reset()
         if not verdict.finite:
             self._spoil()
-        if compressed:
+        if self.phase is Phase.COMPRESSED:
             self.synchronizer.reset()
         else:
             self.synchronizer.wait(again=bool(verdict.edited))
+
+    def _agree_to_synchronize(self, call: str, options: str, settled: bool) -> Verdict:
+        self.check_groups()
+        self.overlap.disable("synchronize() or clip_grad_norm_() is used, or a GradScaler")
+        compressed = self.phase is Phase.COMPRESSED
+        finite = not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(self.exact_steps))
+        self.refresh_bindings()
+        gradients = self.overlap.fingerprint() if settled and not compressed else str(settled)
+        self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, options, gradients)
+        return self.agreement.finish()
 
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
@@ -303,9 +307,9 @@ class Compressor:
         ``synchronize`` False: in warm-up, do not average the gradients; ``averaged``: since they are already.
         ``loss_scale``: what gradients still have to be divided by. ``scaled``: by a GradScaler, which lives with Inf.
         """
-        self.check_groups()
-        self.synchronizer.check_owned()
         try:
+            self.check_groups()
+            self.synchronizer.check_owned()
             self.refresh_bindings()
             self._finite = not self._is_zero_one() or all_finite(list(self.exact_steps))
             if scaled:
@@ -343,6 +347,7 @@ class Compressor:
         """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
         with torch.no_grad():
             self.engine.abandon_step()
+        self.overlap.settle()
         self.synchronizer.abandon(on_all=True)
         self.overlap.reset()
 

@@ -131,7 +131,7 @@ class _DistributedOptimizer:
         }
         scale = scaling.get("grad_scale")
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self._compressor.agreement.told("step"):
                 self._compressor.step(
                     self._exact_step,
                     synchronize=synchronize,

@@ -18,6 +18,7 @@ import torch
 from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import EveryStep, Kind
+from horovod_onebit.torch.binding import is_dense
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import workers_changed
 
@@ -45,10 +46,13 @@ class _Mark:
 
 
 def _sample(grad: torch.Tensor) -> bytes:
-    if grad.dtype is not torch.float32 or grad.device.type != "cpu" or not grad.is_contiguous():
+    """Some of the values; none of a GPU's, which would have to be waited for."""
+    if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
         return b""
-    flat = grad.detach().numpy().reshape(-1)
-    return flat[:: max(1, flat.size // SAMPLE)].tobytes()
+    grad = grad.detach()
+    flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
+    values = flat[:: max(1, flat.numel() // SAMPLE)]
+    return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy().tobytes()
 
 
 class Overlap:
@@ -59,6 +63,7 @@ class Overlap:
         self.enabled = enabled
         self.averages = enabled  # in warm-up, until gradients are seen to change between backward() and step()
         self._marks: dict[torch.Tensor, _Mark] = {}
+        self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._sends: bool | None = None  # in this step; None: not decided yet
         self._rules: list[Rule] = []
@@ -156,12 +161,19 @@ class Overlap:
             return False
         if changed:
             names = ", ".join(compressor.names[p] for p in changed[:5])
+            self._overwritten = [p for p in changed if p.grad is self._marks[p].grad]
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
         if changed or self._version != compressor.version:
             return True
         # All parameters of a group have the same rule.
         pairs = set(zip(self._rules, compressor.rules(1.0, Kind.ONEBIT), strict=True))
         return any(_coding(sent) != _coding(now) for sent, now in pairs)
+
+    def settle(self) -> None:
+        """After messages were taken back: where the gradients that were sent are lost, so is what was owed before."""
+        names = [self._compressor.names[p] for p in self._overwritten]
+        self._compressor.engine.feedback.reset(names)
+        self._overwritten.clear()
 
     def disable(self, reason: str, *, averages: bool = False) -> None:
         """From the next step on, send in ``step``: the gradients are not final during backward.
@@ -183,6 +195,7 @@ class Overlap:
     def reset(self) -> None:
         """The step is over."""
         self._marks.clear()
+        self._overwritten.clear()
         self._bindings = []
         self._sends = None
 

@@ -196,6 +196,7 @@ EDITS = {
     "one worker": lambda *args: torchs_norm(*args) if ODD else None,
     "some steps": lambda *args: torchs_norm(*args) if args[2] in (1, 4) else None,
     "workers by turns": lambda *args: torchs_norm(*args) if args[2] < 5 and args[2] % SIZE == RANK else None,
+    "data, another layout": lambda model, optimizer, step: model.first.weight.grad.data.t().mul_(0.5),
     "data": lambda model, optimizer, step: [p.grad.data.mul_(0.5) for p in model.parameters() if p.grad is not None],
     "replaced": lambda model, optimizer, step: [setattr(p, "grad", p.grad * 0.5) for p in (model.first.weight,)],
     "none": lambda model, optimizer, step: setattr(model.first.weight, "grad", None) if step == 2 else None,
@@ -308,6 +309,44 @@ def test_loops_of_trainers(loop, resumed):
     assert optimizer.phase == "compressed"
     assert optimizer.stats(norms=False).skipped_steps == 0
     optimizer.check_replicas()
+
+
+@pytest.mark.parametrize("value", [0.5, float("nan")])
+def test_error_feedback_survives_an_edit_after_messages_have_left(value):
+    """It begins anew for what was overwritten there, and is what it was for all else."""
+    model, optimizer = started("compressed")
+    train(model, optimizer, 2, start=3)
+    before = optimizer.feedback_state_dict()
+    backward(model, optimizer, 5)
+    if ODD:
+        model.second.weight.grad.mul_(value)
+    with pytest.raises(ConfigurationError, match="overlap=False"):
+        optimizer.step()
+    for name, residual in optimizer.feedback_state_dict().items():
+        lost = ODD and name in ("second.weight", "tied.weight")
+        expected = torch.zeros_like(residual) if lost else before[name]
+        torch.testing.assert_close(residual, expected, rtol=1e-5, atol=1e-5)
+    model.zero_grad()
+    train(model, optimizer, 3, start=6)
+    assert optimizer.stats().skipped_steps == 0
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("phase", ["warm-up", "compressed"])
+@pytest.mark.parametrize("odd", [ODD, True], ids=["one worker", "all"])
+def test_what_one_worker_finds_wrong_is_told_to_all(odd, phase):
+    model, optimizer = started(phase)
+    train(model, optimizer, 2, start=3)
+    for value in (float("nan"), "high"):
+        backward(model, optimizer, 5)
+        if odd:
+            optimizer.param_groups[0]["lr"] = value
+        with pytest.raises((ConfigurationError, ValueError) if odd else DesyncError):
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-3
+        optimizer.step()
+    train(model, optimizer, 2, start=7)
+    assert_replicas_equal(model)
 
 
 def test_the_first_surprising_edit_after_warm_up_is_an_error_and_the_next_is_not():
