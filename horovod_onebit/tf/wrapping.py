@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -29,7 +29,7 @@ class Wrapping:
     backward_passes_per_step: int
     average_aggregated_gradients: bool
     process_set: Any
-    exact: Any = ()
+    exact: Any = field(default=(), repr=False)  # Keras numbers layers by process: workers compare what it stands for
     name: str | None = None
 
     def __post_init__(self) -> None:
