@@ -49,7 +49,7 @@ JOBS = [
     (4, "mpi", TORCH, OF_FOUR),
     (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
     (2, "mpi", KERAS, ""),
-    (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function or at_its_first or several_steps or nan_in_warm"),
+    (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function or first_batch or several_steps or nan_in_warm"),
 ]
 
 

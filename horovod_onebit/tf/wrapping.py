@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -29,7 +29,7 @@ class Wrapping:
     backward_passes_per_step: int
     average_aggregated_gradients: bool
     process_set: Any
-    exact: Any = field(default=(), repr=False)  # Keras numbers layers by process: workers compare what it stands for
+    exact: Any = ()
     name: str | None = None
 
     def __post_init__(self) -> None:
@@ -53,8 +53,8 @@ class Wrapping:
             raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
 
     def __str__(self) -> str:
-        """What all workers must have in common."""
-        return str(self.to_config())
+        """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
+        return str({key: value for key, value in self.to_config().items() if key != "exact"})
 
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""
