@@ -1,8 +1,8 @@
 """Exact averaging of gradients during the backward pass, by Horovod's conventions.
 
 This is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its gradient is
-ready; ``synchronize`` waits for all. Unlike there, ``p.grad`` stays this worker's own until then: what is done to it
-in between is not lost between the values that come and go.
+ready; ``synchronize`` waits for all. Unlike there, ``p.grad`` keeps this worker's own gradient until then, so that it
+can be changed in between.
 """
 
 from __future__ import annotations
