@@ -39,7 +39,8 @@ def train(state):
         loss = float(model.train_on_batch(x, x @ teacher))
         state.step += 1
         if hvd.rank() == 0:
-            (folder / "step").write_text(f"{state.step} {hvd.size()} {loss}")
+            (folder / "step.new").write_text(f"{state.step} {hvd.size()} {loss}")
+            (folder / "step.new").replace(folder / "step")  # never seen half written
         if state.step % 5 == 0:
             state.commit()
         time.sleep(0.02)

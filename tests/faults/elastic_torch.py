@@ -61,7 +61,8 @@ def train(state):
         optimizer.step()
         state.step += 1
         if hvd.rank() == 0:
-            (folder / "step").write_text(f"{state.step} {hvd.size()} {loss}")
+            (folder / "step.new").write_text(f"{state.step} {hvd.size()} {loss}")
+            (folder / "step.new").replace(folder / "step")  # never seen half written
         if state.step % 5 == 0:
             state.commit()
         if state.step % 50 == 0 and (folder / "checkpoints").exists():
