@@ -63,10 +63,11 @@ def train(state):
         if hvd.rank() == 0:
             (folder / "step.new").write_text(f"{state.step} {hvd.size()} {loss}")
             (folder / "step.new").replace(folder / "step")  # never seen half written
-        if state.step % 5 == 0:
-            state.commit()
+        # Before the commit, which raises when hosts come or go: what follows it is then left out.
         if state.step % 50 == 0 and (folder / "checkpoints").exists():
             onebit.save_checkpoint(folder / "checkpoint", model, optimizer, extra={"step": state.step})
+        if state.step % 5 == 0:
+            state.commit()
         time.sleep(0.02)
     return loss
 
