@@ -28,7 +28,7 @@ from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor, largest_scale, norms_of
+from horovod_onebit.rules import Context, Rule, Tensor, largest_scale, norms_of, sums
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
 
@@ -134,10 +134,10 @@ class Engine:
     def _make_messages(self, layout: Layout) -> None:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
-        elsewhere = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
-        if elsewhere != [message.elsewhere for message in self._messages]:
-            stay = self.exchange.from_device and self.collectives.gathers_elsewhere
-            self._messages = wire.messages(layout.buckets, elsewhere, self.context.kernels, stay=stay)
+        on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
+        if on_device != [message.on_device for message in self._messages]:
+            stay = self.exchange.from_device and self.collectives.gathers_on_device
+            self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
@@ -194,9 +194,8 @@ class Engine:
             with self.times.measure("encode"), self.context.kernels.batch():
                 for piece in message.bucket.pieces:
                     tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                    scales, bits = message.out_scales[piece.blocks], message.out_bits[piece.bytes]
-                    rule, grad = rules[piece.tensor], gradient(piece)
-                    rule.encode(tensor, grad, scales, bits, piece.block_size, self.context)
+                    at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
+                    rules[piece.tensor].encode(tensor, grad, message.row, at, piece.block_size, self.context)
             message.written(stamp)
             item.encoded = message, gradient
 
@@ -223,8 +222,6 @@ class Engine:
         feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
         """
         assert self.layout is not None
-        if self.recipe.rescale_error:
-            self._rescale(rules)
         if kind in (Kind.ONEBIT, Kind.GRADIENT):
             self._send_all(grads, rules)
             try:
@@ -253,13 +250,6 @@ class Engine:
             tensor.step += 1
         return True
 
-    def _rescale(self, rules: Sequence[Rule]) -> None:
-        """What is owed was measured with the last learning rate."""
-        for tensor, rule in zip(self.tensors, rules, strict=True):
-            if tensor.learning_rate > 0 and rule.lr > 0:
-                tensor.residual *= np.float32(min(max(tensor.learning_rate / rule.lr, 0.5), 2.0))
-            tensor.learning_rate = rule.lr
-
     def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
         """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``step``."""
         assert self.layout is not None
@@ -275,10 +265,10 @@ class Engine:
         if not (finite and all(np.isfinite(total).all() for total in totals)):
             self.say_skipped("the mean gradient")
             return False
-        sums, workers = self.layout.unfuse(totals), np.float32(self.collectives.size)
+        means, workers = self.layout.unfuse(totals), np.float32(self.collectives.size)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
-                rules[index].exact_step_anywhere(tensor, sums[index] / workers, self.context)
+                rules[index].exact_step(tensor, means[index] / workers, self.context)
         return True
 
     def flush(self, rules: Sequence[Rule]) -> None:
@@ -383,12 +373,11 @@ class Engine:
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}
         self.exchange.settle(True)
+        uses = [rule.lengths(tensor, self.context) for rule, tensor in zip(rules, self.tensors, strict=True)]
+        lengths = sums(uses, self.tensors, self.context) if any(uses) else [None] * len(uses)
         with self.context.kernels.batch():
-            for rule, tensor in zip(rules, self.tensors, strict=True):
-                rule.measure(tensor, self.context)
-        with self.context.kernels.batch():
-            for rule, tensor in zip(rules, self.tensors, strict=True):
-                rule.finish(tensor, self.context)
+            for rule, tensor, found in zip(rules, self.tensors, lengths, strict=True):
+                rule.finish(tensor, found, self.context)
                 tensor.step += 1
         return True
 
@@ -404,10 +393,10 @@ class Engine:
 
     def _apply(self, item: _Sent, messages: wire.Gathered, rules: Sequence[Rule]) -> None:
         with self.context.kernels.batch():
-            for piece in item.bucket.pieces:
+            for piece in messages.bucket.pieces:
                 tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                scales, bits = messages.scales[:, piece.blocks], messages.bits[:, piece.bytes]
-                rules[piece.tensor].apply(tensor, scales, bits, piece.block_size, self.context)
+                coding = self.context.coding(piece.block_size, messages.bucket.codec)
+                rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, self.context)
 
     def _restore(self, item: _Sent) -> None:
         if item.encoded is None:
@@ -415,9 +404,8 @@ class Engine:
         message, gradient = item.encoded
         for piece in message.bucket.pieces:
             tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-            scales, bits = message.out_scales[piece.blocks], message.out_bits[piece.bytes]
-            rule, grad = item.rules[piece.tensor], gradient(piece)
-            rule.restore(tensor, grad, scales, bits, piece.block_size, self.context)
+            at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
+            item.rules[piece.tensor].restore(tensor, grad, message.row, at, piece.block_size, self.context)
 
     def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
         """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""

@@ -1,8 +1,8 @@
 """Which parameter lives where: tensors -> pieces -> buckets, the same on every worker.
 
-A bucket is one message. Tensors are laid one after the other in the order given; each starts on a whole byte and
-a block of its own, so that no scale is shared by two tensors and padding never enters a scale. A tensor that is
-larger than a bucket is cut, at block boundaries, into pieces.
+A bucket is one message. Tensors are laid one after the other in the order given; each starts with a block, and so a
+record, of its own, so that no scale is shared by two tensors and padding never enters a scale. A tensor that is larger
+than a bucket is cut, at block boundaries, into pieces.
 """
 
 from __future__ import annotations
@@ -11,12 +11,15 @@ import hashlib
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
+from horovod_onebit.codecs import Codec, find
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.reference import Array, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import Array, num_blocks
 from horovod_onebit.recipe import GATHER_LIMIT, Recipe
 
 Cut = tuple[int, int, int, int]  # tensor, start, stop, block size
@@ -34,29 +37,22 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class Piece:
-    """Elements ``start:stop`` of tensor number ``tensor``, and where its scales and bits lie in the message."""
+    """Elements ``start:stop`` of tensor number ``tensor``, and where in the message its records are."""
 
     tensor: int
     start: int
     stop: int
     block_size: int
-    first_block: int
-    first_byte: int
-
-    @property
-    def blocks(self) -> slice:
-        return slice(self.first_block, self.first_block + num_blocks(self.stop - self.start, self.block_size))
-
-    @property
-    def bytes(self) -> slice:
-        return slice(self.first_byte, self.first_byte + num_bytes(self.stop - self.start))
+    blocks: slice
+    bytes: slice
 
 
 @dataclass(frozen=True)
 class Bucket:
-    """One message: which pieces it carries, how many scales and how many bytes of bits."""
+    """One message: which pieces it carries, how many blocks, and how many bytes of records of ``codec``."""
 
     index: int
+    codec: Codec
     pieces: tuple[Piece, ...]
     blocks: int
     bytes: int
@@ -65,6 +61,23 @@ class Bucket:
     def size(self) -> int:
         """Elements (parameters) carried."""
         return sum(piece.stop - piece.start for piece in self.pieces)
+
+    @cached_property
+    def scales(self) -> NDArray[np.intp]:
+        """Where the scale of each block is, (blocks,), in words of 4 bytes from the first record's."""
+        found = [
+            (
+                piece.bytes.start
+                + self.codec.record_size(piece.block_size) * np.arange(piece.blocks.stop - piece.blocks.start)
+            )
+            // 4
+            for piece in self.pieces
+        ]
+        return np.concatenate(found) if found else np.zeros(0, np.intp)
+
+    def coded(self, codec: Codec) -> Bucket:
+        """The same pieces as records of another codec."""
+        return self if codec == self.codec else _bucket(self.index, codec, [_cut(piece) for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -113,21 +126,21 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
         if spec.size < 0:
             raise ConfigurationError(f"tensor {spec.name!r} has size {spec.size}; expected 0 or more elements")
     capacity, longest = _limits(recipe, workers)
-    buckets: list[Bucket] = []
+    codec, buckets = find(recipe.codec), list[Bucket]()
     pending: list[Cut] = []
     room = capacity
     for index, spec in enumerate(tensors):
         for start in range(0, spec.size, longest):
             stop = min(start + longest, spec.size)
             block_size = _block_size(stop - start, recipe, workers)
-            cost = 4 * num_blocks(stop - start, block_size) + num_bytes(stop - start)
+            cost = codec.size(stop - start, block_size)
             if pending and cost > room:
-                buckets.append(_bucket(len(buckets), pending))
+                buckets.append(_bucket(len(buckets), codec, pending))
                 pending, room = [], capacity
             pending.append((index, start, stop, block_size))
             room -= cost
     if pending:
-        buckets.append(_bucket(len(buckets), pending))
+        buckets.append(_bucket(len(buckets), codec, pending))
     return Layout(tuple(tensors), tuple(buckets), _digest(tensors, recipe, capacity))
 
 
@@ -137,7 +150,8 @@ def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
     result = []
     byte = 0
     for lo, hi in pairwise(edges):
-        share = _bucket(bucket.index, [cut for piece in bucket.pieces for cut in _overlap(piece, lo, hi)])
+        cuts = [cut for piece in bucket.pieces for cut in _overlap(piece, lo, hi)]
+        share = _bucket(bucket.index, bucket.codec, cuts)
         result.append(Share(share, slice(lo, hi), slice(byte, byte + share.bytes)))
         byte += share.bytes
     return tuple(result)
@@ -145,8 +159,8 @@ def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
 
 def _overlap(piece: Piece, lo: int, hi: int) -> list[Cut]:
     """The elements of ``piece`` whose blocks are in ``lo:hi`` of its bucket."""
-    first = max(lo, piece.blocks.start) - piece.first_block
-    last = min(hi, piece.blocks.stop) - piece.first_block
+    first = max(lo, piece.blocks.start) - piece.blocks.start
+    last = min(hi, piece.blocks.stop) - piece.blocks.start
     if first >= last:
         return []
     start = piece.start + first * piece.block_size
@@ -161,29 +175,33 @@ def _block_size(size: int, recipe: Recipe, workers: int) -> int:
 
 
 def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
-    """Bytes of scales and bits that a bucket should hold, and the longest piece, in elements."""
-    unit = recipe.block_size or 8
-    per_unit = 4 + num_bytes(unit)
-    gather = GATHER_LIMIT // workers - 64
-    if gather < per_unit:
+    """Bytes of records that a bucket should hold, and the longest piece, in elements."""
+    kinds = [find(recipe.codec), find(recipe.server_codec)]
+    unit, gather = recipe.block_size or 8, GATHER_LIMIT // workers - 64
+    units = gather // max(kind.record_size(unit) for kind in kinds)
+    if units < 1:
         raise ConfigurationError(
             f"{workers} workers cannot gather even one block of {unit} elements within 2 GiB: use a smaller block_size"
         )
-    wanted = max(recipe.bucket_size // unit, 1) * per_unit
-    capacity = min(wanted, gather)
+    units = min(units, max(recipe.bucket_size // unit, 1))
     # A tensor with one scale of its own is cut only where a gather could not carry it.
-    longest = capacity // per_unit * unit if recipe.block_size is not None else (gather - 4) * 8
-    return capacity, longest
+    longest = units * unit if recipe.block_size is not None else (gather - 8) * 8 // max(kind.bits for kind in kinds)
+    return units * kinds[0].record_size(unit), longest // 8 * 8
 
 
-def _bucket(index: int, cuts: Sequence[Cut]) -> Bucket:
+def _cut(piece: Piece) -> Cut:
+    return piece.tensor, piece.start, piece.stop, piece.block_size
+
+
+def _bucket(index: int, codec: Codec, cuts: Sequence[Cut]) -> Bucket:
     pieces = []
     block = byte = 0
     for tensor, start, stop, block_size in cuts:
-        piece = Piece(tensor, start, stop, block_size, block, byte)
-        block, byte = piece.blocks.stop, piece.bytes.stop
-        pieces.append(piece)
-    return Bucket(index, tuple(pieces), block, byte)
+        blocks = slice(block, block + num_blocks(stop - start, block_size))
+        records = slice(byte, byte + codec.size(stop - start, block_size))
+        pieces.append(Piece(tensor, start, stop, block_size, blocks, records))
+        block, byte = blocks.stop, records.stop
+    return Bucket(index, codec, tuple(pieces), block, byte)
 
 
 def _digest(tensors: Sequence[TensorSpec], recipe: Recipe, capacity: int) -> int:

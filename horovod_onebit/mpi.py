@@ -48,7 +48,7 @@ class _Sum:
 class MPICollectives:
     """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default)."""
 
-    gathers_elsewhere = False
+    gathers_on_device = False
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()

@@ -153,7 +153,7 @@ class NumpyOptimizer:
                 raise NonFiniteError("NaN or Inf in the mean gradient; nothing was changed")
             return False
         for tensor in self._tensors:
-            self.rule.exact_step(tensor, means[tensor.name])
+            self.rule.exact_step(tensor, means[tensor.name], self.engine.context)
         if self.warmup.wants(self.step_count + 1):
             self._observe(self.step_count + 1)
         if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
@@ -190,5 +190,5 @@ class NumpyOptimizer:
         if not self.engine.step(kind, grads, rules, agreed=agreed, others=others):
             return False
         for tensor in self._small:
-            self.rule.exact_step(tensor, means[tensor.name])
+            self.rule.exact_step(tensor, means[tensor.name], self.engine.context)
         return True

@@ -11,10 +11,11 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from horovod_onebit.checks import flag, one_of, whole
+from horovod_onebit.codecs import find
 from horovod_onebit.errors import ConfigurationError
 
 Space = Literal["update", "momentum"]
-Scale = Literal["rms", "mean_abs", "guarded"]
+Scale = Literal["rms", "guarded"]
 Exchange = Literal["auto", "direct", "two_stage", "hierarchical"]
 OnNonfinite = Literal["skip", "raise"]
 
@@ -55,6 +56,9 @@ class Recipe:
             twice as many, and so on. None is never.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
             alike, or ``"raise"`` ``NonFiniteError`` alike.
+        codec: what an element becomes: ``"sign"``, one bit, or ``"two_bit"``, four levels (see
+            ``horovod_onebit.codecs``).
+        server_codec: the same of what the servers of a two-stage exchange send.
     """
 
     space: Space = "update"
@@ -69,10 +73,13 @@ class Recipe:
     rescale_error: bool = False
     refresh: int | None = None
     on_nonfinite: OnNonfinite = "skip"
+    codec: str = "sign"
+    server_codec: str = "sign"
 
     def __post_init__(self) -> None:
         one_of("space", self.space, Space)
         one_of("scale", self.scale, Scale)
+        find(self.codec), find(self.server_codec)
         one_of("exchange", self.exchange, Exchange)
         one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
         if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8):

@@ -95,7 +95,7 @@ class _Waiting:
 class SimulatedCollectives:
     """One simulated worker's collectives."""
 
-    gathers_elsewhere = False
+    gathers_on_device = False
 
     def __init__(
         self, world: _World, rank: int, hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None

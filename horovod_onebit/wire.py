@@ -1,11 +1,10 @@
-"""One message per bucket: header, scales, sign bits, padded to 16 bytes. Little-endian.
+"""One message per bucket: header and records, padded to 16 bytes. Little-endian.
 
 offset 0    header, 32 bytes (HEADER)
-offset 32   scales, float32, one a block
-then        sign bits, uint8, each piece starting on a whole byte
+offset 32   a record for each block: its scale and its codes (see ``horovod_onebit.codecs``)
 then        zeros up to a multiple of 16 bytes (unaligned gathers are slow on NCCL, horovod#3727)
 
-The header's checksum covers its flags and all that follows the header; of messages that stay on a GPU, whose bits
+The header's checksum covers its flags and all that follows the header; of messages that stay on a GPU, whose codes
 never reach the host, flags and scales. All other fields of the header are compared with what they must be.
 """
 
@@ -25,7 +24,7 @@ from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.layout import Bucket, Share
 
 MAGIC = 0x5449_4231  # "1BIT"
-VERSION = 2
+VERSION = 3
 FINITE = 1
 ALIGNMENT = 16
 STEPS = 2**32  # the header counts steps modulo so many
@@ -42,12 +41,14 @@ HEADER = np.dtype(
         ("blocks", "<u4"),
     ]
 )
-assert HEADER.itemsize == 32
+RECORDS = HEADER.itemsize
+"""Where the records begin."""
+assert RECORDS == 32
 
 
 def message_size(bucket: Bucket) -> int:
     """Bytes of the message that carries ``bucket``."""
-    size = HEADER.itemsize + 4 * bucket.blocks + bucket.bytes
+    size = RECORDS + bucket.bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
 
 
@@ -64,15 +65,15 @@ class Stamp:
 class Message:
     """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
-    ``buffer`` is memory to use instead of its own: (at least ``message_size(bucket)``,) uint8. With a ``twin`` (see
-    ``kernels.reference.twin``) the kernels write there, and the message arrives later; ``stays`` says that it leaves
-    from where the kernels write it, so that no more of it arrives here than the scales.
+    With a ``twin`` (see ``kernels.reference.twin``) the kernels write on the device, and the message arrives later;
+    ``stays`` says that it leaves from where the kernels write it, so that no more of it arrives here than the scales.
 
     Attributes:
-        scales, bits: views of the buffer.
-        out_scales, out_bits: where the kernels write.
-        elsewhere: whether that is outside of host memory.
+        buffer: (message_size(bucket),) uint8 in host memory, whatever has arrived of it.
+        row: where the kernels write records, from byte ``RECORDS`` on.
+        on_device: whether that is outside of host memory.
         arriving: whether ``arrive`` is still to be called.
+        finite: whether all of it is, once it is sealed.
     """
 
     def __init__(
@@ -80,23 +81,20 @@ class Message:
     ) -> None:
         self.bucket = bucket
         self._twin = twin
-        self.elsewhere = twin is not None
-        self._stays = stays and self.elsewhere
+        self.on_device = twin is not None
+        self._stays = stays and self.on_device
         if buffer is None:
             buffer = np.zeros(message_size(bucket), np.uint8) if twin is None else twin.host
         self.buffer: NDArray[np.uint8] = buffer
-        self.scales, self.bits = self.out_scales, self.out_bits = _body(self.buffer, bucket)
-        if twin is not None:
-            self.out_scales = twin.part(HEADER.itemsize, bucket.blocks, "float32")
-            self.out_bits = twin.part(_middle(bucket), bucket.bytes, "uint8")
+        self.row = buffer if twin is None else twin.row
         self.finite, self.arriving = True, False
 
     def written(self, stamp: Stamp) -> None:
         """The kernels were told to write all of it: seal it, or start to fetch it."""
-        if not self.elsewhere:
-            self._seal_checked(stamp)
+        if not self.on_device:
+            self.seal(stamp)
         else:
-            self._twin.fetch(_middle(self.bucket) if self._stays else self.buffer.size)
+            self._twin.fetch(RECORDS, self.bucket, scales=self._stays)
             self.arriving = True
 
     def arrived(self) -> bool:
@@ -107,29 +105,29 @@ class Message:
         """Wait until it is here, and seal it."""
         self._twin.wait()
         self.arriving = False
-        self._seal_checked(stamp)
+        self.seal(stamp)
         if self._stays:
-            self._twin.send(HEADER.itemsize)
+            self._twin.send(RECORDS)
 
     @property
     def outgoing(self) -> Any:
         """What is to be gathered: ``buffer``, or the bytes where the kernels wrote them."""
         return self._twin if self._stays else self.buffer
 
-    def _seal_checked(self, stamp: Stamp) -> None:
-        self.seal(stamp, finite=bool(np.isfinite(self.scales).all()))
-
-    def seal(self, stamp: Stamp, *, finite: bool) -> NDArray[np.uint8]:
-        """Write the header; the message is then ready to be sent."""
-        sent = self.buffer[: _middle(self.bucket)] if self._stays else self.buffer
-        seal_rows(sent[None], self.bucket.blocks, self.bucket.index, stamp, finite)
-        self.finite = finite
+    def seal(self, stamp: Stamp, *, finite: bool | None = None) -> NDArray[np.uint8]:
+        """Write the header; the message is then ready to be sent. ``finite`` is found out unless it is given."""
+        scales = self._twin.scales if self._stays else _scales(self.buffer[None], self.bucket)[0]
+        self.finite = bool(np.isfinite(scales).all()) if finite is None else finite
+        covered = scales.view(np.uint8)[None] if self._stays else self.buffer[None, RECORDS:]
+        _seal(self.buffer[None], covered, self.bucket.blocks, self.bucket.index, stamp, self.finite)
         return self.buffer
 
 
-def messages(buckets: Sequence[Bucket], elsewhere: Sequence[bool], kernels: ModuleType, *, stay: bool) -> list[Message]:
-    """A message for each bucket; of ``kernels``'s making for those whose tensors lie outside of host memory."""
-    twins = [kernels.twin(message_size(b)) if away else None for b, away in zip(buckets, elsewhere, strict=True)]
+def messages(buckets: Sequence[Bucket], on_device: Sequence[bool], kernels: ModuleType, *, stay: bool) -> list[Message]:
+    """A message for each bucket; of ``kernels``'s making for those whose tensors lie on a device."""
+    twins = [
+        kernels.twin(message_size(b), b.blocks) if there else None for b, there in zip(buckets, on_device, strict=True)
+    ]
     return [Message(bucket, twin=twin, stays=stay) for bucket, twin in zip(buckets, twins, strict=True)]
 
 
@@ -140,27 +138,38 @@ def seal_rows(
     stamp: Stamp,
     finite: NDArray[np.bool_] | bool,
 ) -> None:
-    """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` scales each."""
-    headers = rows[:, : HEADER.itemsize].view(HEADER)[:, 0]
+    """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` blocks each."""
+    _seal(rows, rows[:, RECORDS:], blocks, index, stamp, finite)
+
+
+def _seal(
+    rows: NDArray[np.uint8],
+    covered: NDArray[np.uint8],
+    blocks: NDArray[np.integer] | int,
+    index: int,
+    stamp: Stamp,
+    finite: NDArray[np.bool_] | bool,
+) -> None:
+    headers = rows[:, :RECORDS].view(HEADER)[:, 0]
     headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, np.where(finite, FINITE, 0)
     headers["step"], headers["layout"] = stamp.step % STEPS, stamp.layout
     headers["bucket"], headers["blocks"] = index, blocks
-    headers["checksum"] = checksums(rows[:, HEADER.itemsize :]) + headers["flags"]
+    headers["checksum"] = checksums(covered) + headers["flags"]
 
 
-def pack(messages: Gathered, bucket: Bucket, stamp: Stamp, *, size: int) -> NDArray[np.uint8]:
+def pack(messages: Gathered, stamp: Stamp, *, size: int) -> NDArray[np.uint8]:
     """What ``read`` opened as messages again, (messages * size,) uint8, one after the other."""
-    k = len(messages.scales)
+    bucket, k = messages.bucket, len(messages.rows)
     rows = np.zeros((k, size), np.uint8)
-    scales, bits = _body(rows, bucket)
-    scales[:], bits[:] = messages.scales, messages.bits
+    end = RECORDS + bucket.bytes
+    rows[:, RECORDS:end] = messages.rows[:, RECORDS:end]
     finite = messages.finite if len(messages.finite) == k else np.full(k, messages.finite.all())
     seal_rows(rows, bucket.blocks, bucket.index, stamp, finite)
     return rows.reshape(-1)
 
 
 class Remote(Protocol):
-    """Messages that arrived outside of host memory, one after the other.
+    """Messages that arrived on a device, one after the other.
 
     Attributes:
         size: bytes in all.
@@ -172,20 +181,25 @@ class Remote(Protocol):
         """Of each of ``rows`` messages the first ``width`` bytes, in host memory: (rows, width)."""
         ...
 
-    def bytes(self, rows: int, start: int) -> Any:
-        """Of each of ``rows`` messages what begins at byte ``start``, where it lies, for the kernels: rows of uint8."""
+    def scales(self, rows: int, start: int, bucket: Bucket) -> NDArray[np.float32]:
+        """Of each of ``rows`` messages the scales, in host memory: (rows, blocks); records begin at ``start``."""
+        ...
+
+    def rows(self, rows: int) -> Any:
+        """The messages, where they lie, for the kernels."""
         ...
 
 
 @dataclass(frozen=True)
 class Gathered:
-    """k messages of one bucket: ``scales`` (k, blocks), ``bits`` (k, bytes), ``finite`` (n,), for each worker.
+    """k messages: ``rows`` (k, bytes) uint8, records of ``bucket`` from byte ``RECORDS`` on; ``finite`` (n,), for each
+    worker.
 
-    k is n, or 1 where the exchange has taken the mean already.
+    k is n, or 1 where the exchange has taken the mean already. What is between is not looked at.
     """
 
-    scales: NDArray[np.float32]
-    bits: NDArray[np.uint8]
+    bucket: Bucket
+    rows: Any
     finite: NDArray[np.bool_]
 
 
@@ -199,18 +213,17 @@ def read(
     negative, not finite or above ``stamp.largest_scale`` in a message that claims to be finite.
     """
     size, senders = message_size(bucket) if size is None else size, np.arange(workers)
-    blocks = np.full(workers, bucket.blocks)
+    blocks, rows = np.full(workers, bucket.blocks), gathered
     if isinstance(gathered, np.ndarray):
         rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
-        scales, bits = _body(rows, bucket)
+        scales = _scales(rows, bucket)
     else:
-        heads, finite = _open_remote(gathered, bucket, blocks, stamp, size, senders)
-        scales = np.ascontiguousarray(heads[:, HEADER.itemsize :]).view(np.float32)
-        bits = gathered.bytes(workers, _middle(bucket))
+        scales, finite = _open_remote(gathered, bucket, blocks, stamp, size, senders)
+        rows = gathered.rows(workers)
     bad = finite & _corrupt(scales, stamp)
     if bad.any():
         raise _corruption(bucket.index, stamp, np.flatnonzero(bad)[0])
-    return Gathered(scales, bits, finite)
+    return Gathered(bucket, rows, finite)
 
 
 def read_shares(
@@ -225,16 +238,18 @@ def read_shares(
     blocks = np.repeat([share.bucket.blocks for share in shares], hosts)
     rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
     rows, finite = rows.reshape(count, hosts, size), finite.reshape(count, hosts)
-    scales = np.empty((hosts, bucket.blocks), np.float32)
-    bits = np.empty((hosts, bucket.bytes), np.uint8)
+    whole = np.zeros((hosts, RECORDS + bucket.bytes), np.uint8)
     for row, share in zip(rows, shares, strict=True):
-        scales[:, share.blocks], bits[:, share.bytes] = _body(row, share.bucket)
+        whole[:, RECORDS + share.bytes.start : RECORDS + share.bytes.stop] = row[
+            :, RECORDS : RECORDS + share.bucket.bytes
+        ]
+    scales = _scales(whole, bucket)
     if _corrupt(scales, stamp).any():
         for j, share in enumerate(shares):
             bad = finite[j] & _corrupt(scales[:, share.blocks], stamp)
             if bad.any():
                 raise _corruption(bucket.index, stamp, senders[j * hosts + np.flatnonzero(bad)[0]])
-    return Gathered(scales, bits, finite.T.reshape(-1))
+    return Gathered(bucket, whole, finite.T.reshape(-1))
 
 
 def _open(
@@ -252,7 +267,7 @@ def _open(
             "the workers do not have the same model, recipe or version"
         )
     rows = np.ascontiguousarray(gathered).reshape(len(blocks), size)
-    return rows, _check_headers(rows, index, blocks, stamp, senders)
+    return rows, _check_headers(rows, rows[:, RECORDS:], index, blocks, stamp, senders)
 
 
 def _open_remote(
@@ -262,26 +277,30 @@ def _open_remote(
     stamp: Stamp,
     size: int,
     senders: NDArray[np.integer],
-) -> tuple[NDArray[np.uint8], NDArray[np.bool_]]:
-    """Headers and scales of the messages, which alone come to the host's memory, and which are finite."""
+) -> tuple[NDArray[np.float32], NDArray[np.bool_]]:
+    """The scales of the messages, which alone come to the host's memory besides headers, and which are finite."""
     if gathered.size != len(blocks) * size:
         raise WireError(
             f"bucket {bucket.index}: {gathered.size} bytes arrived, expected {len(blocks)} * {size}: "
             "the workers do not have the same model, recipe or version"
         )
-    heads = gathered.heads(len(blocks), _middle(bucket))
-    return heads, _check_headers(heads, bucket.index, blocks, stamp, senders)
+    heads, scales = gathered.heads(len(blocks), RECORDS), gathered.scales(len(blocks), RECORDS, bucket)
+    return scales, _check_headers(heads, scales.view(np.uint8), bucket.index, blocks, stamp, senders)
 
 
 def _check_headers(
     rows: NDArray[np.uint8],
+    covered: NDArray[np.uint8],
     index: int,
     blocks: NDArray[np.integer],
     stamp: Stamp,
     senders: NDArray[np.integer],
 ) -> NDArray[np.bool_]:
-    """Which messages are finite; their headers, which ``rows`` begin with, are as expected, and nothing is damaged."""
-    headers = rows[:, : HEADER.itemsize].copy().view(HEADER)[:, 0]
+    """Which messages are finite; their headers, which ``rows`` begin with, are as expected, and nothing is damaged.
+
+    ``covered`` is what of each message the checksum covers.
+    """
+    headers = rows[:, :RECORDS].copy().view(HEADER)[:, 0]
     joined = senders[headers["magic"] == 0]  # Horovod lets zeros stand for a worker that has left
     if joined.size:
         raise WireError(JOINED.format(joined.tolist()))
@@ -296,7 +315,7 @@ def _check_headers(
                 f"{headers[field][first]}, expected {np.broadcast_to(values, len(blocks))[first]} "
                 f"(workers that differ: {senders[wrong].tolist()})"
             )
-    damaged = senders[headers["checksum"] != checksums(rows[:, HEADER.itemsize :]) + headers["flags"]]
+    damaged = senders[headers["checksum"] != checksums(covered) + headers["flags"]]
     if damaged.size:
         raise WireError(
             f"bucket {index}, step {stamp.step}: the message of worker {sorted(set(damaged.tolist()))} is damaged: its "
@@ -318,12 +337,7 @@ def _corruption(index: int, stamp: Stamp, worker: np.integer) -> WireError:
     )
 
 
-def _middle(bucket: Bucket) -> int:
-    """Where the scales end and the bits begin."""
-    return HEADER.itemsize + 4 * bucket.blocks
-
-
-def _body(buffer: NDArray[np.uint8], bucket: Bucket) -> tuple[NDArray[np.float32], NDArray[np.uint8]]:
-    """Views of the scales and the bits, along the last axis of ``buffer``."""
-    start, middle = HEADER.itemsize, _middle(bucket)
-    return buffer[..., start:middle].view(np.float32), buffer[..., middle : middle + bucket.bytes]
+def _scales(rows: NDArray[np.uint8], bucket: Bucket) -> NDArray[np.float32]:
+    """The scales of messages of ``bucket``: (k, blocks), copied."""
+    words = rows[:, RECORDS : RECORDS + bucket.bytes].view(np.float32)
+    return np.ascontiguousarray(words[:, bucket.scales])

@@ -46,7 +46,7 @@ class Collectives(Protocol):
     def size(self) -> int: ...
 
     @property
-    def gathers_elsewhere(self) -> bool:
+    def gathers_on_device(self) -> bool:
         """Whether ``allgather`` takes bytes that lie in a GPU's memory, too; ``wait`` then gives a ``wire.Remote``."""
         ...
 

@@ -32,9 +32,9 @@ class _Shared:
 
     shares: tuple[Share, ...]
     own: wire.Message
-    size: int  # bytes of a share's message, the same for all
     part: int  # elements of a share, the same for all
     offsets: dict[tuple[int, int], int]  # where a piece of the own share begins
+    back: tuple[Bucket, tuple[Share, ...]] | None = None  # what the hosts' messages are shares of
 
 
 class Exchange(exchange.Exchange):
@@ -72,13 +72,12 @@ class Exchange(exchange.Exchange):
 
     def _share(self, bucket: Bucket) -> _Shared:
         cut = shares(bucket, self._local.size)
-        size = max(wire.message_size(share.bucket) for share in cut)
         own = cut[self._local.rank].bucket
         offsets, start = {}, 0
         for piece in own.pieces:
             offsets[piece.tensor, piece.start] = start
             start += piece.stop - piece.start
-        return _Shared(cut, wire.Message(own), size, max(share.bucket.size for share in cut), offsets)
+        return _Shared(cut, wire.Message(own), max(share.bucket.size for share in cut), offsets)
 
     def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
         shared, local = self._shared[message.bucket.index], self._local
@@ -90,10 +89,14 @@ class Exchange(exchange.Exchange):
             return mean[start : start + piece.stop - piece.start]
 
         arrived = yield from self._between.travel(shared.own, share_gradient, encode, stamp, f"{name}.between")
-        again = wire.pack(arrived, shared.own.bucket, stamp, size=shared.size)
-        gathered = yield local.allgather(again, f"{name}.share")
-        hosts = len(arrived.scales)
-        return wire.read_shares(gathered, message.bucket, shared.shares, stamp, hosts=hosts, size=shared.size)
+        # Whatever the other exchange has made of it: one message a host, or their mean, of another codec perhaps.
+        if shared.back is None:
+            bucket = message.bucket.coded(arrived.bucket.codec)
+            shared.back = bucket, shares(bucket, local.size)
+        bucket, cut = shared.back
+        size = max(wire.message_size(share.bucket) for share in cut)
+        gathered = yield local.allgather(wire.pack(arrived, stamp, size=size), f"{name}.share")
+        return wire.read_shares(gathered, bucket, cut, stamp, hosts=len(arrived.rows), size=size)
 
     def _parts(self, shared: _Shared, gradient: Gradient) -> Array:
         """The gradients, share by share."""

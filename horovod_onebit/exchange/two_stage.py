@@ -21,12 +21,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit import exchange, wire
+from horovod_onebit import codecs, exchange, wire
 from horovod_onebit.exchange import Collectives, Encode, Gradient, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Share, shares
 from horovod_onebit.rules import Context
+from horovod_onebit.wire import RECORDS
 
 
 @dataclass
@@ -37,8 +38,9 @@ class _Served:
     shares: tuple[Share, ...]
     blocks: NDArray[np.integer]  # of each share
     size: int  # bytes of one part, the same for all
-    parts: list[wire.Message]  # to each server, in one buffer
-    outgoing: NDArray[np.uint8]
+    outgoing: NDArray[np.uint8]  # a part to each server
+    again: tuple[Share, ...]  # of what the servers send
+    again_size: int  # bytes of one of these
     own: wire.Message  # from this server
     error: Array
     next_error: Array
@@ -64,12 +66,13 @@ class Exchange(exchange.Exchange):
         cut = shares(bucket, n)
         size = max(wire.message_size(share.bucket) for share in cut)
         outgoing = np.zeros(n * size, np.uint8)
-        parts = [wire.Message(share.bucket, outgoing[j * size : (j + 1) * size]) for j, share in enumerate(cut)]
-        own = wire.Message(cut[rank].bucket, np.zeros(size, np.uint8))
+        again = shares(bucket.coded(codecs.find(self.context.recipe.server_codec)), n)
+        again_size = max(wire.message_size(share.bucket) for share in again)
+        own = wire.Message(again[rank].bucket, np.zeros(again_size, np.uint8))
         name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
         error = feedback.residual(name, cut[rank].bucket.size)
         blocks = np.array([share.bucket.blocks for share in cut])
-        return _Served(name, cut, blocks, size, parts, outgoing, own, error, np.zeros_like(error))
+        return _Served(name, cut, blocks, size, outgoing, again, again_size, own, error, np.zeros_like(error))
 
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}
@@ -78,36 +81,38 @@ class Exchange(exchange.Exchange):
         served, n = self._served[message.bucket.index], self.collectives.size
         yield from encoded(message, gradient, encode, stamp)
         # To every server its share of the message.
-        for share, part in zip(served.shares, served.parts, strict=True):
-            part.scales[:] = message.scales[share.blocks]
-            part.bits[:] = message.bits[share.bytes]
         rows = served.outgoing.reshape(-1, served.size)
+        for row, share in zip(rows, served.shares, strict=True):
+            records = message.buffer[RECORDS + share.bytes.start : RECORDS + share.bytes.stop]
+            row[RECORDS : RECORDS + len(records)] = records
         wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
         scattered = yield self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         # The mean of this worker's share, compressed again, to all.
-        received = wire.read(scattered, served.own.bucket, stamp, workers=n, size=served.size)
+        share = served.shares[self.collectives.rank].bucket
+        received = wire.read(scattered, share, stamp, workers=n, size=served.size)
         finite = bool(received.finite.all())
         if finite:
             self._recode(served, received)
         served.own.seal(stamp, finite=finite)
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
-        whole = wire.read_shares(gathered, message.bucket, served.shares, stamp, hosts=1, size=served.size)
+        bucket = message.bucket.coded(served.own.bucket.codec)
+        whole = wire.read_shares(gathered, bucket, served.again, stamp, hosts=1, size=served.again_size)
         return replace(whole, finite=received.finite)
 
     def _recode(self, served: _Served, received: wire.Gathered) -> None:
-        start = 0
-        for piece in served.own.bucket.pieces:
+        start, context = 0, self.context
+        for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
-            self.context.kernels.recode(
-                received.scales[:, piece.blocks],
-                received.bits[:, piece.bytes],
+            context.kernels.recode(
+                received.rows,
+                RECORDS + piece.bytes.start,
+                context.coding(piece.block_size),
                 served.error[start:stop],
                 served.next_error[start:stop],
-                served.own.scales[piece.blocks],
-                served.own.bits[piece.bytes],
-                self.context.recipe.scale,
-                piece.block_size,
+                served.own.buffer,
+                RECORDS + again.bytes.start,
+                context.coding(piece.block_size, served.own.bucket.codec),
             )
             start = stop
 
@@ -117,4 +122,5 @@ class Exchange(exchange.Exchange):
                 served.error[:] = served.next_error
 
     def bytes_sent(self, bucket: Bucket) -> int:
-        return 2 * (self.collectives.size - 1) * self._served[bucket.index].size
+        served = self._served[bucket.index]
+        return (self.collectives.size - 1) * (served.size + served.again_size)

@@ -1,394 +1,410 @@
-"""The kernels for CPUs: Numba, one pass over memory, threads that hold no lock.
+"""The loops for CPUs: Numba, one pass over memory, threads that hold no lock.
 
-Same functions, arguments and results as ``reference``: bits exactly, floats to rounding of a float64 sum. Each
-block of a tensor is worked on while it lies in the first-level cache, so memory is read and written once.
-Large tensors are split between threads by blocks; the result does not depend on how many there are.
+Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Each block
+of a tensor is worked on while it lies in the first-level cache, so memory is read and written once. Large tensors are
+split between threads by blocks; the result does not depend on how many there are.
+
+The loops are templates: ``_loop`` binds their formulas and compiles one of each kind that is used.
 """
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
+from horovod_onebit.codecs import Codec
+from horovod_onebit.formulas import Formula, bound, label, named
 from horovod_onebit.kernels.compiling import exact, reordered
-from horovod_onebit.kernels.elements import denominator, mean_of_block
-from horovod_onebit.kernels.layers import move, squares
-from horovod_onebit.kernels.local import apply_gradient, displacement, local_step, take_over
-from horovod_onebit.kernels.reference import (
-    GUARD,
-    Array,
-    Bytes,
-    ScaleName,
-    Spec,
-    batch,
-    copy,
-    host,
-    twin,
-    write,
-)
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, batch, copy, host, twin, write
 from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 
 __all__ = [
-    "Spec",
     "apply",
-    "apply_gradient",
     "batch",
     "copy",
     "decode_mean",
     "encode",
-    "encode_moved",
     "host",
-    "local_step",
     "move",
     "recode",
     "restore",
-    "restore_moved",
     "set_num_threads",
-    "squares",
-    "take_over",
+    "sums",
     "twin",
     "write",
 ]
 
-f32 = np.float32
-u8 = np.uint8
-u32 = np.uint32
-SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
+f32, f64, u8, u32 = np.float32, np.float64, np.uint8, np.uint32
+PIECE = 1024  # elements that stay in the first-level cache, where no block says how many
+
+# What the templates call, and ``_loop`` binds.
+formula: Any = None
+scale: Any = None
+code: Any = None
+value: Any = None
+fill: Any = None
+step: Any = None
+code_at: Any = None
+write_record: Any = None
+compress: Any = None
+set_values: Any = None
+set_values_of_two: Any = None
+add_values: Any = None
+mean_of_block: Any = None
+BITS: Any = None
+
+
+@exact
+def _maximum(a, b):
+    return b if b > a else a
+
+
+@exact
+def _minimum(a, b):
+    return b if b < a else a
+
+
+@exact
+def _sign(a):
+    return f32(1) if a > f32(0) else (f32(-1) if a < f32(0) else a)
+
+
+@exact
+def _where(condition, a, b):
+    return a if condition else b
+
+
+NAMES = {
+    "absolute": np.abs, "maximum": _maximum, "minimum": _minimum, "sign": _sign, "sqrt": np.sqrt, "where": _where,
+}  # fmt: skip
+
+
+@exact
+def _part(array, lo, hi):
+    return None if array is None else array[lo:hi]
+
+
+@exact
+def _at(array, i):
+    return f32(0) if array is None else array[i]
+
+
+@exact
+def _put(array, i, number):
+    if number is not None:
+        array[i] = number
 
 
 @reordered
-def _sums(c):
+def _absolute_sums(c):
     total = 0.0
     squares = 0.0
     for i in range(c.size):
-        x = np.float64(c[i])
+        x = f64(c[i])
         total += abs(x)
         squares += x * x
     return total, squares
 
 
-@exact
-def _scale(c, code):
-    total, squares = _sums(c)
-    mean_abs = total / c.size
-    if code == 1:
-        return f32(mean_abs)
-    rms = np.sqrt(squares / c.size)
-    return f32(rms if code == 0 else min(rms, GUARD * mean_abs))
+@reordered
+def _square_sum(x):
+    total = 0.0
+    for i in range(x.size):
+        total += f64(x[i]) * f64(x[i])
+    return total
 
 
-@exact
-def _contribution(out, owed, grad, momentum, variance, weight, scalars):
-    """``out = u + owed``, one block; ``owed`` None leaves ``u`` alone."""
-    momentum_factor, grad_factor, l2, eps, eps_inside, correction, clip = scalars
-    zero = f32(0)
-    for i in range(grad.size):
-        g = grad[i]
-        if weight is not None:
-            g = g + l2 * weight[i]
-        u = momentum_factor * momentum[i] + grad_factor * g
-        if variance is not None:
-            m = u
-            u = m / denominator(variance[i], correction, eps, eps_inside)
-            u = -clip if u < -clip else u
-            u = clip if u > clip else u
-            u = u + m * zero
-        out[i] = u if owed is None else u + owed[i] + zero
+def _fill(out, residual, p, g, m, v, w, a):
+    """``out = formula(...) + residual``; without a residual, the formula alone."""
+    for i in range(out.size):
+        u = formula(p, _at(g, i), _at(m, i), _at(v, i), _at(w, i), _at(a, i))
+        out[i] = u if residual is None else u + residual[i] + f32(0)
 
 
-@exact
-def _pack(c, bits):
-    """Sign bits of ``c``, which holds no negative zero and no NaN."""
-    word = c.view(u32)
+def _write_record(c, s, record):
+    width = (c.size + 7) // 8
     whole = c.size // 8
-    for k in range(whole):
-        byte = u32(0)
-        for j in range(8):
-            byte |= (word[8 * k + j] >> u32(31)) << u32(j)
-        bits[k] = u8(byte)
-    if whole < bits.size:
-        byte = u32(0)
-        for j in range(c.size - 8 * whole):
-            byte |= (word[8 * whole + j] >> u32(31)) << u32(j)
-        bits[whole] = u8(byte)
+    for plane in range(BITS):
+        out = record[4 + plane * width : 4 + (plane + 1) * width]
+        for k in range(whole):
+            byte = u32(0)
+            for j in range(8):
+                byte |= ((code(c[8 * k + j], s) >> u32(plane)) & u32(1)) << u32(j)
+            out[k] = u8(byte)
+        if whole < width:
+            byte = u32(0)
+            for j in range(c.size - 8 * whole):
+                byte |= ((code(c[8 * whole + j], s) >> u32(plane)) & u32(1)) << u32(j)
+            out[whole] = u8(byte)
 
 
-@exact
-def _pack_any(c, bits):
-    """As ``_pack``, for blocks that may hold NaN."""
-    bits[:] = u8(0)
-    for i in range(c.size):
-        bits[i // 8] |= u8(c[i] < f32(0)) << u8(i % 8)
-
-
-@exact
-def _keep_lost(c, error, s):
-    for i in range(c.size):
-        error[i] = c[i] + s if c[i] < f32(0) else c[i] - s
-
-
-@exact
-def _encode(grad, momentum, variance, weight, error, scales, bits, scalars, code, block_size, first, last):
-    c = np.empty(min(block_size, grad.size), f32)
-    finite = True
-    for k in range(first, last):
-        lo = k * block_size
-        hi = min(lo + block_size, grad.size)
-        x = c[: hi - lo]
-        v = None if variance is None else variance[lo:hi]
-        w = None if weight is None else weight[lo:hi]
-        _contribution(x, error[lo:hi], grad[lo:hi], momentum[lo:hi], v, w, scalars)
-        s = _scale(x, code)
-        out = bits[lo // 8 : (hi + 7) // 8]
-        if np.isfinite(s):
-            scales[k] = s
-            _pack(x, out)
-            _keep_lost(x, error[lo:hi], s)
-        else:
-            scales[k] = f32(np.nan)
-            _pack_any(x, out)
-            finite = False
+def _compress(c, residual, words, word, record, guard):
+    """One block, its scale as ``words[word]``; whether it is finite."""
+    total, squares = _absolute_sums(c)
+    s = f32(scale(total / c.size, squares / c.size, guard))
+    finite = np.isfinite(s)
+    words[word] = s if finite else f32(np.nan)
+    if finite:
+        write_record(c, s, record)
+        for i in range(c.size):
+            residual[i] = c[i] - value(code(c[i], s), s)
+    else:
+        record[4:] = u8(0)
     return finite
 
 
-@exact
-def _restore(grad, momentum, variance, weight, error, scales, bits, scalars, block_size, first, last):
-    u = np.empty(min(block_size, grad.size), f32)
+def _encode(p, g, m, v, w, a, residual, row, words, at, record, guard, block_size, first, last):
+    c = np.empty(min(block_size, residual.size), f32)
+    finite = True
     for k in range(first, last):
-        if np.isnan(scales[k]):
-            continue
         lo = k * block_size
-        hi = min(lo + block_size, grad.size)
-        v = None if variance is None else variance[lo:hi]
-        w = None if weight is None else weight[lo:hi]
-        _contribution(u[: hi - lo], None, grad[lo:hi], momentum[lo:hi], v, w, scalars)
-        s = scales[k]
-        for i in range(lo, hi):
-            sent = -s if (bits[i // 8] >> u8(i % 8)) & u8(1) else s
-            error[i] = (error[i] + sent) - u[i - lo]
+        hi = min(lo + block_size, residual.size)
+        x, e = c[: hi - lo], residual[lo:hi]
+        fill(x, e, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
+        start = at + k * record
+        finite &= compress(x, e, words, start // 4, row[start : start + record], guard)
+    return finite
 
 
-@exact
-def _decode_mean(out, scales, bits, block_size, first, last):
+def _code_at(record, width, k, j):
+    """The code of element ``8 * k + j``."""
+    found = u32(0)
+    for plane in range(BITS):
+        found |= ((u32(record[4 + plane * width + k]) >> u32(j)) & u32(1)) << u32(plane)
+    return found
+
+
+def _set_values(total, record, s):
+    """``total``, which covers whole bytes, becomes what ``record`` stands for with the scale ``s``."""
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            total[8 * k + j] = f32(0) + value(code_at(record, width, k, j), s)
+
+
+def _set_values_of_two(total, one, s, two, t):
+    """The sum of two workers in one pass, which for two workers is all there is."""
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            first = f32(0) + value(code_at(one, width, k, j), s)
+            total[8 * k + j] = first + value(code_at(two, width, k, j), t)
+
+
+def _add_values(total, record, s):
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            total[8 * k + j] += value(code_at(record, width, k, j), s)
+
+
+def _mean_of_block(total, rows, words, start, end):
+    """``total``, which covers whole bytes, becomes the mean of what the records at ``start`` of all rows stand for."""
+    n, word = f32(rows.shape[0]), start // 4
+    if rows.shape[0] == 1:
+        set_values(total, rows[0, start:end], words[0, word])
+        return
+    set_values_of_two(total, rows[0, start:end], words[0, word] / n, rows[1, start:end], words[1, word] / n)
+    for i in range(2, rows.shape[0]):
+        add_values(total, rows[i, start:end], words[i, word] / n)
+
+
+def _decode(out, rows, words, at, record, block_size, first, last):
     total = np.empty(8 * ((min(block_size, out.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, out.size)
-        mean_of_block(total, scales, bits, k, lo, hi)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
         out[lo:hi] = total[: hi - lo]
 
 
-@exact
-def _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_size, first, last):
-    total = np.empty(8 * ((min(block_size, error.size) + 7) // 8), f32)
+def _recode(residual, new_residual, rows, words, at, record, row, own, out, again, guard, block_size, first, last):
+    total = np.empty(8 * ((min(block_size, residual.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
-        hi = min(lo + block_size, error.size)
-        mean_of_block(total, scales, bits, k, lo, hi)
+        hi = min(lo + block_size, residual.size)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
         c = total[: hi - lo]
         for i in range(c.size):
-            c[i] = c[i] + error[lo + i] + f32(0)
-        s = _scale(c, code)
-        scales_out[k] = s
-        _pack(c, bits_out[lo // 8 : (hi + 7) // 8])
-        _keep_lost(c, new_error[lo:hi], s)
+            c[i] = c[i] + residual[lo + i] + f32(0)
+        start = out + k * again
+        compress(c, new_residual[lo:hi], own, start // 4, row[start : start + again], guard)
 
 
-@exact
-def _step_update_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
-    for i in range(weight.size):
-        momentum[i] = mean[i] * denominator(variance[i], correction, eps, eps_inside)
-        weight[i] = decay * weight[i] - step_size * mean[i]
-
-
-@exact
-def _step_momentum_space(mean, momentum, variance, weight, correction, eps, eps_inside, decay, step_size):
-    for i in range(weight.size):
-        momentum[i] = mean[i]
-        update = mean[i] / denominator(variance[i], correction, eps, eps_inside)
-        weight[i] = decay * weight[i] - step_size * update
-
-
-@exact
-def _step_plain(mean, momentum, weight, decay, step_size, look_back):
-    for i in range(weight.size):
-        weight[i] = decay * weight[i] + look_back * momentum[i] - step_size * mean[i]
-        momentum[i] = mean[i]
-
-
-@exact
-def _apply(scales, bits, old, momentum, variance, weight, scalars, update_space, block_size, first, last):
-    correction, eps, eps_inside, decay, step_size, look_back = scalars
-    total = np.empty(8 * ((min(block_size, weight.size) + 7) // 8), f32)
+def _restore(p, g, m, v, w, a, residual, row, words, at, record, block_size, first, last):
+    u = np.empty(min(block_size, residual.size), f32)
     for k in range(first, last):
         lo = k * block_size
-        hi = min(lo + block_size, weight.size)
-        mean_of_block(total, scales, bits, k, lo, hi)
-        mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
-        if old is not None:
-            # Copied block by block into the cache, and not read in the loops: they could not be SIMD.
-            m[:] = old[0][lo:hi]
-            w[:] = old[1][lo:hi]
-        if variance is None:
-            _step_plain(mean, m, w, decay, step_size, look_back)
-        elif update_space:
-            _step_update_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
-        else:
-            _step_momentum_space(mean, m, variance[lo:hi], w, correction, eps, eps_inside, decay, step_size)
+        hi = min(lo + block_size, residual.size)
+        sent, width = row[at + k * record : at + (k + 1) * record], (hi - lo + 7) // 8
+        s = words[(at + k * record) // 4]
+        if np.isnan(s):
+            continue
+        x, e = u[: hi - lo], residual[lo:hi]
+        fill(x, None, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
+        for i in range(x.size):
+            e[i] = (e[i] + value(code_at(sent, width, i // 8, i % 8), s)) - x[i]
 
 
-def _encode_scalars(spec: Spec) -> tuple[Any, ...]:
-    return (
-        f32(spec.momentum_factor),
-        f32(spec.grad_factor),
-        f32(spec.l2),
-        f32(spec.eps),
-        bool(spec.eps_inside_sqrt),
-        f32(spec.variance_correction),
-        f32(spec.clip),
-    )
+def _step(p, g, m, v, w, a):
+    """The formula of each element of one block, and its numbers where they belong.
+
+    They are written to the arrays that were read: of others LLVM would have to know that they do not overlap.
+    """
+    for i in range(w.size):
+        moved = formula(p, _at(g, i), _at(m, i), _at(v, i), w[i], _at(a, i))
+        _put(m, i, moved[0])
+        _put(v, i, moved[1])
+        _put(w, i, moved[2])
 
 
-def encode(
-    grad: Array,
-    momentum: Array,
-    variance: Array | None,
-    weight: Array | None,
-    error: Array,
-    scales: Array,
-    bits: Bytes,
-    spec: Spec,
-) -> bool:
+def _apply(p, m, v, w, a, rows, words, at, record, block_size, first, last):
+    total = np.empty(8 * ((min(block_size, w.size) + 7) // 8), f32)
+    for k in range(first, last):
+        lo = k * block_size
+        hi = min(lo + block_size, w.size)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
+        step(p, total[: hi - lo], _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
+
+
+def _move(p, g, m, v, w, a, first, last):
+    lo, hi = first * PIECE, min(last * PIECE, w.size)
+    step(p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
+
+
+def _sums(p, g, m, v, w, a, out, first, last):
+    one, two = np.empty(PIECE, f32), np.empty(PIECE, f32)
+    for k in range(first, last):
+        out[k, 0] = out[k, 1] = 0.0
+        end = min((k + 1) * CHUNK, w.size)
+        for lo in range(k * CHUNK, end, PIECE):
+            n = min(lo + PIECE, end) - lo
+            for i in range(n):
+                j = lo + i
+                one[i], two[i] = formula(p, _at(g, j), _at(m, j), _at(v, j), w[j], _at(a, j))
+            out[k, 0] += _square_sum(one[:n])
+            out[k, 1] += _square_sum(two[:n])
+
+
+def _loop(template: Any, name: str, **names: Any) -> Any:
+    """``template`` with ``names`` bound, compiled; ``name`` tells it from others of the template."""
+    return exact(named(template.__code__, globals() | names, f"{template.__name__}_{name}"))
+
+
+@cache
+def _formula(function: Formula) -> Any:
+    return bound(function, NAMES, exact)
+
+
+@cache
+def _of_codec(codec: Codec) -> dict[str, Any]:
+    """What loops need of a codec."""
+    names = {"scale": _formula(codec.scale), "code": _formula(codec.code), "value": _formula(codec.value)}
+    names |= {"BITS": codec.bits}
+    for template in (_write_record, _compress, _code_at, _set_values, _set_values_of_two, _add_values, _mean_of_block):
+        names[template.__name__[1:]] = _loop(template, codec.name, **names)
+    return names
+
+
+@cache
+def _compiled(template: Any, codec: Codec | None = None, function: Formula | None = None) -> Any:
+    """The loop of a formula and a codec."""
+    names, name = {}, ""
+    if codec is not None:
+        names, name = dict(_of_codec(codec)), codec.name
+    if function is not None:
+        name = f"{name}_{label(function)}"
+        names["formula"] = _formula(function)
+        inner = _fill if template in (_encode, _restore) else _step
+        if template is not _sums:
+            names[inner.__name__[1:]] = _loop(inner, label(function), formula=names["formula"])
+    return _loop(template, name, **names)
+
+
+def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
     """See ``reference.encode``."""
-    scalars, code = _encode_scalars(spec), SCALE_CODES[spec.scale]
+    loop, record = _compiled(_encode, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    words = row.view(f32)
 
     def work(first: int, last: int) -> bool:
-        return _encode(
-            grad, momentum, variance, weight, error, scales, bits, scalars, code, spec.block_size, first, last
-        )
+        return loop(p, *arrays, residual, row, words, at, record, coding.guard, coding.block_size, first, last)
 
-    return all(over_blocks(grad.size, spec.block_size, work))
+    return all(over_blocks(residual.size, coding.block_size, work))
 
 
-def restore(
-    grad: Array,
-    momentum: Array,
-    variance: Array | None,
-    weight: Array | None,
-    error: Array,
-    scales: Array,
-    bits: Bytes,
-    spec: Spec,
-) -> None:
+def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:
     """See ``reference.restore``."""
-    scalars = _encode_scalars(spec)
+    loop, record = _compiled(_restore, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    words = row.view(f32)
 
     def work(first: int, last: int) -> None:
-        _restore(grad, momentum, variance, weight, error, scales, bits, scalars, spec.block_size, first, last)
+        loop(p, *arrays, residual, row, words, at, record, coding.block_size, first, last)
 
-    over_blocks(grad.size, spec.block_size, work)
-
-
-def encode_moved(
-    weight: Array,
-    anchor: Array,
-    variance: Array | None,
-    error: Array,
-    scales: Array,
-    bits: Bytes,
-    spec: Spec,
-    *,
-    decay: float,
-) -> bool:
-    """See ``reference.encode_moved``; in two passes: it is rare."""
-    moved = displacement(weight, anchor, variance, spec, decay)
-    return encode(moved, moved, None, None, error, scales, bits, _alone(spec))
+    over_blocks(residual.size, coding.block_size, work)
 
 
-def restore_moved(
-    weight: Array,
-    anchor: Array,
-    variance: Array | None,
-    error: Array,
-    scales: Array,
-    bits: Bytes,
-    spec: Spec,
-    *,
-    decay: float,
-) -> None:
-    """See ``reference.restore_moved``."""
-    moved = displacement(weight, anchor, variance, spec, decay)
-    restore(moved, moved, None, None, error, scales, bits, _alone(spec))
-
-
-def _alone(spec: Spec) -> Spec:
-    """``spec`` for what is encoded as it is."""
-    return spec._replace(momentum_factor=0.0, grad_factor=1.0)
-
-
-def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int) -> Array:
+def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
     """See ``reference.decode_mean``."""
-    scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
-    out = np.empty(size, f32)
+    loop, out = _compiled(_decode, coding.codec), np.empty(size, f32)
+    record, words = coding.codec.record_size(coding.block_size), rows.view(f32)
 
     def work(first: int, last: int) -> None:
-        _decode_mean(out, scales, bits, block_size, first, last)
+        loop(out, rows, words, at, record, coding.block_size, first, last)
 
-    over_blocks(size, block_size, work)
+    over_blocks(size, coding.block_size, work)
     return out
 
 
 def recode(
-    scales: Array,
-    bits: Bytes,
-    error: Array,
-    new_error: Array,
-    scales_out: Array,
-    bits_out: Bytes,
-    scale: ScaleName,
-    block_size: int,
+    rows: Bytes, at: int, coding: Coding, residual: Array, new_residual: Array, row: Bytes, out: int, again: Coding
 ) -> None:
     """See ``reference.recode``."""
-    scales, bits, code = np.ascontiguousarray(scales), np.ascontiguousarray(bits), SCALE_CODES[scale]
+    loop = _recoder(coding.codec, again.codec)
+    records = [kind.codec.record_size(kind.block_size) for kind in (coding, again)]
+    words, own = rows.view(f32), row.view(f32)
 
     def work(first: int, last: int) -> None:
-        _recode(scales, bits, error, new_error, scales_out, bits_out, code, block_size, first, last)
+        numbers = row, own, out, records[1], again.guard, coding.block_size, first, last
+        loop(residual, new_residual, rows, words, at, records[0], *numbers)
 
-    over_blocks(error.size, block_size, work)
+    over_blocks(residual.size, coding.block_size, work)
 
 
-def apply(
-    scales: Array,
-    bits: Bytes,
-    momentum: Array,
-    variance: Array | None,
-    weight: Array,
-    spec: Spec,
-    *,
-    update_space: bool,
-    step_size: float,
-    decay: float = 1.0,
-    look_back: float = 0.0,
-    new_momentum: Array | None = None,
-    new_weight: Array | None = None,
-) -> None:
+@cache
+def _recoder(codec: Codec, again: Codec) -> Any:
+    names = {"mean_of_block": _of_codec(codec)["mean_of_block"], "compress": _of_codec(again)["compress"]}
+    return _loop(_recode, f"{codec.name}_{again.name}", **names)
+
+
+def apply(formula: Formula, p: Any, arrays: Arrays, rows: Bytes, at: int, coding: Coding) -> None:
     """See ``reference.apply``."""
-    old, m, w = None, momentum, weight
-    if new_momentum is not None and new_weight is not None:
-        old, m, w = (momentum, weight), new_momentum, new_weight
-    # Rows of the wire are strided; a copy of the bits costs little, and loops over contiguous rows become SIMD.
-    scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
-    scalars = (
-        f32(spec.variance_correction),
-        f32(spec.eps),
-        bool(spec.eps_inside_sqrt),
-        f32(decay),
-        f32(step_size),
-        f32(look_back),
-    )
+    loop, record = _compiled(_apply, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    words = rows.view(f32)
 
     def work(first: int, last: int) -> None:
-        _apply(scales, bits, old, m, variance, w, scalars, update_space, spec.block_size, first, last)
+        loop(p, *arrays[1:], rows, words, at, record, coding.block_size, first, last)
 
-    over_blocks(weight.size, spec.block_size, work)
+    over_blocks(arrays.weight.size, coding.block_size, work)
+
+
+def move(formula: Formula, p: Any, arrays: Arrays) -> None:
+    """See ``reference.move``."""
+    loop = _compiled(_move, None, formula)
+
+    def work(first: int, last: int) -> None:
+        loop(p, *arrays, first, last)
+
+    over_blocks(arrays.weight.size, PIECE, work)
+
+
+def sums(formula: Formula, p: Any, arrays: Arrays, out: NDArray[np.float64]) -> None:
+    """See ``reference.sums``."""
+    loop = _compiled(_sums, None, formula)
+
+    def work(first: int, last: int) -> None:
+        loop(p, *arrays, out, first, last)
+
+    over_blocks(arrays.weight.size, CHUNK, work)

@@ -1,22 +1,27 @@
 """One optimizer algorithm per file. A rule is a frozen value: the hyperparameters of one step.
 
-A rule sees one tensor at a time. It says what to send (``encode``), what to do with the workers' mean (``apply``, for
-each part that a message holds, then ``finish``), how to take ``encode`` back (``restore``), and what the exact,
-uncompressed step is (``exact_step``).
+A rule brings formulas of one element, which the backends run over tensors (see ``horovod_onebit.formulas``), and their
+scalars. It sees one tensor at a time and says what to send (``contribution``), what to do with the workers' mean
+(``motion``, then ``finish``), and what the exact, uncompressed step is (``exact``). All formulas take the scalars
+``p``, then gradient ``g``, momentum ``m``, second moment ``v``, weight ``w`` and anchor ``a``; those that move return
+momentum, second moment and weight, None for what stays.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from types import ModuleType
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
+from horovod_onebit import codecs
+from horovod_onebit.codecs import NO_GUARD, Codec
+from horovod_onebit.formulas import Formula
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
 
 HEADROOM = 1024.0
@@ -28,18 +33,13 @@ class Tensor:
     """One parameter of this worker and what the rules keep for it: flat float32 arrays of one length.
 
     Attributes:
-        weight, momentum: updated in place by ``apply``, alike on every worker.
+        weight, momentum: updated in place, alike on every worker.
         variance: the second moment, frozen once compression starts; None for rules that have none.
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
-        new_weight, new_momentum: where ``apply`` puts them for callers whose arrays must not be written to; None is in
-            place. Only for rules that take it (Adam, SGD).
-        fresh: an array that some rules keep besides: a second moment that goes on (LAMB), the weights at the last
-            exchange (0/1 Adam); else None.
-        learning_rate: of the last compressed step, 0 before it.
+        anchor: the weights at the last exchange, for rules with local steps (0/1 Adam); else None.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
-        sums: what ``measure`` found.
     """
 
     name: str
@@ -49,12 +49,8 @@ class Tensor:
     residual: Array
     step: int = 0
     variance_steps: int = 0
-    fresh: Array | None = None
+    anchor: Array | None = None
     layer: Array | None = None
-    learning_rate: float = 0.0
-    new_weight: Array | None = None
-    new_momentum: Array | None = None
-    sums: Sequence[NDArray[np.float64]] = ()
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
@@ -69,70 +65,99 @@ class Tensor:
             self.residual[piece],
             self.step,
             self.variance_steps,
-            None if self.fresh is None else self.fresh[piece],
+            None if self.anchor is None else self.anchor[piece],
             self.layer,
-            self.learning_rate,
-            None if self.new_weight is None else self.new_weight[piece],
-            None if self.new_momentum is None else self.new_momentum[piece],
         )
+
+    def arrays(self, gradient: Array | None = None) -> Arrays:
+        """What formulas look at."""
+        return Arrays(gradient, self.momentum, self.variance, self.weight, self.anchor)
 
 
 @dataclass(frozen=True)
 class Context:
-    """What a rule needs to know besides the tensor."""
+    """What a rule needs to know besides the tensor. ``codec`` is what the workers send."""
 
     kernels: ModuleType
     recipe: Recipe
     workers: int
 
+    @property
+    def codec(self) -> Codec:
+        return codecs.find(self.recipe.codec)
+
+    def coding(self, block_size: int, codec: Codec | None = None) -> Coding:
+        """How blocks become records of this worker's ``codec``, or of another."""
+        guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
+        return Coding(codec or self.codec, block_size, guard)
+
+
+class Use(NamedTuple):
+    """A formula and its scalars, a NamedTuple of float32."""
+
+    formula: Formula
+    p: Any
+
+
+def scalars(kind: type[Any], **values: float) -> Any:
+    """``kind``, a NamedTuple, of ``values`` as float32."""
+    return kind(**{name: np.float32(value) for name, value in values.items()})
+
 
 class Rule:
-    """What all rules share; a rule fills in ``coding``, ``apply`` and ``exact_step``."""
+    """What all rules share; a rule fills in ``contribution``, ``motion`` and ``exact``."""
 
     name: str
     lr: float
     encodes_gradients: ClassVar[bool] = True
     """Whether a message of several workers' mean gradient is as good as a message of each."""
 
-    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        """How to compress ``tensor``: the second moment or None, the weights (for L2 decay) or None, the scalars."""
+    def contribution(self, tensor: Tensor, context: Context) -> Use:
+        """What this worker sends, before the residual is added; one number an element."""
         raise NotImplementedError
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        """What the mean of all messages, which comes as the gradient, does in step number ``tensor.step + 1``."""
+        raise NotImplementedError
+
+    def exact(self, tensor: Tensor) -> Use:
+        """What the exact mean gradient does in step number ``tensor.step``, which counts already."""
+        raise NotImplementedError
+
+    def bound(self, tensor: Tensor, context: Context) -> float:
+        """The most that ``contribution`` can be, infinity where there is no bound."""
+        return math.inf
 
     def largest_scale(self, tensor: Tensor, block_size: int, context: Context) -> float:
         """A bound on the scales of any message, infinity where there is none.
 
-        The update u is clipped to [-k, k], so that a block of n elements has |u| <= k sqrt(n). With the scales
-        "guarded" and "mean_abs" a message loses at most the share q = sqrt(1 - 3 / (4 n)) of c = u + error, so that
-        |error| <= q (|u| + |error|) stays below k sqrt(n) / (1 - q), and a scale, at most |c| / sqrt(n), below
-        k / (1 - q) <= k (8 n / 3). What a server of a two-stage exchange compresses is made of such scales, so that
-        its own are below k (8 n / 3)^2. ``HEADROOM`` is for residuals that began elsewhere: with the clip of more
-        workers, or handed over when the workers changed. With ``rescale_error`` residuals may grow without bound.
+        The contribution u is within [-k, k], so that a block of n elements has |u| <= k sqrt(n). With guarded scales a
+        message loses at most the share q = sqrt(1 - 3 / (4 n)) of c = u + error, so that |error| <= q (|u| + |error|)
+        stays below k sqrt(n) / (1 - q), and a scale, at most 2.2 |c| / sqrt(n), below 2.2 k / (1 - q), and that below
+        2.2 k (8 n / 3). What a server of a two-stage exchange compresses is made of such scales, so that its own are
+        below k (2.2 * 8 n / 3)^2. ``HEADROOM`` is for residuals that began elsewhere: with the clip of more workers, or
+        handed over when the workers changed.
         """
-        variance, _, spec = self.coding(tensor, block_size, context)
-        if variance is None or spec.scale == "rms" or context.recipe.rescale_error:
+        if context.recipe.scale == "rms":
             return math.inf
-        return HEADROOM * float(spec.clip) * (8 * block_size / 3) ** 2
+        return HEADROOM * self.bound(tensor, context) * (2.2 * 8 * block_size / 3) ** 2
 
-    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
-        """Take step number ``tensor.step + 1`` with the mean of all messages: (n, blocks), (n, bytes)."""
-        raise NotImplementedError
+    def direction(self, tensor: Tensor, context: Context) -> Array:
+        """The momentum in the space that is compressed, in host memory."""
+        return np.asarray(context.kernels.host(tensor.momentum))
 
     def init(self, tensor: Tensor) -> None:
         """Give a new ``tensor`` what this rule keeps besides momentum and second moment."""
 
     def begin(self, tensor: Tensor, context: Context) -> None:
         """The last exact step of ``tensor`` was taken; what follows is compressed."""
-        floor = context.recipe.floor
-        if floor is not None and tensor.variance is not None:
-            variance = context.kernels.host(tensor.variance)
-            least = floor * np.sqrt(variance, dtype=np.float64).mean()
-            context.kernels.write(tensor.variance, np.maximum(variance, np.float32(least * least)))
 
-    def measure(self, tensor: Tensor, context: Context) -> None:
-        """All parts of ``tensor`` were applied: start to find out what ``finish`` must know of the whole of it."""
+    def lengths(self, tensor: Tensor, context: Context) -> Use | None:
+        """Two numbers an element whose sums of squares ``finish`` must know, of all parts of ``tensor``."""
+        return None
 
-    def finish(self, tensor: Tensor, context: Context) -> None:
-        """All parts of ``tensor`` were applied and it was measured: do what needs the whole of it."""
+    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
+        """All parts of ``tensor`` have moved: do what needs the whole of it. ``sums``: (2,), of ``lengths``."""
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone, for rules that have such steps."""
@@ -145,33 +170,37 @@ class Rule:
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         """Take over the ``mean`` of what all workers have ``pending``."""
 
-    def exact_step(self, tensor: Tensor, grad: Array) -> None:
-        """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it. All in host memory."""
-        raise NotImplementedError
+    def exact_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
+        """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""
+        tensor.step += 1
+        tensor.variance_steps += 1
+        context.kernels.move(*self.exact(tensor), tensor.arrays(grad))
 
-    def exact_step_anywhere(self, tensor: Tensor, grad: Array, context: Context) -> None:
-        """``exact_step`` for tensors that may lie elsewhere; they then go to the host's memory and back: it is rare."""
-        names = [name for name in ("weight", "momentum", "variance") if getattr(tensor, name) is not None]
-        here = replace(tensor, **{name: context.kernels.host(getattr(tensor, name)) for name in names})
-        self.exact_step(here, grad)
-        for name in names:
-            if getattr(here, name) is not getattr(tensor, name):
-                context.kernels.write(getattr(tensor, name), getattr(here, name))
-        tensor.step, tensor.variance_steps = here.step, here.variance_steps
+    def encode(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> bool:
+        """Compress this worker's contribution to records at ``at`` of ``row``, update the residual; all finite?"""
+        how = self.contribution(tensor, context)
+        return context.kernels.encode(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
 
-    def encode(
-        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
-    ) -> bool:
-        """Compress this worker's contribution into ``scales`` and ``bits``, update the residual; all finite?"""
-        variance, weight, spec = self.coding(tensor, block_size, context)
-        return context.kernels.encode(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)
-
-    def restore(
-        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
-    ) -> None:
+    def restore(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> None:
         """Undo ``encode`` of the same arguments."""
-        variance, weight, spec = self.coding(tensor, block_size, context)
-        context.kernels.restore(grad, tensor.momentum, variance, weight, tensor.residual, scales, bits, spec)
+        how = self.contribution(tensor, context)
+        context.kernels.restore(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
+
+    def apply(self, tensor: Tensor, rows: Bytes, at: int, coding: Coding, context: Context) -> None:
+        """Take step number ``tensor.step + 1`` with the mean of all messages, (k, bytes)."""
+        context.kernels.apply(*self.motion(tensor, context), tensor.arrays(), rows, at, coding)
+
+
+def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context) -> list[NDArray[np.float64] | None]:
+    """The sums of squares that each of ``uses`` asks for, (2,), in one batch."""
+    chunks: list[NDArray[np.float64] | None] = []
+    with context.kernels.batch():
+        for use, tensor in zip(uses, tensors, strict=True):
+            out = None if use is None else np.empty((num_blocks(tensor.weight.size, CHUNK), 2))
+            if use is not None:
+                context.kernels.sums(*use, tensor.arrays(), out)
+            chunks.append(out)
+    return [None if out is None else out.sum(axis=0) for out in chunks]
 
 
 def largest_scale(parts: Sequence[tuple[Rule, Tensor, int]], context: Context) -> float:
@@ -188,10 +217,7 @@ def norms_of(tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context)
     error = momentum = 0.0
     host = context.kernels.host
     for tensor, rule in zip(tensors, rules, strict=True):
-        variance, _, spec = rule.coding(tensor, 8, context)
-        m, residual = host(tensor.momentum), host(tensor.residual)
-        if variance is not None:
-            m = m / denominator(host(variance), spec)
+        m, residual = rule.direction(tensor, context), host(tensor.residual)
         momentum += float(np.dot(m, m))
         error += float(np.dot(residual, residual))
     return float(np.sqrt(error)), float(np.sqrt(momentum))

@@ -20,13 +20,81 @@ weight decay goes straight to w; L2 decay goes into g_i.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.reference import Array, Bytes, Spec
-from horovod_onebit.rules import Context, Rule, Tensor
+from horovod_onebit.formulas import Number, clipped, denominator, f32, sqrt
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+
+ZERO = f32(0)
+
+
+class Scalars(NamedTuple):
+    """Of a compressed step. ``correction`` is that of the second moment's bias; of the two epsilons one is 0."""
+
+    beta1: Number
+    grad: Number
+    l2: Number
+    correction: Number
+    eps_inside: Number
+    eps: Number
+    clip: Number
+    decay: Number
+    step: Number
+
+
+def momentum(p: Scalars, g: Number, m: Number, _v: Number, _w: Number, _a: Number) -> Number:  # line 7
+    return p.beta1 * m + p.grad * g
+
+
+def momentum_l2(p: Scalars, g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Number:
+    return p.beta1 * m + p.grad * (g + p.l2 * w)
+
+
+def update(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
+    of_all = momentum(p, g, m, v, w, a)
+    return clipped(p, of_all / denominator(p, v)) + of_all * ZERO  # NaN stays NaN, Inf becomes NaN
+
+
+def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
+    of_all = momentum_l2(p, g, m, v, w, a)
+    return clipped(p, of_all / denominator(p, v)) + of_all * ZERO
+
+
+def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16
+    return x * denominator(p, v), None, p.decay * w - p.step * x
+
+
+def move_by_momentum(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:
+    return x, None, p.decay * w - p.step * (x / denominator(p, v))
+
+
+class Exact(NamedTuple):
+    """Of an exact step: ``keep1`` and ``keep2`` are beta1 and beta2, ``take1`` and ``take2`` what they leave."""
+
+    grad: Number
+    l2: Number
+    take1: Number
+    keep2: Number
+    take2: Number
+    root: Number  # of the second moment's correction
+    eps: Number
+    decay: Number
+    step: Number
+
+
+def moments(p: Exact, g: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
+    gradient = p.grad * g + p.l2 * w
+    return m + p.take1 * (gradient - m), p.keep2 * v + p.take2 * gradient * gradient
+
+
+def exact(p: Exact, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    new_m, new_v = moments(p, g, m, v, w, a)
+    return new_m, new_v, p.decay * w - p.step * (new_m / (sqrt(new_v) / p.root + p.eps))
 
 
 @dataclass(frozen=True)
@@ -50,53 +118,70 @@ class Adam(Rule):
             if not low <= number(field, getattr(self, field)) < high:
                 raise ConfigurationError(f"{field}={getattr(self, field)!r}: expected {low} <= {field} < {high}")
 
-    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        l2 = 0.0 if self.decoupled else self.weight_decay / self.grad_scale
-        recipe = context.recipe
-        spec = Spec(
-            momentum_factor=self.beta1,
-            grad_factor=(1 - self.beta1) * self.grad_scale,
-            l2=l2,
-            eps=self.eps,
-            eps_inside_sqrt=recipe.eps_inside_sqrt,
-            variance_correction=1 / (1 - self.beta2 ** max(tensor.variance_steps, 1)),
-            clip=recipe.clip_for(context.workers),
-            scale=recipe.scale,
-            block_size=block_size,
-        )
-        variance = tensor.variance if recipe.space == "update" else None
-        return variance, tensor.weight if l2 else None, spec
+    @property
+    def l2(self) -> float:
+        """Of the weight decay what goes into the gradient, before that is scaled."""
+        return 0.0 if self.decoupled else self.weight_decay / self.grad_scale
 
-    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
-        _, _, spec = self.coding(tensor, block_size, context)
-        context.kernels.apply(
-            scales,
-            bits,
-            tensor.momentum,
-            tensor.variance,
-            tensor.weight,
-            spec,
-            update_space=context.recipe.space == "update",
-            step_size=self.lr / (1 - self.beta1 ** (tensor.step + 1)),
-            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            new_momentum=tensor.new_momentum,
-            new_weight=tensor.new_weight,
-        )
+    @property
+    def decay(self) -> float:
+        """What decoupled weight decay leaves of a weight."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
-    def exact_step(self, tensor: Tensor, grad: Array) -> None:
+    def correction(self, tensor: Tensor) -> float:
+        """Of the second moment's bias."""
+        return 1 / (1 - self.beta2 ** max(tensor.variance_steps, 1))
+
+    def step_size(self, tensor: Tensor) -> float:
+        """The learning rate, with the momentum's bias corrected, of the step after ``tensor.step``."""
+        return self.lr / (1 - self.beta1 ** (tensor.step + 1))
+
+    def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
+        inside = context.recipe.eps_inside_sqrt
+        values = {
+            "beta1": self.beta1,
+            "grad": (1 - self.beta1) * self.grad_scale,
+            "l2": self.l2,
+            "correction": self.correction(tensor),
+            "eps_inside": self.eps if inside else 0.0,
+            "eps": 0.0 if inside else self.eps,
+            "clip": context.recipe.clip_for(context.workers),
+            "decay": self.decay,
+            "step": self.step_size(tensor),
+        }
+        found: Scalars = scalars(Scalars, **(values | changes))
+        return found
+
+    def contribution(self, tensor: Tensor, context: Context) -> Use:
+        p = self.scalars(tensor, context)
+        if context.recipe.space == "update":
+            return Use(update_l2 if self.l2 else update, p)
+        return Use(momentum_l2 if self.l2 else momentum, p)
+
+    def bound(self, tensor: Tensor, context: Context) -> float:
+        return context.recipe.clip_for(context.workers) if context.recipe.space == "update" else np.inf
+
+    def direction(self, tensor: Tensor, context: Context) -> Array:
+        m = super().direction(tensor, context)
+        if context.recipe.space == "momentum":
+            return m
+        return np.asarray(m / denominator(self.scalars(tensor, context), context.kernels.host(tensor.variance)))
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        formula = move_by_update if context.recipe.space == "update" else move_by_momentum
+        return Use(formula, self.scalars(tensor, context))
+
+    def exact(self, tensor: Tensor) -> Use:
         """Adam (Kingma and Ba 2015), or AdamW with ``decoupled`` decay."""
-        assert tensor.variance is not None
-        f32 = np.float32
-        tensor.step += 1
-        tensor.variance_steps += 1
-        g = f32(self.grad_scale) * grad
-        if self.decoupled:
-            tensor.weight *= f32(1 - self.lr * self.weight_decay)
-        elif self.weight_decay:
-            g = g + f32(self.weight_decay) * tensor.weight
-        m, v = tensor.momentum, tensor.variance
-        m += f32(1 - self.beta1) * (g - m)
-        v *= f32(self.beta2)
-        v += f32(1 - self.beta2) * g * g
-        d = np.sqrt(v) / f32(np.sqrt(1 - self.beta2**tensor.variance_steps)) + f32(self.eps)
-        tensor.weight -= f32(self.lr / (1 - self.beta1**tensor.step)) * (m / d)
+        values = {
+            "grad": self.grad_scale,
+            "l2": 0.0 if self.decoupled else self.weight_decay,
+            "take1": 1 - self.beta1,
+            "keep2": self.beta2,
+            "take2": 1 - self.beta2,
+            "root": np.sqrt(1 - self.beta2**tensor.variance_steps),
+            "eps": self.eps,
+            "decay": self.decay,
+            "step": self.lr / (1 - self.beta1**tensor.step),
+        }
+        return Use(exact, scalars(Exact, **values))

@@ -6,43 +6,88 @@ LAMB is Adam whose update is scaled, layer by layer, to the length of the layer'
 
 and in warm-up the mean of the coefficients is kept: c_avg <- coeff_beta c_avg + (1 - coeff_beta) c (Algorithm 2,
 line 6; its bias towards the initial 0 is corrected here).
-Afterwards, with the momentum m_t that all workers have in common once it is exchanged as in 1-bit Adam, c is
-
-    "live"     computed as in warm-up, from w and m_t, which are the same on all workers, but not below c_avg:
-               elements that v does not know yet get a full step each time, and must not slow the others down;
-    "frozen"   Algorithm 2, lines 17 to 21: c = r c_avg, where r follows the second moment that would have been
-
-        g'      = (m_t - beta1 m_{t-1}) / (1 - beta1)
-        v_fresh <- beta2 v_fresh + (1 - beta2) g'^2
-        r       = max over the layer of D(v) / D(v_fresh)       denominators, as DeepSpeed has it; printed: of v itself
-        r       <- clip(r, (1 -+ factor_threshold) r_before);  clip(r, factor_min, factor_max)
-        r       <- k r + 1 - k,  k = min(1, |m / D| / |m / D + decay w|)
-
-"live" is for update space, where every element of u has a sensible size, and needs no second second-moment; "frozen" is
-what momentum space needs, where compression distorts |u|.
+Afterwards, with the momentum that all workers have in common once it is exchanged as in 1-bit Adam, c is computed as
+in warm-up, from weights and momentum, which are the same on all workers, but not below c_avg: elements that v does not
+know yet get a full step each time, and must not slow the others down. (Algorithm 2, lines 17 to 21, stretches c_avg
+instead by how the second moment would have changed, which needs a second second-moment.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, Spec, denominator, num_blocks
-from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Tensor
-from horovod_onebit.rules.adam import Adam
+from horovod_onebit.formulas import Number, denominator, sqrt
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Context, Tensor, Use, scalars, sums
+from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments
 
-Trust = Literal["live", "frozen"]
-
-COEFFICIENT, FACTOR, RATIO = range(3)
-"""What ``Tensor.layer`` holds: c_avg; r of the last step; the largest ratio so far in this one."""
+COEFFICIENT = 0
+"""What ``Tensor.layer`` holds: c_avg."""
 
 
-def trust_for(recipe: Recipe) -> Trust:
-    """How a compressed step finds a layer's coefficient."""
-    return "live" if recipe.space == "update" else "frozen"
+def take_over_update(p: Scalars, x: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
+    return x * denominator(p, v), None, None
+
+
+def take_over_momentum(_p: Scalars, x: Number, _m: Number, _v: Number, _w: Number, _a: Number) -> Any:
+    return x, None, None
+
+
+class Step(NamedTuple):
+    """Of a step of the whole layer. ``first`` is the momentum's correction, ``inside`` the decay inside of the update,
+    ``step`` includes the layer's coefficient."""
+
+    first: Number
+    inside: Number
+    correction: Number
+    eps_inside: Number
+    eps: Number
+    decay: Number
+    step: Number
+
+
+def update(p: Step, _g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
+    return m / denominator(p, v) * p.first + p.inside * w
+
+
+def lengths(p: Step, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return w, update(p, g, m, v, w, a)
+
+
+def move(p: Step, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return None, None, p.decay * w - p.step * update(p, g, m, v, w, a)
+
+
+class ExactStep(NamedTuple):
+    """Of an exact step of the whole layer: corrections divide."""
+
+    first: Number
+    root: Number
+    eps: Number
+    inside: Number
+    decay: Number
+    step: Number
+
+
+def exact_moments(p: Exact, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    new_m, new_v = moments(p, g, m, v, w, a)
+    return new_m, new_v, None
+
+
+def exact_update(p: ExactStep, _g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
+    return (m / p.first) / (sqrt(v) / p.root + p.eps) + p.inside * w
+
+
+def exact_lengths(p: ExactStep, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return p.decay * w, exact_update(p, g, m, v, w, a)
+
+
+def exact_move(p: ExactStep, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return None, None, p.decay * w - p.step * exact_update(p, g, m, v, w, a)
 
 
 @dataclass(frozen=True)
@@ -59,142 +104,99 @@ class LAMB(Adam):
     min_coeff: float = 0.01
     max_coeff: float = 10.0
     coeff_beta: float = 0.9
-    factor_min: float = 0.5
-    factor_max: float = 4.0
-    factor_threshold: float = 0.1
-    trust: Trust = "live"
     name: str = "lamb"
 
+    @property
+    def l2(self) -> float:
+        return 0.0  # the decay is in the update, if it is not outside
+
+    @property
+    def inside(self) -> float:
+        return 0.0 if self.decoupled else self.weight_decay
+
+    def correction(self, tensor: Tensor) -> float:
+        return super().correction(tensor) if self.bias_correction else 1.0
+
     def init(self, tensor: Tensor) -> None:
-        tensor.layer = np.array([0, 1, 0], np.float32)
-        tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
+        tensor.layer = np.zeros(1, np.float32)
 
     def begin(self, tensor: Tensor, context: Context) -> None:
-        super().begin(tensor, context)
         assert tensor.layer is not None
-        host = context.kernels.host
         if tensor.layer[COEFFICIENT] == 0:  # an exact part that keeps no mean: the coefficient of now
-            assert tensor.variance is not None
-            moments = host(tensor.momentum), host(tensor.variance)
-            update = self._corrected(*moments, tensor.step, tensor.variance_steps)
-            tensor.layer[COEFFICIENT] = self.coefficient(_norm(host(tensor.weight)), _norm(update)) * self._seen(tensor)
-        if tensor.fresh is not None:
-            assert tensor.variance is not None
-            tensor.fresh[:] = tensor.variance
+            found = self._exact_coefficient(tensor, context, decay=1.0)
+            tensor.layer[COEFFICIENT] = found * self._seen(tensor)
 
-    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        variance, _, spec = super().coding(tensor, block_size, context)
-        spec = spec._replace(l2=0.0)  # the decay is in the update, if it is not outside
-        return variance, None, spec if self.bias_correction else spec._replace(variance_correction=1.0)
-
-    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
+    def motion(self, tensor: Tensor, context: Context) -> Use:
         """Take over the momentum; the weights wait for ``finish``, which needs the whole layer."""
-        _, _, spec = self.coding(tensor, block_size, context)
-        before = tensor.momentum.copy() if self.trust == "frozen" else None
-        moments, space = (tensor.momentum, tensor.variance), context.recipe.space == "update"
-        context.kernels.apply(scales, bits, *moments, tensor.weight, spec, update_space=space, step_size=0.0)
-        if before is not None:
-            self._refresh(tensor, before, spec)
+        formula = take_over_update if context.recipe.space == "update" else take_over_momentum
+        return Use(formula, self.scalars(tensor, context))
 
-    def _refresh(self, tensor: Tensor, before: Array, spec: Spec) -> None:
-        assert tensor.fresh is not None
-        assert tensor.layer is not None
-        assert tensor.variance is not None
-        f32 = np.float32
-        g = (tensor.momentum - f32(self.beta1) * before) / f32(1 - self.beta1)
-        tensor.fresh *= f32(self.beta2)
-        tensor.fresh += f32(1 - self.beta2) * g * g
-        correction = 1 / (1 - self.beta2 ** (tensor.step + 1)) if self.bias_correction else 1.0
-        fresh = denominator(tensor.fresh, spec._replace(variance_correction=correction))
-        ratio = (denominator(tensor.variance, spec) / fresh).max()
-        tensor.layer[RATIO] = max(tensor.layer[RATIO], ratio)
+    def _step(self, tensor: Tensor, context: Context, coefficient: float = 0.0) -> Step:
+        inside = context.recipe.eps_inside_sqrt
+        values = {
+            "first": 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0,
+            "inside": self.inside,
+            "correction": self.correction(tensor),
+            "eps_inside": self.eps if inside else 0.0,
+            "eps": 0.0 if inside else self.eps,
+            "decay": self.decay,
+            "step": self.lr * coefficient,
+        }
+        found: Step = scalars(Step, **values)
+        return found
 
-    def _update(self, tensor: Tensor, context: Context) -> Spec:
-        """What ``kernels.squares`` and ``move`` are told of the update: its correction, the decay inside of it."""
-        _, _, spec = self.coding(tensor, 8, context)
-        correction = 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0
-        return spec._replace(momentum_factor=correction, l2=0.0 if self.decoupled else self.weight_decay)
+    def lengths(self, tensor: Tensor, context: Context) -> Use:
+        return Use(lengths, self._step(tensor, context))
 
-    def measure(self, tensor: Tensor, context: Context) -> None:
-        """How long the weights and the update are; and the update without decay, where that counts and differs."""
-        specs = [self._update(tensor, context)]
-        if self.trust == "frozen" and specs[0].l2:
-            specs.append(specs[0]._replace(l2=0.0))
-        tensor.sums = [np.empty((num_blocks(tensor.weight.size, CHUNK), 2)) for _ in specs]
-        for sums, spec in zip(tensor.sums, specs, strict=True):
-            context.kernels.squares(tensor.momentum, tensor.variance, tensor.weight, sums, spec)
-
-    def finish(self, tensor: Tensor, context: Context) -> None:
+    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
         """Move the weights of the whole layer."""
         assert tensor.layer is not None
-        weight, update = (_rounded(float(total)) for total in tensor.sums[0].sum(axis=0))
+        assert sums is not None
         average = float(tensor.layer[COEFFICIENT]) / self._seen(tensor)
-        if self.trust == "live":
-            coefficient = max(self.coefficient(weight, update), average)
-        else:
-            adam = _rounded(float(tensor.sums[-1].sum(axis=0)[1]))
-            coefficient = self._factor(tensor.layer, adam, update) * average
-        context.kernels.move(
-            tensor.momentum,
-            tensor.variance,
-            tensor.weight,
-            self._update(tensor, context),
-            step_size=self.lr * coefficient,
-            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-        )
+        coefficient = max(self.coefficient(*map(_length, sums)), average)
+        context.kernels.move(move, self._step(tensor, context, coefficient), tensor.arrays())
 
     def _seen(self, tensor: Tensor) -> float:
         """What the mean of the coefficients is still short of, since it began at 0."""
         return 1 - self.coeff_beta ** max(tensor.variance_steps, 1)
 
-    def _corrected(self, m: Array, v: Array, step: int, variance_steps: int) -> Array:
-        f32 = np.float32
-        first = 1 - self.beta1**step if self.bias_correction else 1.0
-        second = 1 - self.beta2**variance_steps if self.bias_correction else 1.0
-        return (m / f32(first)) / (np.sqrt(v) / f32(np.sqrt(second)) + f32(self.eps))
-
     def coefficient(self, w: float, u: float) -> float:
         """LAMB's trust ratio of one layer, from the norms of its weights and of its update."""
         return min(max(w / u, self.min_coeff), self.max_coeff) if w > 0 and u > 0 else 1.0
 
-    def _factor(self, layer: Array, adam: float, update: float) -> float:
-        """Algorithm 2, line 20: how much the frozen coefficient is stretched in this step."""
-        last, r = float(layer[FACTOR]), float(layer[RATIO])
-        r = min(max(r, (1 - self.factor_threshold) * last), (1 + self.factor_threshold) * last)
-        r = min(max(r, self.factor_min), self.factor_max)
-        layer[FACTOR], layer[RATIO] = r, 0
-        k = min(1.0, adam / update) if update > 0 else 1.0
-        return k * r + 1 - k
+    def _exact_step(self, tensor: Tensor, decay: float, coefficient: float = 0.0) -> ExactStep:
+        """Of the step number ``tensor.step``."""
+        corrected = self.bias_correction
+        values = {
+            "first": 1 - self.beta1**tensor.step if corrected else 1.0,
+            "root": np.sqrt(1 - self.beta2**tensor.variance_steps) if corrected else 1.0,
+            "eps": self.eps,
+            "inside": self.inside,
+            "decay": decay,
+            "step": self.lr * coefficient,
+        }
+        found: ExactStep = scalars(ExactStep, **values)
+        return found
 
-    def exact_step(self, tensor: Tensor, grad: Array) -> None:
+    def _exact_coefficient(self, tensor: Tensor, context: Context, decay: float) -> float:
+        (found,) = sums([Use(exact_lengths, self._exact_step(tensor, decay))], [tensor], context)
+        assert found is not None
+        return self.coefficient(*map(_length, found))
+
+    def exact_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """LAMB (You et al. 2020, Algorithm 2)."""
-        assert tensor.variance is not None
         assert tensor.layer is not None
-        f32 = np.float32
         tensor.step += 1
         tensor.variance_steps += 1
-        g = f32(self.grad_scale) * grad
-        m, v = tensor.momentum, tensor.variance
-        m += f32(1 - self.beta1) * (g - m)
-        v *= f32(self.beta2)
-        v += f32(1 - self.beta2) * g * g
-        update = self._corrected(m, v, tensor.step, tensor.variance_steps)
-        if self.decoupled:
-            tensor.weight *= f32(1 - self.lr * self.weight_decay)
-        else:
-            update += f32(self.weight_decay) * tensor.weight
-        coefficient = self.coefficient(_norm(tensor.weight), _norm(update))
+        _, p = self.exact(tensor)
+        context.kernels.move(exact_moments, p._replace(l2=np.float32(0)), tensor.arrays(grad))
+        coefficient = self._exact_coefficient(tensor, context, self.decay)
         average = float(tensor.layer[COEFFICIENT])
         tensor.layer[COEFFICIENT] = self.coeff_beta * average + (1 - self.coeff_beta) * coefficient
-        tensor.weight -= f32(self.lr * coefficient) * update
+        context.kernels.move(exact_move, self._exact_step(tensor, self.decay, coefficient), tensor.arrays())
 
 
-def _norm(x: Array) -> float:
-    """The Euclidean norm, as ``_rounded`` has it."""
-    return _rounded(float(np.square(x, dtype=np.float64).sum()))
-
-
-def _rounded(squares: float) -> float:
+def _length(squares: float) -> float:
     """The root of a sum of squares, to 20 bits: machines whose sums round differently must still agree."""
     mantissa, exponent = np.frexp(np.sqrt(squares))
     return float(np.ldexp(np.round(mantissa * 2**20), exponent - 20))

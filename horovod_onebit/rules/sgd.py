@@ -14,13 +14,60 @@ the magnitudes of gradients differ between layers. Weight decay is L2, into g_i,
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.reference import Array, Bytes, Spec
-from horovod_onebit.rules import Context, Rule, Tensor
+from horovod_onebit.formulas import Number
+from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+
+
+class Scalars(NamedTuple):
+    """``look_back`` is what Nesterov's momentum adds of the momentum before: w - lr (x + momentum (x - before))."""
+
+    momentum: Number
+    grad: Number
+    l2: Number
+    decay: Number
+    look_back: Number
+    step: Number
+
+
+def contribute(p: Scalars, g: Number, m: Number, _v: Number, _w: Number, _a: Number) -> Number:
+    return p.momentum * m + p.grad * g
+
+
+def contribute_l2(p: Scalars, g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Number:
+    return p.momentum * m + p.grad * (g + p.l2 * w)
+
+
+def move(p: Scalars, x: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    return x, None, p.decay * w + p.look_back * m - p.step * x
+
+
+class Exact(NamedTuple):
+    """``ahead_g`` and ``ahead_m`` are what the update has of the gradient and of the new momentum."""
+
+    grad: Number
+    l2: Number
+    momentum: Number
+    take: Number
+    ahead_g: Number
+    ahead_m: Number
+    decay: Number
+    step: Number
+
+
+def exact(p: Exact, g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    gradient = p.grad * g + p.l2 * w
+    new_m = p.momentum * m + p.take * gradient
+    return new_m, None, p.decay * w - p.step * (p.ahead_g * gradient + p.ahead_m * new_m)
+
+
+def exact_without_momentum(p: Exact, g: Number, _m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    return None, None, p.decay * w - p.step * (p.grad * g + p.l2 * w)
 
 
 @dataclass(frozen=True)
@@ -46,53 +93,41 @@ class SGD(Rule):
         if self.nesterov and (self.momentum <= 0 or self.dampening != 0):
             raise ConfigurationError("nesterov=True needs momentum > 0 and dampening = 0, as in torch.optim.SGD")
 
-    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        l2 = 0.0 if self.decoupled else self.weight_decay / self.grad_scale
-        spec = Spec(
-            momentum_factor=self.momentum,
-            grad_factor=(1 - self.dampening) * self.grad_scale,
-            l2=l2,
-            eps=0.0,
-            eps_inside_sqrt=False,
-            variance_correction=1.0,
-            clip=np.inf,
-            scale=context.recipe.scale,
-            block_size=block_size,
-        )
-        return None, tensor.weight if l2 else None, spec
+    @property
+    def decay(self) -> float:
+        """What decoupled weight decay leaves of a weight."""
+        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
-    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
-        _, _, spec = self.coding(tensor, block_size, context)
+    def scalars(self) -> Scalars:
         ahead = self.momentum if self.nesterov else 0.0
-        context.kernels.apply(
-            scales,
-            bits,
-            tensor.momentum,
-            None,
-            tensor.weight,
-            spec,
-            update_space=False,
-            step_size=self.lr * (1 + ahead),
-            look_back=self.lr * ahead,
-            decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            new_momentum=tensor.new_momentum,
-            new_weight=tensor.new_weight,
-        )
+        values = {
+            "momentum": self.momentum,
+            "grad": (1 - self.dampening) * self.grad_scale,
+            "l2": 0.0 if self.decoupled else self.weight_decay / self.grad_scale,
+            "decay": self.decay,
+            "look_back": self.lr * ahead,
+            "step": self.lr * (1 + ahead),
+        }
+        found: Scalars = scalars(Scalars, **values)
+        return found
 
-    def exact_step(self, tensor: Tensor, grad: Array) -> None:
+    def contribution(self, tensor: Tensor, context: Context) -> Use:
+        p = self.scalars()
+        return Use(contribute_l2 if p.l2 else contribute, p)
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        return Use(move, self.scalars())
+
+    def exact(self, tensor: Tensor) -> Use:
         """SGD as ``torch.optim.SGD`` has it: the first step's momentum is the gradient itself."""
-        f32 = np.float32
-        tensor.step += 1
-        g = f32(self.grad_scale) * grad
-        if self.decoupled:
-            tensor.weight *= f32(1 - self.lr * self.weight_decay)
-        elif self.weight_decay:
-            g = g + f32(self.weight_decay) * tensor.weight
-        if self.momentum == 0:
-            tensor.weight -= f32(self.lr) * g
-            return
-        damped = g if tensor.step == 1 else f32(1 - self.dampening) * g
-        tensor.momentum *= f32(self.momentum)
-        tensor.momentum += damped
-        update = g + f32(self.momentum) * tensor.momentum if self.nesterov else tensor.momentum
-        tensor.weight -= f32(self.lr) * update
+        values = {
+            "grad": self.grad_scale,
+            "l2": 0.0 if self.decoupled else self.weight_decay,
+            "momentum": self.momentum,
+            "take": 1.0 if tensor.step == 1 else 1 - self.dampening,
+            "ahead_g": float(self.nesterov),
+            "ahead_m": self.momentum if self.nesterov else 1.0,
+            "decay": self.decay,
+            "step": self.lr,
+        }
+        return Use(exact if self.momentum else exact_without_momentum, scalars(Exact, **values))

@@ -19,13 +19,15 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from horovod_onebit.kernels.reference import Array, Bytes, Spec, denominator
-from horovod_onebit.rules import Context, Tensor
-from horovod_onebit.rules.adam import Adam
+from horovod_onebit.formulas import Number, clipped, denominator, where
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Context, Tensor, Use
+from horovod_onebit.rules.adam import ZERO, Adam, Scalars, momentum_l2
 from horovod_onebit.schedule import Kind
 
 RATES, DECAY, COUNT = range(3)
@@ -34,9 +36,56 @@ RATES, DECAY, COUNT = range(3)
 f32 = np.float32
 
 
+def local(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:  # lines 4 to 6
+    new_m = momentum_l2(p, g, m, v, w, a)
+    return new_m, None, p.decay * w - p.step * clipped(p, new_m / denominator(p, v))
+
+
+def move_by_scaled_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
+    d = denominator(p, v)
+    new_m = p.beta1 * m + p.grad * (x * d)
+    return new_m, None, p.decay * w - p.step * (new_m / d)
+
+
+def move_by_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
+    new_m = p.beta1 * m + p.grad * x
+    return new_m, None, p.decay * w - p.step * (new_m / denominator(p, v))
+
+
+class Sync(NamedTuple):
+    """``decay`` is that of all local steps together, ``rates`` the sum of their step sizes."""
+
+    correction: Number
+    eps_inside: Number
+    eps: Number
+    decay: Number
+    rates: Number
+
+
+def displacement(p: Sync, _g: Number, _m: Number, _v: Number, w: Number, a: Number) -> Number:
+    return w - p.decay * a
+
+
+def scaled_displacement(p: Sync, _g: Number, _m: Number, v: Number, w: Number, a: Number) -> Number:
+    return (w - p.decay * a) * denominator(p, v)
+
+
+def _taken_over(p: Sync, moved: Number, m: Number, d: Number, a: Number) -> Any:  # lines 7 to 9
+    return where(p.rates > ZERO, moved * d / -p.rates, m), None, p.decay * a + moved
+
+
+def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
+    return _taken_over(p, x, m, denominator(p, v), a)
+
+
+def take_over_scaled(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
+    d = denominator(p, v)
+    return _taken_over(p, x / d, m, d, a)
+
+
 @dataclass(frozen=True)
 class ZeroOneAdam(Adam):
-    """Adam's hyperparameters, and the kind of this step. ``Tensor.fresh`` holds the weights at the last SYNC."""
+    """Adam's hyperparameters, and the kind of this step. ``Tensor.anchor`` holds the weights at the last SYNC."""
 
     kind: Kind = Kind.GRADIENT
     name: str = "zero_one_adam"
@@ -44,100 +93,63 @@ class ZeroOneAdam(Adam):
 
     def init(self, tensor: Tensor) -> None:
         tensor.layer = np.array([0, 1, 0], f32)
-        tensor.fresh = np.zeros_like(tensor.weight)
+        tensor.anchor = np.zeros_like(tensor.weight)
 
-    def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
-        variance, weight, spec = super().coding(tensor, block_size, context)
-        if self.kind is Kind.SYNC:
-            return variance, None, spec._replace(momentum_factor=0.0, grad_factor=1.0, l2=0.0, clip=np.inf)
-        # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
-        clip = spec.clip / (1 - self.beta1)
-        return variance, weight, spec._replace(momentum_factor=0.0, grad_factor=self.grad_scale, clip=clip)
-
-    def encode(
-        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
-    ) -> bool:
-        if self.kind is not Kind.SYNC:
-            return super().encode(tensor, grad, scales, bits, block_size, context)
-        *moved, spec, decay = self._moved(tensor, block_size, context)
-        return context.kernels.encode_moved(*moved, tensor.residual, scales, bits, spec, decay=decay)
-
-    def restore(
-        self, tensor: Tensor, grad: Array, scales: Array, bits: Bytes, block_size: int, context: Context
-    ) -> None:
-        if self.kind is not Kind.SYNC:
-            super().restore(tensor, grad, scales, bits, block_size, context)
-            return
-        *moved, spec, decay = self._moved(tensor, block_size, context)
-        context.kernels.restore_moved(*moved, tensor.residual, scales, bits, spec, decay=decay)
-
-    def _moved(
-        self, tensor: Tensor, block_size: int, context: Context
-    ) -> tuple[Array, Array, Array | None, Spec, float]:
-        """What is compressed at a SYNC: of the weights, from the weights of the last one, times D in momentum space."""
-        assert tensor.fresh is not None
+    def _sync(self, tensor: Tensor, context: Context) -> Sync:
         assert tensor.layer is not None
-        _, _, spec = self.coding(tensor, block_size, context)
-        variance = tensor.variance if context.recipe.space == "momentum" else None
-        return tensor.weight, tensor.fresh, variance, spec, float(tensor.layer[DECAY])
+        p = self.scalars(tensor, context)
+        return Sync(p.correction, p.eps_inside, p.eps, tensor.layer[DECAY], tensor.layer[RATES])
+
+    def contribution(self, tensor: Tensor, context: Context) -> Use:
+        update_space = context.recipe.space == "update"
+        if self.kind is Kind.SYNC:
+            return Use(displacement if update_space else scaled_displacement, self._sync(tensor, context))
+        # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
+        formula, p = super().contribution(tensor, context)
+        clip = f32(context.recipe.clip_for(context.workers) / (1 - self.beta1))
+        return Use(formula, p._replace(beta1=ZERO, grad=f32(self.grad_scale), clip=clip))
+
+    def bound(self, tensor: Tensor, context: Context) -> float:
+        return np.inf if self.kind is Kind.SYNC else super().bound(tensor, context) / (1 - self.beta1)
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        update_space = context.recipe.space == "update"
+        if self.kind is Kind.SYNC:
+            return Use(take_over if update_space else take_over_scaled, self._sync(tensor, context))
+        p = self.scalars(tensor, context, grad=1 - self.beta1)  # the mean is of scaled gradients
+        return Use(move_by_scaled_gradient if update_space else move_by_gradient, p)
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""
-        assert tensor.fresh is not None
         assert tensor.layer is not None
         layer, kernels = tensor.layer, context.kernels
         if layer[COUNT] == 0:
-            kernels.copy(tensor.weight, tensor.fresh)
+            kernels.copy(tensor.weight, tensor.anchor)
             layer[:] = 0, 1, 0
-        _, _, spec = Adam.coding(self, tensor, 8, context)
-        rate, decay = self._rate(tensor), self._decay()
-        kernels.local_step(
-            grad, tensor.momentum, tensor.variance, tensor.weight, spec, step_size=float(rate), decay=decay
-        )
-        layer[RATES] += rate
-        layer[DECAY] *= f32(decay)
+        p = self.scalars(tensor, context)
+        kernels.move(local, p, tensor.arrays(grad))
+        layer[RATES] += p.step
+        layer[DECAY] *= p.decay
         layer[COUNT] += 1
 
-    def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
-        _, _, spec = Adam.coding(self, tensor, block_size, context)
-        moments = tensor.momentum, tensor.variance, tensor.weight
-        update_space = context.recipe.space == "update"
-        if self.kind is Kind.SYNC:
-            assert tensor.layer is not None
-            decay, rates = float(tensor.layer[DECAY]), float(tensor.layer[RATES])
-            options = {"update_space": update_space, "decay": decay, "rates": rates}
-            context.kernels.take_over(scales, bits, *moments, tensor.fresh, spec, **options)
-            return
-        spec = spec._replace(grad_factor=1 - self.beta1)  # the mean is of scaled gradients
-        step_size = float(self._rate(tensor))
-        context.kernels.apply_gradient(
-            scales, bits, *moments, spec, update_space=update_space, step_size=step_size, decay=self._decay()
-        )
-
     def pending(self, tensor: Tensor, context: Context) -> Array | None:
-        if tensor.layer is None or tensor.fresh is None or tensor.layer[COUNT] == 0:
+        if tensor.layer is None or tensor.anchor is None or tensor.layer[COUNT] == 0:
             return None
         host = context.kernels.host
-        return np.asarray(host(tensor.weight) - tensor.layer[DECAY] * host(tensor.fresh))
+        return np.asarray(host(tensor.weight) - tensor.layer[DECAY] * host(tensor.anchor))
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         assert tensor.layer is not None
         host, write = context.kernels.host, context.kernels.write
-        write(tensor.weight, tensor.layer[DECAY] * host(tensor.fresh) + mean)
+        write(tensor.weight, tensor.layer[DECAY] * host(tensor.anchor) + mean)
         if tensor.layer[RATES] > 0:
-            _, _, spec = Adam.coding(self, tensor, 8, context)
-            write(tensor.momentum, mean * denominator(host(tensor.variance), spec) / -tensor.layer[RATES])
+            d = denominator(self.scalars(tensor, context), host(tensor.variance))
+            write(tensor.momentum, mean * d / -tensor.layer[RATES])
         tensor.layer[COUNT] = 0
 
-    def finish(self, tensor: Tensor, context: Context) -> None:
+    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
         if self.kind is Kind.SYNC and tensor.layer is not None:
             tensor.layer[COUNT] = 0
-
-    def _rate(self, tensor: Tensor) -> np.float32:
-        return f32(self.lr / (1 - self.beta1 ** (tensor.step + 1)))
-
-    def _decay(self) -> float:
-        return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
 
 def of(rule: Adam, kind: Kind) -> ZeroOneAdam:

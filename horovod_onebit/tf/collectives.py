@@ -78,7 +78,7 @@ class HorovodCollectives:
     ``name`` begins the names of its operations. They are not told apart any further: all workers must start the same.
     """
 
-    gathers_elsewhere = False
+    gathers_on_device = False
 
     def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit") -> None:
         self.process_set = process_set

@@ -64,7 +64,7 @@ class HorovodCollectives:
         return self.process_set.size()
 
     @property
-    def gathers_elsewhere(self) -> bool:
+    def gathers_on_device(self) -> bool:
         return bool(hvd.nccl_built())
 
     def allgather(self, array: Any, name: str) -> _Handle:

@@ -274,7 +274,7 @@ class Compressor:
         if not self.prepared:
             self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
             # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
-            places = self.engine.collectives.gathers_elsewhere
+            places = self.engine.collectives.gathers_on_device
             details = [
                 f"{tuple(b.p.shape)} {b.strides} {b.p.dtype} {b.device.type if places else ''}"
                 for b in self.bindings.values()

@@ -1,4 +1,4 @@
-"""From calls to launches: addresses, tables, streams, and messages that lie in host memory."""
+"""From calls to launches: arrays on the device, addresses, tables, streams, and what lies in host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
@@ -16,15 +16,13 @@ import numpy as np
 from numba import cuda, types
 from numpy.typing import NDArray
 
-from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.cuda import dlpack
+from horovod_onebit.errors import ConfigurationError, OnebitError
 from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
-from horovod_onebit.kernels.cuda.programs import PROGRAMS
-from horovod_onebit.kernels.cuda.staging import Staging, address_of
-from horovod_onebit.kernels.cuda.table import FIRST, ROW_BYTES, pack
+from horovod_onebit.kernels.cuda.loops import FIRST, ROW_BYTES, Program, pack
 
-MAX_THREADS = 512
-TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
+if not SIMULATED:
+    from cuda.bindings import driver
+
 TABLES_KEPT = 256
 WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
 KINDS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
@@ -58,27 +56,19 @@ class Buffer:
 
 @dataclass(frozen=True)
 class Rows:
-    """``count`` rows of bytes or float32 on the device, ``stride`` bytes apart: what several workers sent.
-
-    ``width`` is the bytes of a number. ``rows[:, start:stop]`` are parts of all of them.
-    """
+    """``count`` messages on the device, ``stride`` bytes apart: what several workers sent."""
 
     address: int
     count: int
     stride: int
-    width: int
     owner: Any = None
 
     def __len__(self) -> int:
         return self.count
 
-    def __getitem__(self, parts: tuple[slice, slice]) -> Rows:
-        assert parts[0] == slice(None)
-        return replace(self, address=self.address + self.width * (parts[1].start or 0))
-
 
 def buffer(array: Any) -> Buffer:
-    """A Buffer of what is one, or is flat and contiguous and has ``__cuda_array_interface__`` or ``__dlpack__``."""
+    """A Buffer of what is one, or is flat and contiguous and has ``__cuda_array_interface__``."""
     if isinstance(array, Buffer):
         return array
     if SIMULATED and isinstance(array, np.ndarray):
@@ -86,8 +76,6 @@ def buffer(array: Any) -> Buffer:
             raise ConfigurationError(f"the kernels got an array of shape {array.shape}; expected flat and contiguous")
         return Buffer(array.ctypes.data, array.size, array.dtype.name, array)
     interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None and hasattr(array, "__dlpack__"):
-        return Buffer(*dlpack.read(array, host=SIMULATED))
     if interface is None:
         raise ConfigurationError(f"the CUDA kernels got {type(array).__name__}; expected an array in device memory")
     shape, kind = interface["shape"], np.dtype(interface["typestr"]).name
@@ -96,8 +84,73 @@ def buffer(array: Any) -> Buffer:
     return Buffer(interface["data"][0], shape[0], kind, array)
 
 
+def address_of(array: Any) -> int:
+    """Where the first byte of one of our own arrays on the device is."""
+    return array.ctypes.data if SIMULATED else array.__cuda_array_interface__["data"][0]
+
+
+def _check(result: tuple[Any, ...]) -> None:
+    if result[0] != driver.CUresult.CUDA_SUCCESS:
+        raise OnebitError(f"a copy between the host and the GPU failed: {result[0].name}")
+
+
+def copy_to_device(there: int, here: int, size: int, stream: Any) -> None:
+    """Start to copy ``size`` bytes at the address ``here``, in pinned memory, to ``there``, on the device."""
+    _check(driver.cuMemcpyHtoDAsync(there, here, size, stream.handle))
+
+
+def copy_to_host(here: int, there: int, size: int, stream: Any) -> None:
+    """Start to copy ``size`` bytes at the address ``there``, on the device, to ``here``, in pinned memory."""
+    _check(driver.cuMemcpyDtoHAsync(here, there, size, stream.handle))
+
+
+class Staging:
+    """Bytes on the device and their twin on the host, pinned; they grow as needed. ``address`` is on the device."""
+
+    def __init__(self) -> None:
+        self.address = 0
+        self._host: NDArray[np.uint8] = np.zeros(0, np.uint8)
+        self._device: Any = None
+        self._host_address = 0
+        self._sent: Any = None  # an event: what was sent last has left the host
+
+    def reserve(self, size: int) -> int:
+        """The address of ``size`` bytes on the device; waits until the host's may be written to."""
+        if self._sent is not None:
+            self._sent.synchronize()
+        if self._host.size < size:
+            size = max(size, 2 * self._host.size)
+            self._host = np.zeros(size, np.uint8) if SIMULATED else cuda.pinned_array(size, np.uint8)
+            self._device = np.zeros(size, np.uint8) if SIMULATED else cuda.device_array(size, np.uint8)
+            self._host_address, self.address = self._host.ctypes.data, address_of(self._device)
+        return self.address
+
+    def put(self, offset: int, array: NDArray[Any]) -> None:
+        self._host[offset : offset + array.nbytes] = array.reshape(-1).view(np.uint8)
+
+    def get(self, offset: int, array: NDArray[Any]) -> None:
+        array.reshape(-1).view(np.uint8)[:] = self._host[offset : offset + array.nbytes]
+
+    def send(self, start: int, stop: int, stream: Any) -> None:
+        """Copy these bytes to the device, before what is launched next."""
+        if SIMULATED:
+            self._device[start:stop] = self._host[start:stop]
+            return
+        copy_to_device(self.address + start, self._host_address + start, stop - start, stream)
+        self._sent = self._sent or cuda.event(timing=False)
+        self._sent.record(stream)
+
+    def fetch(self, start: int, stop: int, stream: Any) -> None:
+        """Copy these bytes from the device, and wait until they are here."""
+        if SIMULATED:
+            self._host[start:stop] = self._device[start:stop]
+            return
+        copy_to_host(self._host_address + start, self.address + start, stop - start, stream)
+        stream.synchronize()
+
+
 Row = list[Any]
-"""A row of a launch's table: numbers by ``table``'s columns."""
+"""A row of a launch's table: numbers by ``loops.Column``."""
 Places = list[tuple[int, NDArray[Any]]]
 """Contiguous arrays of host memory, by the columns that are to hold their addresses on the device."""
 
@@ -108,7 +161,7 @@ class Call(NamedTuple):
     ``sent`` is copied to the device before, ``fetched`` from it after.
     """
 
-    program: str
+    program: Program
     blocks: int
     threads: int
     row: Row
@@ -200,7 +253,7 @@ class Launcher(threading.local):
 
     def _with_tables(self, calls: list[Call], staging: Staging, end: int) -> tuple[list[tuple[Any, ...]], int]:
         """Program, threads, blocks, address of the table, and its rows; and where the staged bytes end now."""
-        kinds: dict[tuple[str, int], list[Call]] = {}
+        kinds: dict[tuple[Program, int], list[Call]] = {}
         for call in calls:
             kinds.setdefault((call.program, call.threads), []).append(call)
         launches = []
@@ -235,12 +288,11 @@ _simulator: Any = threading.Lock() if SIMULATED else nullcontext()
 
 
 @cache
-def _compiled(program: str) -> Any:
-    function = PROGRAMS[program]
-    return cuda.jit(function) if SIMULATED else cuda.jit((types.int64, types.int64))(function)
+def _compiled(program: Program) -> Any:
+    return cuda.jit(program.function()) if SIMULATED else cuda.jit((types.int64, types.int64))(program.function())
 
 
-def _configured(program: str, blocks: int, threads: int, stream: Any) -> Any:
+def _configured(program: Program, blocks: int, threads: int, stream: Any) -> Any:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Grid size")  # is small, as small tensors' are
         return _compiled(program)[blocks, threads, stream]
@@ -255,3 +307,6 @@ def _stream(address: int) -> Any:
     if SIMULATED:
         return 0
     return cuda.external_stream(address) if address else cuda.default_stream()
+
+
+launcher = Launcher()

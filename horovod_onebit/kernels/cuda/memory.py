@@ -137,21 +137,6 @@ def store_vector(typing_context, address, index, values):
 
 
 @intrinsic
-def nibble(typing_context, values):
-    """Four signs as the lowest bits: 1 where a value is below 0."""
-
-    def code(context, builder, signature, args):
-        bits = ir.Constant(INT, 0)
-        for i in range(4):
-            negative = builder.fcmp_ordered("<", builder.extract_value(args[0], i), ir.Constant(FLOAT, 0.0))
-            bit = builder.select(negative, ir.Constant(INT, 1 << i), ir.Constant(INT, 0))
-            bits = builder.or_(bits, bit)
-        return bits
-
-    return types.int32(FOUR), code
-
-
-@intrinsic
 def byte_of(typing_context, low, high):
     """Two nibbles as one byte."""
 
@@ -159,16 +144,3 @@ def byte_of(typing_context, low, high):
         return builder.trunc(builder.or_(args[0], builder.shl(args[1], ir.Constant(INT, 4))), BYTE)
 
     return types.uint8(types.int32, types.int32), code
-
-
-@intrinsic
-def signed(typing_context, s, byte, bit):
-    """``s``, or ``-s`` where bit number ``bit`` of ``byte`` is 1."""
-
-    def code(context, builder, signature, args):
-        word, shift = builder.zext(args[1], INT), builder.trunc(args[2], INT)
-        sign = builder.shl(word, builder.sub(ir.Constant(INT, 31), shift))
-        sign = builder.and_(sign, ir.Constant(INT, 0x80000000))
-        return builder.bitcast(builder.xor(builder.bitcast(args[0], INT), sign), FLOAT)
-
-    return types.float32(types.float32, types.uint8, types.int64), code

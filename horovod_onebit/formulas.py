@@ -1,0 +1,87 @@
+"""Formulas of one element: what rules and codecs bring, and how each backend takes them over.
+
+A formula is a plain function of numbers, made of arithmetic, of the names below, and of other such functions. As it
+stands, NumPy runs it over whole arrays; ``bound`` makes the same of it for a backend that runs it element by element.
+Arithmetic is float32, operation by operation in the order written, so that all backends round alike.
+"""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import textwrap
+from collections.abc import Callable, Mapping
+from types import CodeType, FunctionType
+from typing import Any
+
+import numpy as np
+
+Number = Any
+"""One number, or, for NumPy, an array of them."""
+Formula = Callable[..., Any]
+
+f32, u32 = np.float32, np.uint32
+TINY = np.float32(np.finfo(np.float32).tiny)
+
+absolute, maximum, minimum, sign, sqrt, where = np.abs, np.maximum, np.minimum, np.sign, np.sqrt, np.where
+NAMES = ("absolute", "maximum", "minimum", "sign", "sqrt", "where")
+"""What formulas may call besides each other; NaN in the first argument of ``maximum`` and ``minimum`` stays NaN."""
+
+
+def denominator(p: Any, v: Number) -> Number:
+    """``D``: what Adam divides by, the bias of ``v`` corrected, never zero. One of the two epsilons in ``p`` is 0."""
+    return maximum(sqrt(v * p.correction + p.eps_inside) + p.eps, TINY)
+
+
+def clipped(p: Any, u: Number) -> Number:
+    """``u`` within ``[-p.clip, p.clip]``; NaN stays NaN."""
+    return minimum(maximum(u, -p.clip), p.clip)
+
+
+def label(formula: Formula) -> str:
+    """A name for what is compiled of ``formula``, unlike that of any other formula."""
+    return f"{formula.__module__}_{formula.__qualname__}".replace(".", "_")
+
+
+def bound(
+    formula: Formula,
+    names: Mapping[str, Any],
+    compile: Callable[[Formula], Any],
+    rewrite: ast.NodeTransformer | None = None,
+) -> Any:
+    """``formula`` as ``compile`` makes it, its ``NAMES`` being ``names``, and so for all functions that it calls.
+
+    ``rewrite`` may change its source first.
+    """
+    code, known = formula.__code__, formula.__globals__
+    if rewrite is not None:
+        code = _rewritten(formula, rewrite)
+    globals_: dict[str, Any] = dict(names)
+    for name in set(code.co_names) & set(known) - set(NAMES):
+        value = known[name]
+        globals_[name] = bound(value, names, compile, rewrite) if isinstance(value, FunctionType) else value
+    return compile(named(code, globals_, label(formula)))
+
+
+def named(code: CodeType, globals_: dict[str, Any], name: str) -> FunctionType:
+    """A function of ``code``; Numba tells functions of one file apart, and what it keeps of them, by ``name``."""
+    function = FunctionType(code.replace(co_name=name, co_qualname=name), globals_, name)
+    function.__module__ = __name__
+    return function
+
+
+def _rewritten(formula: Formula, rewrite: ast.NodeTransformer) -> CodeType:
+    tree = rewrite.visit(ast.parse(textwrap.dedent(inspect.getsource(formula))))
+    module = compile(ast.fix_missing_locations(tree), inspect.getfile(formula), "exec", dont_inherit=True)
+    return next(constant for constant in module.co_consts if isinstance(constant, CodeType))
+
+
+class Multiplications(ast.NodeTransformer):
+    """Every ``a * b`` becomes ``mul(a, b)``: for compilers that fuse it with an addition, which rounds otherwise."""
+
+    def visit_BinOp(self, node: ast.BinOp) -> ast.AST:
+        self.generic_visit(node)
+        if not isinstance(node.op, ast.Mult):
+            return node
+        called = ast.Name("mul", ast.Load())
+        return ast.copy_location(ast.Call(called, [node.left, node.right], []), node)
