@@ -27,7 +27,7 @@ from typing import Any
 
 from horovod_onebit.errors import ConfigurationError
 
-GUARD, NO_GUARD = 1.5, 1e300
+GUARD, NO_GUARD = 1.5, 1e30
 
 
 @dataclass(frozen=True)

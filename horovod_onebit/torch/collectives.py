@@ -38,13 +38,17 @@ class _Arrived:
     def heads(self, rows: int, width: int) -> NDArray[np.uint8]:
         return self._gathered.view(rows, -1)[:, :width].contiguous().cpu().numpy()
 
-    def bytes(self, rows: int, start: int) -> Any:
+    def scales(self, rows: int, start: int, bucket: Any) -> NDArray[np.float32]:
+        words = self._gathered.view(rows, -1)[:, start : start + bucket.bytes].contiguous().view(torch.float32)
+        return words[:, torch.from_numpy(bucket.scales).to(words.device)].cpu().numpy()
+
+    def rows(self, rows: int) -> Any:
         from horovod_onebit.kernels.cuda import Rows
 
-        return Rows(self._gathered.data_ptr() + start, rows, self.size // rows, 1, self._gathered)
+        return Rows(self._gathered.data_ptr(), rows, self.size // rows, self._gathered)
 
 
-class _HandleElsewhere(_Handle):
+class _HandleOnDevice(_Handle):
     def wait(self) -> Any:
         return _Arrived(hvd.synchronize(self.handle))
 
@@ -71,7 +75,7 @@ class HorovodCollectives:
         there = hasattr(array, "__cuda_array_interface__")
         tensor = torch.as_tensor(array) if there else torch.from_numpy(np.asarray(array))
         handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
-        return (_Handle if isinstance(array, np.ndarray) else _HandleElsewhere)(handle, array)
+        return (_Handle if isinstance(array, np.ndarray) else _HandleOnDevice)(handle, array)
 
     def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)

@@ -1,73 +1,72 @@
-"""The kernels for NVIDIA GPUs: Numba CUDA, one pass over device memory.
+"""The loops for NVIDIA GPUs: Numba CUDA, one pass over device memory.
 
-Same functions, arguments and results as ``reference``: bits exactly, floats to rounding of a float64 sum. Tensors lie
-in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__`` or ``__dlpack__``; gradients may be
-float16 or bfloat16. Messages (scales and bits) may lie in host memory, where they travel from: 1/32 of the tensors'
-bytes cross the bus, through pinned memory. Calls inside ``with batch():`` are launched together, on the stream that
-``use_stream`` names. What lies in host memory altogether is worked on by ``cpu``.
+Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Tensors lie
+in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__``; gradients may be float16 or
+bfloat16. Messages may lie in host memory, where they travel from: 1/32 of the tensors' bytes cross the bus, through
+pinned memory. Calls inside ``with batch():`` are launched together, on the stream that ``use_stream`` names. What lies
+in host memory altogether is worked on by ``cpu``.
 
 Needs the extra ``[cuda]`` (numba-cuda) and a GPU; with ``NUMBA_ENABLE_CUDASIM=1`` it runs in Numba's simulator.
 """
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
+from numba import cuda
 from numpy.typing import NDArray
 
-from horovod_onebit.kernels import cpu
-from horovod_onebit.kernels.cuda import copies
-from horovod_onebit.kernels.cuda import table as t
-from horovod_onebit.kernels.cuda.calls import (
-    by_block,
-    by_chunk,
-    by_tile,
-    launcher,
-    on_host,
-    one_row,
-    row_of_blocks,
-    row_of_spec,
-    set_contribution,
-    set_messages,
-    set_outputs,
-    set_tensors,
-)
-from horovod_onebit.kernels.cuda.check import fault
+from horovod_onebit import codecs
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.formulas import Formula, Number, sqrt
+from horovod_onebit.kernels import cpu, reference
 from horovod_onebit.kernels.cuda.device import SIMULATED
-from horovod_onebit.kernels.cuda.launch import Buffer, Launcher, Row, Rows, buffer
-from horovod_onebit.kernels.cuda.twin import Twin
-from horovod_onebit.kernels.reference import Array, Bytes, ScaleName, Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.cuda.launch import (
+    KINDS,
+    Buffer,
+    Call,
+    Launcher,
+    Places,
+    Row,
+    Rows,
+    address_of,
+    buffer,
+    copy_to_device,
+    copy_to_host,
+    launcher,
+)
+from horovod_onebit.kernels.cuda.loops import EMPTY, PARTS, Column, Program
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Coding, num_blocks
 
 __all__ = [
     "SIMULATED",
     "Buffer",
     "Rows",
-    "Spec",
     "apply",
-    "apply_gradient",
     "batch",
     "copy",
     "decode_mean",
     "encode",
-    "encode_moved",
     "fault",
     "host",
-    "local_step",
     "move",
-    "num_blocks",
-    "num_bytes",
     "recode",
     "restore",
-    "restore_moved",
     "set_num_threads",
-    "squares",
-    "take_over",
+    "sums",
     "twin",
     "use_stream",
     "write",
 ]
+
+MAX_THREADS = 512
+TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
+TENSORS = (Column.GRADIENT, Column.MOMENTUM, Column.VARIANCE, Column.WEIGHT, Column.ANCHOR)
 
 batch = launcher.batch
 set_num_threads = cpu.set_num_threads
@@ -78,224 +77,390 @@ def use_stream(stream: Callable[[], int]) -> None:
     Launcher.stream = staticmethod(stream)
 
 
+def _on_host(array: Any) -> bool:
+    """Whether ``array`` lies in host memory, which in the simulator is the device's."""
+    return isinstance(array, np.ndarray) and not SIMULATED
+
+
+def _set_tensors(row: Row, *tensors: tuple[int, Any]) -> Places:
+    """Put tensors into the columns given with them; None is left out. Their lengths agree, and but for the gradient
+    they are float32. A gradient in host memory (a mean of a host's workers) is to be sent along."""
+    size, offsets, sent = -1, 0, []
+    for column, array in tensors:
+        if array is None:
+            continue
+        if column == Column.GRADIENT and _on_host(array):
+            sent.append((column, np.ascontiguousarray(array, np.float32)))
+            length, dtype, address = array.size, "float32", 0
+        else:
+            found = array if type(array) is Buffer else buffer(array)
+            length, dtype, address = found.size, found.dtype, found.address
+        if size not in (-1, length):
+            raise ConfigurationError(f"the CUDA kernels got tensors of different lengths: {_lengths(tensors)}")
+        size, row[column] = length, address
+        if dtype == "float32":
+            offsets |= address
+        elif column == Column.GRADIENT and dtype in KINDS:
+            offsets |= 2 * address  # four of them have 8 bytes
+            row[Column.KIND] = KINDS[dtype]
+        else:
+            also = ", float16 or bfloat16" if column == Column.GRADIENT else ""
+            name = Column(column).name.lower()
+            raise ConfigurationError(f"the CUDA kernels got {name} as {dtype}; expected float32{also}")
+    row[Column.SIZE], row[Column.ALIGNED] = size, int(offsets % 16 == 0)
+    return sent
+
+
+def _lengths(tensors: tuple[tuple[int, Any], ...]) -> dict[str, int]:
+    found = {Column(column).name.lower(): array for column, array in tensors if array is not None}
+    return {name: array.size if isinstance(array, np.ndarray) else buffer(array).size for name, array in found.items()}
+
+
+def _inverse(n: int) -> float:
+    """1 / n where a multiplication by it is as exact as a division by n; else 0."""
+    return 1 / n if n & (n - 1) == 0 else 0.0
+
+
+def _row(coding: Coding | None = None, p: Any = ()) -> Row:
+    """A new row that knows how blocks are coded, and a formula's scalars."""
+    row: Row = list(EMPTY)
+    if coding is not None:
+        row[Column.BLOCK_SIZE], row[Column.PORTION] = coding.block_size, _inverse(coding.block_size)
+        row[Column.SHIFT] = coding.block_size.bit_length() - 1 if row[Column.PORTION] else -1
+        row[Column.RECORD] = row[Column.OUT_RECORD] = coding.codec.record_size(coding.block_size)
+        row[Column.GUARD] = coding.guard
+    row[Column.SCALARS : Column.SCALARS + len(p)] = p
+    return row
+
+
+def _numbered(arrays: Arrays) -> Any:
+    return zip(map(int, TENSORS), arrays, strict=True)
+
+
+def _set_rows(row: Row, rows: Any, at: int, coding: Coding) -> Places:
+    """The messages of several workers; what has to be sent to the device."""
+    row[Column.WORKERS], row[Column.SHARE] = len(rows), _inverse(len(rows))
+    if isinstance(rows, Rows):
+        row[Column.ROWS], row[Column.STRIDE] = rows.address + at, rows.stride
+        return []
+    records = np.ascontiguousarray(rows[:, at : at + coding.codec.size(row[Column.SIZE], coding.block_size)])
+    row[Column.STRIDE] = records.strides[0]
+    return [(int(Column.ROWS), records)]
+
+
+def _own_rows(row: Any) -> Any:
+    """This worker's own message, as those of several."""
+    return Rows(row.address, 1, 0, row) if isinstance(row, Buffer) else row[None]
+
+
+def _set_out(row: Row, out: Any, at: int, coding: Coding) -> Places:
+    """This worker's message; what has to be fetched from the device."""
+    if isinstance(out, Buffer):
+        row[Column.OUT] = out.address + at
+        return []
+    return [(int(Column.OUT), out[at : at + coding.codec.size(row[Column.SIZE], coding.block_size)])]
+
+
+def _by_block(program: Program, row: Row, sent: Places, fetched: Places, coding: Coding) -> bool:
+    """Compress, a thread block for each block; whether all is finite, which is True as long as it is not known."""
+    block_size, size = coding.block_size, row[Column.SIZE]
+    threads = min(-(-min(block_size, size) // (32 * 4 * PARTS)) * 32, MAX_THREADS)
+    launcher.call(Call(program, num_blocks(size, block_size), threads, row, sent, fetched))
+    if launcher.collecting or not fetched:
+        return True
+    records = fetched[0][1]
+    starts = np.arange(0, len(records), row[Column.OUT_RECORD])
+    return bool(np.isfinite(records[starts[:, None] + np.arange(4)].view(np.float32)).all())
+
+
+def _by_tile(program: Program, row: Row, sent: Places) -> None:
+    """Whatever the blocks are."""
+    blocks = -(-row[Column.SIZE] // (4 * TILE_THREADS * PARTS))
+    launcher.call(Call(program, blocks, TILE_THREADS, row, sent, []))
+
+
+def encode(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> bool:
+    """See ``reference.encode``.
+
+    Where the message is not in host memory, or not yet (in a batch), the result is True: scales tell, when they are.
+    """
+    if _on_host(residual):
+        return cpu.encode(formula, p, arrays, residual, row, at, coding)
+    line = _row(coding, p)
+    sent = _set_tensors(line, *_numbered(arrays), (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, residual))
+    program = Program("encode", formula, type(p), coding.codec)
+    return _by_block(program, line, sent, _set_out(line, row, at, coding), coding)
+
+
+def restore(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> None:
+    """See ``reference.restore``."""
+    if _on_host(residual):
+        return cpu.restore(formula, p, arrays, residual, row, at, coding)
+    line = _row(coding, p)
+    sent = _set_tensors(line, *_numbered(arrays), (Column.RESIDUAL, residual))
+    program = Program("restore", formula, type(p), coding.codec)
+    return _by_tile(program, line, sent + _set_rows(line, _own_rows(row), at, coding))
+
+
+def decode_mean(rows: Any, at: int, size: int, coding: Coding, out: Any = None) -> Any:
+    """See ``reference.decode_mean``; into ``out`` in device memory, if it is given."""
+    if out is None:
+        return cpu.decode_mean(rows, at, size, coding)
+    line = _row(coding)
+    _set_tensors(line, (Column.OUT, out))
+    _by_tile(Program("decode", codec=coding.codec), line, _set_rows(line, rows, at, coding))
+    return out
+
+
+def recode(
+    rows: Any, at: int, coding: Coding, residual: Any, new_residual: Any, row: Any, out: int, again: Coding
+) -> None:
+    """See ``reference.recode``."""
+    if _on_host(residual):
+        return cpu.recode(rows, at, coding, residual, new_residual, row, out, again)
+    line = _row(coding)
+    line[Column.OUT_RECORD] = again.codec.record_size(again.block_size)
+    line[Column.GUARD] = again.guard
+    _set_tensors(line, (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, new_residual))
+    program, sent = Program("recode", codec=coding.codec, again=again.codec), _set_rows(line, rows, at, coding)
+    _by_block(program, line, sent, _set_out(line, row, out, again), again)
+    return None
+
+
+def apply(formula: Formula, p: Any, arrays: Arrays, rows: Any, at: int, coding: Coding) -> None:
+    """See ``reference.apply``."""
+    if _on_host(arrays.weight):
+        return cpu.apply(formula, p, arrays, rows, at, coding)
+    line = _row(coding, p)
+    _set_tensors(line, *_numbered(arrays._replace(gradient=None)))
+    sent = _set_rows(line, rows, at, coding)
+    return _by_tile(Program("apply", formula, type(p), coding.codec), line, sent)
+
+
+def move(formula: Formula, p: Any, arrays: Arrays) -> None:
+    """See ``reference.move``."""
+    if _on_host(arrays.weight):
+        return cpu.move(formula, p, arrays)
+    line = _row(p=p)
+    return _by_tile(Program("move", formula, type(p)), line, _set_tensors(line, *_numbered(arrays)))
+
+
+def sums(formula: Formula, p: Any, arrays: Arrays, out: NDArray[np.float64]) -> None:
+    """See ``reference.sums``; ``out`` lies in host memory, and is there at the end of a batch."""
+    if _on_host(arrays.weight):
+        return cpu.sums(formula, p, arrays, out)
+    line = _row(p=p)
+    sent = _set_tensors(line, *_numbered(arrays))
+    blocks = num_blocks(line[Column.SIZE], CHUNK)
+    fetched: Places = [(int(Column.OUT), out)]
+    launcher.call(Call(Program("sums", formula, type(p)), blocks, TILE_THREADS, line, sent, fetched))
+    return None
+
+
+# Whole arrays between the memories of the device and of the host: for checkpoints and reports, not for steps.
+
+
 def host(array: Any) -> NDArray[np.float32]:
     """See ``reference.host``; waits for what was launched before."""
-    return array if isinstance(array, np.ndarray) else copies.fetch(buffer(array), launcher.current())
-
-
-def twin(size: int) -> Twin:
-    """See ``reference.twin``."""
-    return Twin(size)
+    if isinstance(array, np.ndarray):
+        return array
+    source, stream = buffer(array), launcher.current()
+    values = _there(source)
+    if SIMULATED:
+        values = values.copy()
+    else:
+        values = values.copy_to_host(stream=stream)
+        stream.synchronize()
+    if source.dtype == "bfloat16":  # the upper half of a float32
+        return (values.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return np.asarray(values.astype(np.float32, copy=False))
 
 
 def write(array: Any, values: Any) -> None:
     """See ``reference.write``; in the order of what was launched before."""
     if isinstance(array, np.ndarray):
         array[:] = values
-    else:
-        copies.send(buffer(array), values, launcher.current())
+        return
+    target, stream = buffer(array), launcher.current()
+    assert target.dtype == "float32"
+    values = np.ascontiguousarray(np.broadcast_to(np.asarray(values, np.float32), target.size))
+    if SIMULATED:
+        _there(target)[:] = values
+    elif target.size:
+        _there(target).copy_to_device(values, stream=stream)
+        stream.synchronize()  # ``values`` may be gone then
 
 
 def copy(source: Any, target: Any) -> None:
     """See ``reference.copy``; in the order of what was launched before."""
     if isinstance(target, np.ndarray):
         target[:] = source
-    else:
-        copies.copy(buffer(source), buffer(target), launcher.current())
+    elif SIMULATED:
+        _there(buffer(target))[:] = _there(buffer(source))
+    elif buffer(target).size:
+        _there(buffer(target)).copy_to_device(_there(buffer(source)), stream=launcher.current())
 
 
-def encode(
-    grad: Any, momentum: Any, variance: Any, weight: Any, error: Any, scales: Array, bits: Bytes, spec: Spec
-) -> bool:
-    """See ``reference.encode``.
+def _there(place: Buffer) -> Any:
+    """The numbers of ``place`` as an array of the device, bfloat16 as bits."""
+    kind = np.dtype(STORED[place.dtype])
+    if SIMULATED:
+        return np.frombuffer((ctypes.c_char * (kind.itemsize * place.size)).from_address(place.address), kind)
+    described = {"shape": (place.size,), "typestr": kind.str, "data": (place.address, False)}
+    described |= {"strides": None, "version": 3}
+    return cuda.from_cuda_array_interface(described, owner=place, sync=False)
 
-    Where the scales are not in host memory, or not yet (in a batch), the result is True: they tell, when they are.
+
+class Twin:
+    """A message that the kernels write on the device, and its twin in host memory: nobody waits for it until it leaves.
+
+    Attributes:
+        row: on the device, (size,) uint8, for ``encode``.
+        host: as many bytes in pinned memory.
+        scales: of ``fetch``, (blocks,) float32 in host memory.
     """
-    if on_host(error):
-        return cpu.encode(grad, momentum, variance, weight, error, scales, bits, spec)
-    row = row_of_spec(spec)
-    sent = set_contribution(row, grad, momentum, variance, weight, error)
-    row[t.OUT_ERROR] = row[t.ERROR]
-    return by_block("encode", row, sent, set_outputs(row, scales, bits))
+
+    def __init__(self, size: int, blocks: int) -> None:
+        self.host: NDArray[np.uint8] = _pinned(size, np.uint8)
+        self.array: Any = np.zeros(size, np.uint8) if SIMULATED else cuda.to_device(self.host)
+        self.row = Buffer(address_of(self.array), size, "uint8", self)
+        self.scales: NDArray[np.float32] = _pinned(blocks, np.float32)
+        self._picked: Any = None  # where the scales are on the device, and the scales side by side
+        self._event: Any = None if SIMULATED else cuda.event(timing=False)
+        self._asked = 0
+        self._copied: Callable[[], None] = lambda: None
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if SIMULATED:
+            raise AttributeError("in the simulator, the device's memory is the host's: see __array__")
+        interface: dict[str, Any] = self.array.__cuda_array_interface__
+        return interface
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[np.uint8]:
+        assert SIMULATED
+        return np.asarray(self.array)
+
+    def fetch(self, start: int, bucket: Any, *, scales: bool) -> None:
+        """Start to copy all of it to ``host``, after what was launched before; or only its ``scales``.
+
+        ``bucket`` (a ``layout.Bucket``) tells where these are, from byte ``start`` on.
+        """
+        self._asked = 0
+        if scales:
+            source = self._pick(start, bucket)
+            self._copy(self.scales.view(np.uint8), source)
+        else:
+            self._copy(self.host, self.row)
+
+    def _pick(self, start: int, bucket: Any) -> Buffer:
+        if self._picked is None:
+            places, numbers = bucket.scales.astype(np.int64), np.zeros(len(self.scales), np.float32)
+            arrays = (places, numbers) if SIMULATED else (cuda.to_device(places), cuda.to_device(numbers))
+            self._picked = arrays
+        places, numbers = self._picked
+        row: Row = list(EMPTY)
+        row[Column.SIZE], row[Column.WEIGHT] = len(self.scales), address_of(places)
+        row[Column.ROWS], row[Column.OUT] = self.row.address + start, address_of(numbers)
+        launcher.call(Call(Program("pick"), -(-len(self.scales) // TILE_THREADS), TILE_THREADS, row, [], []))
+        return Buffer(address_of(numbers), 4 * len(self.scales), "uint8", numbers)
+
+    def _copy(self, target: NDArray[np.uint8], source: Buffer) -> None:
+        if SIMULATED:
+            there = np.frombuffer((ctypes.c_char * source.size).from_address(source.address), np.uint8)
+            self._copied = lambda: target.__setitem__(slice(None), there)
+        else:
+            stream = launcher.current()
+            copy_to_host(target.ctypes.data, source.address, source.size, stream)
+            self._event.record(stream)
+
+    def send(self, size: int) -> None:
+        """Copy the first ``size`` bytes of ``host`` to the device, before what is launched next."""
+        if SIMULATED:
+            self.array[:size] = self.host[:size]
+        else:
+            copy_to_device(self.row.address, self.host.ctypes.data, size, launcher.current())
+
+    def arrived(self) -> bool:
+        """Whether ``wait`` would not block. The simulator's copies take until they are asked for a second time."""
+        self._asked += 1
+        return self._asked > 1 if SIMULATED else bool(self._event.query())
+
+    def wait(self) -> None:
+        """Block until all is there."""
+        if SIMULATED:
+            self._copied()
+        else:
+            self._event.synchronize()
 
 
-def restore(
-    grad: Any, momentum: Any, variance: Any, weight: Any, error: Any, scales: Array, bits: Bytes, spec: Spec
-) -> None:
-    """See ``reference.restore``."""
-    if on_host(error):
-        return cpu.restore(grad, momentum, variance, weight, error, scales, bits, spec)
-    row = row_of_spec(spec)
-    sent = set_contribution(row, grad, momentum, variance, weight, error)
-    return by_tile("restore", row, sent + set_messages(row, one_row(scales), one_row(bits)))
+def _pinned(size: int, kind: Any) -> Any:
+    """Zeros in host memory that the device copies to."""
+    if SIMULATED or not size:
+        return np.zeros(size, kind)
+    array = cuda.pinned_array(size, kind)
+    array[:] = 0
+    return array
 
 
-def decode_mean(scales: Array, bits: Bytes, size: int, block_size: int, out: Any = None) -> Any:
-    """See ``reference.decode_mean``; into ``out`` in device memory, if it is given."""
-    if out is None:
-        return cpu.decode_mean(scales, bits, size, block_size)
-    row = row_of_blocks(block_size)
-    set_tensors(row, (t.OUT_WEIGHT, out))
-    by_tile("decode", row, set_messages(row, scales, bits))
-    return out
+def twin(size: int, blocks: int) -> Twin:
+    """See ``reference.twin``."""
+    return Twin(size, blocks)
 
 
-def recode(
-    scales: Array,
-    bits: Bytes,
-    error: Any,
-    new_error: Any,
-    scales_out: Array,
-    bits_out: Bytes,
-    scale: ScaleName,
-    block_size: int,
-) -> None:
-    """See ``reference.recode``."""
-    if on_host(error):
-        return cpu.recode(scales, bits, error, new_error, scales_out, bits_out, scale, block_size)
-    row = row_of_blocks(block_size)
-    row[t.SCALE] = cpu.SCALE_CODES[scale]
-    set_tensors(row, (t.ERROR, error), (t.OUT_ERROR, new_error))
-    by_block("recode", row, set_messages(row, scales, bits), set_outputs(row, scales_out, bits_out))
-    return None
+@cache
+def fault() -> str:
+    """Why the kernels are not to be used on this machine; nothing if they work. Compiles two of them, in seconds.
+
+    Found out before anything is trusted to them.
+    """
+    if SIMULATED:
+        return ""
+    try:
+        same = _same()
+    except Exception as error:  # of the compiler, the linker, the driver: an older one than the toolkit, say
+        return f"the CUDA kernels failed on this GPU: {type(error).__name__}: {error}"
+    return "" if same else "the CUDA kernels do not compute on this GPU what they should"
 
 
-def apply(
-    scales: Array,
-    bits: Bytes,
-    momentum: Any,
-    variance: Any,
-    weight: Any,
-    spec: Spec,
-    *,
-    update_space: bool,
-    step_size: float,
-    decay: float = 1.0,
-    look_back: float = 0.0,
-    new_momentum: Any = None,
-    new_weight: Any = None,
-) -> None:
-    """See ``reference.apply``."""
-    if on_host(weight):
-        steps: dict[str, Any] = {"step_size": step_size, "decay": decay, "look_back": look_back}
-        places: dict[str, Any] = {"new_momentum": new_momentum, "new_weight": new_weight}
-        return cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=update_space, **steps, **places)
-    row = row_of_spec(spec)
-    out = momentum if new_momentum is None else new_momentum, weight if new_weight is None else new_weight
-    _set_state(row, momentum, variance, weight, *out)
-    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY], row[t.LOOK_BACK] = update_space, step_size, decay, look_back
-    return by_tile("apply", row, set_messages(row, scales, bits))
+class _Scalars(NamedTuple):
+    keep: Number
+    take: Number
+    eps: Number
 
 
-def _set_state(
-    row: Row, momentum: Any, variance: Any, weight: Any, out_momentum: Any = None, out_weight: Any = None
-) -> None:
-    """What a step reads and what it writes."""
-    outputs = (t.OUT_MOMENTUM, out_momentum), (t.OUT_WEIGHT, out_weight)
-    set_tensors(row, (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.WEIGHT, weight), *outputs)
+def _contributed(p: _Scalars, g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
+    return (p.keep * m + p.take * (g + p.take * w)) / (sqrt(v) + p.eps)
 
 
-def squares(momentum: Any, variance: Any, weight: Any, out: NDArray[np.float64], spec: Spec) -> None:
-    """See ``reference.squares``; ``out`` lies in host memory, and is there at the end of a batch."""
-    if on_host(weight):
-        return cpu.squares(momentum, variance, weight, out, spec)
-    row = row_of_spec(spec)
-    _set_state(row, momentum, variance, weight)
-    return by_chunk("squares", row, out)
+def _moved(p: _Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:
+    return x * (sqrt(v) + p.eps), None, p.keep * w - p.take * x
 
 
-def move(momentum: Any, variance: Any, weight: Any, spec: Spec, *, step_size: float, decay: float) -> None:
-    """See ``reference.move``."""
-    if on_host(weight):
-        return cpu.move(momentum, variance, weight, spec, step_size=step_size, decay=decay)
-    row = row_of_spec(spec)
-    _set_state(row, momentum, variance, weight)
-    row[t.STEP_SIZE], row[t.DECAY] = step_size, decay
-    return by_tile("move", row, [])
+def _same() -> bool:
+    """Whether one step gives what the reference gives."""
+    from horovod_onebit.kernels import cuda as kernels
+
+    coding, size, rng = Coding(codecs.find("sign"), 1024, codecs.GUARD), 3001, np.random.default_rng(0)
+    p = _Scalars(np.float32(0.9), np.float32(0.1), np.float32(1e-8))
+    tensors = rng.standard_normal((5, size)).astype(np.float32)
+    tensors[2] **= 2
+    rows = rng.integers(0, 256, (2, coding.codec.size(size, 1024)), np.uint8)
+    scales = slice(None, None, coding.codec.record_size(1024) // 4)
+    rows.view(np.float32)[:, scales] = 1.5
+    results: list[list[Array]] = []
+    for backend, put, get in ((reference, np.copy, np.asarray), (kernels, cuda.to_device, _from_device)):
+        g, m, v, w, e = map(put, tensors)
+        row = np.zeros(rows.shape[1], np.uint8)
+        backend.encode(_contributed, p, Arrays(g, m, v, w), e, row, 0, coding)
+        found = row.view(np.float32)[scales].copy()
+        row.view(np.float32)[scales] = 0
+        backend.apply(_moved, p, Arrays(None, m, v, w), rows, 0, coding)
+        results.append([row, get(m), get(w), found, get(e)])
+    ours, theirs = results
+    exact = all(np.array_equal(a, b) for a, b in zip(ours[:3], theirs[:3], strict=True))
+    return exact and all(np.allclose(a, b, rtol=1e-6, atol=1e-6) for a, b in zip(ours[3:], theirs[3:], strict=True))
 
 
-def local_step(
-    grad: Any, momentum: Any, variance: Any, weight: Any, spec: Spec, *, step_size: float, decay: float
-) -> None:
-    """See ``reference.local_step``."""
-    if on_host(weight):
-        return cpu.local_step(grad, momentum, variance, weight, spec, step_size=step_size, decay=decay)
-    row = row_of_spec(spec)
-    moments = (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.WEIGHT, weight)
-    set_tensors(row, (t.GRADIENT, grad), *moments, (t.OUT_MOMENTUM, momentum), (t.OUT_WEIGHT, weight))
-    row[t.STEP_SIZE], row[t.DECAY] = step_size, decay
-    return by_tile("local_step", row, [])
-
-
-def _row_of_displacement(weight: Any, anchor: Any, variance: Any, error: Any, spec: Spec, decay: float) -> Row:
-    row = row_of_spec(spec)
-    set_tensors(row, (t.WEIGHT, weight), (t.ANCHOR, anchor), (t.VARIANCE, variance), (t.ERROR, error))
-    row[t.DECAY] = decay
-    return row
-
-
-def encode_moved(
-    weight: Any, anchor: Any, variance: Any, error: Any, scales: Array, bits: Bytes, spec: Spec, *, decay: float
-) -> bool:
-    """See ``reference.encode_moved``, and for the result ``encode``."""
-    if on_host(error):
-        return cpu.encode_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    row = _row_of_displacement(weight, anchor, variance, error, spec, decay)
-    row[t.OUT_ERROR] = row[t.ERROR]
-    return by_block("encode_moved", row, [], set_outputs(row, scales, bits))
-
-
-def restore_moved(
-    weight: Any, anchor: Any, variance: Any, error: Any, scales: Array, bits: Bytes, spec: Spec, *, decay: float
-) -> None:
-    """See ``reference.restore_moved``."""
-    if on_host(error):
-        return cpu.restore_moved(weight, anchor, variance, error, scales, bits, spec, decay=decay)
-    row = _row_of_displacement(weight, anchor, variance, error, spec, decay)
-    return by_tile("restore_moved", row, set_messages(row, one_row(scales), one_row(bits)))
-
-
-def apply_gradient(
-    scales: Array,
-    bits: Bytes,
-    momentum: Any,
-    variance: Any,
-    weight: Any,
-    spec: Spec,
-    *,
-    update_space: bool,
-    step_size: float,
-    decay: float,
-) -> None:
-    """See ``reference.apply_gradient``."""
-    if on_host(weight):
-        options: dict[str, Any] = {"update_space": update_space, "step_size": step_size, "decay": decay}
-        return cpu.apply_gradient(scales, bits, momentum, variance, weight, spec, **options)
-    row = row_of_spec(spec)
-    _set_state(row, momentum, variance, weight, momentum, weight)
-    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY] = update_space, step_size, decay
-    return by_tile("apply_gradient", row, set_messages(row, scales, bits))
-
-
-def take_over(
-    scales: Array,
-    bits: Bytes,
-    momentum: Any,
-    variance: Any,
-    weight: Any,
-    anchor: Any,
-    spec: Spec,
-    *,
-    update_space: bool,
-    decay: float,
-    rates: float,
-) -> None:
-    """See ``reference.take_over``."""
-    if on_host(weight):
-        options: dict[str, Any] = {"update_space": update_space, "decay": decay, "rates": rates}
-        return cpu.take_over(scales, bits, momentum, variance, weight, anchor, spec, **options)
-    row = row_of_spec(spec)
-    outputs = (t.OUT_MOMENTUM, momentum), (t.OUT_WEIGHT, weight)
-    set_tensors(row, (t.MOMENTUM, momentum), (t.VARIANCE, variance), (t.ANCHOR, anchor), *outputs)
-    row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY] = update_space, rates, decay
-    return by_tile("take_over", row, set_messages(row, scales, bits))
+def _from_device(array: Any) -> Any:
+    return array.copy_to_host()

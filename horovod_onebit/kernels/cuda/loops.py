@@ -44,7 +44,7 @@ from horovod_onebit.kernels.cuda.device import (
 )
 from horovod_onebit.kernels.reference import CHUNK
 
-f32, f64, u8, u32 = np.float32, np.float64, np.uint8, np.uint32
+f32, f64, u8, i32, u32 = np.float32, np.float64, np.uint8, np.int32, np.uint32
 PARTS = 4  # ``_compressor`` has them written out
 
 
@@ -322,9 +322,10 @@ def _writer(codec: Codec) -> Any:
             shift, bit = u32(plane), u32(1)
             own = (one >> shift) & bit | ((two >> shift) & bit) << bit
             own |= ((three >> shift) & bit) << u32(2) | ((four >> shift) & bit) << u32(3)
-            other = neighbour(own if finite else u32(0))
+            nibble = i32(own) if finite else i32(0)
+            other = neighbour(nibble)
             if i & 7 == 0 and i < end:
-                store_u8(record + 4 + plane * width, (i - start) >> 3, byte_of(own if finite else u32(0), other))
+                store_u8(record + 4 + plane * width, (i - start) >> 3, byte_of(nibble, other))
         if finite:
             lost = c[0] - value(one, s), c[1] - value(two, s), c[2] - value(three, s), c[3] - value(four, s)
             store4(row[NEW_RESIDUAL], i, end, _has_vectors(row, i, end), lost)
@@ -334,7 +335,7 @@ def _writer(codec: Codec) -> Any:
 
 def _compressor(source: Any, codec: Codec) -> Any:
     """The loop that compresses what ``source`` gives."""
-    scaled, write = _scaler(codec), _writer(codec)
+    scaled, write, bits = _scaler(codec), _writer(codec), codec.bits
 
     @inlined
     def owed(row, i, end):
@@ -376,6 +377,8 @@ def _compressor(source: Any, codec: Codec) -> Any:
             base += step
         if cuda.threadIdx.x == 0:
             store_f32(record, 0, s if math.isfinite(s) else f32(math.nan))
+            for k in range(bits * width, (bits * width + 3) // 4 * 4):
+                store_u8(record + 4, k, u8(0))
 
     return loop
 
