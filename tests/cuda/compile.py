@@ -1,13 +1,80 @@
 """What the CUDA kernels compile to, in PTX, for ``machine`` to run: python -m tests.cuda.compile FOLDER."""
 
 import sys
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 from numba import cuda, types
 from numba.cuda import dispatcher
 
-from horovod_onebit.kernels.cuda.programs import PROGRAMS
+from horovod_onebit import Recipe, codecs
+from horovod_onebit.kernels import reference
+from horovod_onebit.kernels.cuda.loops import Program
+from horovod_onebit.rules import Context, Tensor, zero_one_adam
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
+from horovod_onebit.rules.lion import Lion
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import Kind
+
+CODECS = [codecs.find(name) for name in codecs.names()]
+
+
+class _Recording:
+    """A backend that computes nothing, and remembers what it was to compute."""
+
+    def __init__(self):
+        self.found = []
+
+    def __getattr__(self, loop):
+        def record(formula, p, *_):
+            self.found.append((loop, formula, type(p)))
+
+        return record
+
+    def sums(self, formula, p, arrays, out):
+        self.found.append(("sums", formula, type(p)))
+        out[:] = 1
+
+    def copy(self, source, target):
+        pass
+
+    batch = staticmethod(reference.batch)
+
+
+def uses():
+    """All loops and formulas that the rules ask for: (loop, formula, type of its scalars)."""
+    backend = _Recording()
+    adam = [Adam(lr=0.1), Adam(lr=0.1, weight_decay=0.1, decoupled=False)]
+    rules = [*adam, *(zero_one_adam.of(rule, kind) for rule in adam for kind in (Kind.GRADIENT, Kind.SYNC)),
+             SGD(lr=0.1), SGD(lr=0.1, momentum=0.9, weight_decay=0.1), LAMB(lr=0.1), Lion(lr=0.1)]  # fmt: skip
+    numbers, sent = np.ones(8, np.float32), np.zeros(16, np.uint8)
+    for rule, space in product(rules, ("update", "momentum")):
+        clip = 3.0 if space == "update" else None
+        context = Context(backend, Recipe(space=space, clip=clip), 2)
+        tensor = Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+        rule.init(tensor)
+        rule.exact_step(tensor, numbers, context)
+        rule.encode(tensor, numbers, sent, 0, 8, context)
+        rule.restore(tensor, numbers, sent, 0, 8, context)
+        rule.apply(tensor, sent[None], 0, context.coding(8), context)
+        if (lengths := rule.lengths(tensor, context)) is not None:
+            backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))
+        rule.finish(tensor, np.ones(2), context)
+        if isinstance(rule, zero_one_adam.ZeroOneAdam):
+            rule.local_step(tensor, numbers, context)
+    return sorted(set(backend.found), key=str)
+
+
+def programs():
+    """All programs, each of a formula with the codecs."""
+    coded = ("encode", "restore", "apply")
+    found = [Program(loop, formula, kind) for loop, formula, kind in uses() if loop not in coded]
+    found += [Program(loop, formula, kind, codec) for loop, formula, kind in uses() if loop in coded for codec in CODECS]
+    found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
+    return [*found, *(Program("decode", codec=codec) for codec in CODECS), Program("pick")]
 
 
 def ptx(program, capability):
@@ -16,15 +83,15 @@ def ptx(program, capability):
     known = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)
     try:
-        return cuda.compile_ptx(PROGRAMS[program], (types.int64, types.int64), cc=capability)[0]
+        return cuda.compile_ptx(program.function(), (types.int64, types.int64), cc=capability)[0]
     finally:
         dispatcher.get_current_device = known
 
 
 def write(folder, capability=(9, 0)):
     """All kernels, a file each."""
-    for program in PROGRAMS:
-        Path(folder, f"{program}.ptx").write_text(ptx(program, capability))
+    for program in programs():
+        Path(folder, f"{program.name}.ptx").write_text(ptx(program, capability))
 
 
 if __name__ == "__main__":

@@ -19,8 +19,14 @@ BIT = 1 / 8 + 4 / BLOCK  # and its share of a scale
 
 def measure(folder):
     """The numbers by kernel and case; ``folder`` has the PTX."""
+    from horovod_onebit import Recipe
     from horovod_onebit.kernels import cuda as kernels
-    from horovod_onebit.kernels.reference import CHUNK, Spec
+    from horovod_onebit.kernels.reference import CHUNK
+    from horovod_onebit.rules import Context, Tensor, zero_one_adam
+    from horovod_onebit.rules.adam import Adam
+    from horovod_onebit.rules.lamb import LAMB
+    from horovod_onebit.rules.sgd import SGD
+    from horovod_onebit.schedule import Kind
     from tests.cuda import machine
 
     programs = machine.install(folder)
@@ -32,45 +38,41 @@ def measure(folder):
         room[:] = rng.standard_normal(ELEMENTS + 4)
         return room[first : first + ELEMENTS]
 
-    g, m, e, w, anchor = (vector() for _ in range(5))
-    v = vector()
-    np.abs(v, out=v)
-    spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, clip=3.0, scale="guarded", block_size=BLOCK)
-    scales, bits = np.ones((2, ELEMENTS // BLOCK), f32), rng.integers(0, 256, (2, ELEMENTS // 8), dtype=np.uint8)
-    one, options = (scales[0].copy(), bits[0].copy()), {"step_size": 1e-3, "decay": 1.0}
+    grad, tensor = vector(), Tensor("x", vector(), vector(), np.abs(vector()), vector(), 20, 20)
+    adam, lamb, sgd = Adam(lr=1e-3), LAMB(lr=1e-3), SGD(lr=1e-3, momentum=0.9)
+    sync = zero_one_adam.of(adam, Kind.SYNC)
+    sync.init(tensor)
+    tensor.variance, tensor.anchor = vector(), vector()
+    np.abs(tensor.variance, out=tensor.variance)
+    update = Context(kernels, Recipe(block_size=BLOCK), 2)
+    momentum = Context(kernels, Recipe(space="momentum", clip=None, block_size=BLOCK), 2)
+    coding = update.coding(BLOCK)
+    rows = rng.integers(0, 256, (2, coding.codec.size(ELEMENTS, BLOCK)), dtype=np.uint8)
+    rows.view(f32)[:, :: coding.codec.record_size(BLOCK) // 4] = 1
+    row, new, chunks = rows[0].copy(), vector(), np.empty((ELEMENTS // CHUNK, 2))
     cases = {
-        "encode, update space": (20 + BIT, "encode", lambda: kernels.encode(g, m, v, None, e, *one, spec)),
-        "encode, momentum space": (16 + BIT, "encode", lambda: kernels.encode(g, m, None, None, e, *one, spec)),
-        "decode and Adam": (
-            16 + 2 * BIT,
-            "apply",
-            lambda: kernels.apply(scales, bits, m, v, w, spec, update_space=True, **options),
-        ),
-        "decode and SGD": (
-            16 + 2 * BIT,
-            "apply",
-            lambda: kernels.apply(scales, bits, m, None, w, spec, update_space=True, **options),
-        ),
+        "encode, update space": (20 + BIT, lambda: adam.encode(tensor, grad, row, 0, BLOCK, update)),
+        "encode, momentum space": (16 + BIT, lambda: adam.encode(tensor, grad, row, 0, BLOCK, momentum)),
+        "decode and Adam": (16 + 2 * BIT, lambda: adam.apply(tensor, rows, 0, coding, update)),
+        "decode and SGD": (16 + 2 * BIT, lambda: sgd.apply(tensor, rows, 0, coding, update)),
         "a server's second stage": (
             8 + 3 * BIT,
-            "recode",
-            lambda: kernels.recode(scales, bits, e, g, *one, "guarded", BLOCK),
+            lambda: kernels.recode(rows, 0, coding, tensor.residual, new, row, 0, coding),
         ),
-        "LAMB's sums": (12, "squares", lambda: kernels.squares(m, v, w, np.empty((ELEMENTS // CHUNK, 2)), spec)),
-        "LAMB's step": (16, "move", lambda: kernels.move(m, v, w, spec, **options)),
-        "0/1 Adam's local step": (24, "local_step", lambda: kernels.local_step(g, m, v, w, spec, **options)),
-        "0/1 Adam's exchange": (
-            16 + BIT,
-            "encode_moved",
-            lambda: kernels.encode_moved(w, anchor, None, e, *one, spec, decay=1.0),
-        ),
+        "LAMB's sums": (12, lambda: kernels.sums(*lamb.lengths(tensor, update), tensor.arrays(), chunks)),
+        "LAMB's step": (16, lambda: lamb.finish(tensor, np.ones(2), update)),
+        "0/1 Adam's local step": (24, lambda: sync.local_step(tensor, grad, update)),
+        "0/1 Adam's exchange": (16 + BIT, lambda: sync.encode(tensor, grad, row, 0, BLOCK, update)),
     }
     found = {}
-    for name, (width, program, run) in cases.items():
+    for name, (width, run) in cases.items():
+        lamb.init(tensor) if "LAMB" in name else sync.init(tensor)
+        tensor.anchor = new if tensor.anchor is None else tensor.anchor
+        for program in programs.values():
+            program.counts.clear()
         run()
-        count = programs[program].counts.total() / (ELEMENTS / 128)
+        count = sum(program.counts.total() for program in programs.values()) / (ELEMENTS / 128)
         found[name] = {"instructions": round(count), "bytes": width}
-        programs[program].counts.clear()
     return found
 
 

@@ -16,8 +16,9 @@ from pathlib import Path
 
 import numpy as np
 
-from horovod_onebit.kernels.cuda.table import WIDTH, Column
-from horovod_onebit.kernels.reference import CHUNK, num_blocks, num_bytes
+from horovod_onebit import codecs
+from horovod_onebit.kernels.cuda.loops import WIDTH, Column
+from horovod_onebit.kernels.reference import CHUNK, num_blocks
 
 TYPES = {"f16": "f2", "f32": "f4", "f64": "f8", "pred": "?"}
 TYPES |= {
@@ -28,9 +29,15 @@ FIRST_ADDRESS = 1 << 16
 MEMORY = np.frombuffer((ctypes.c_uint8 * ((1 << 47) - FIRST_ADDRESS)).from_address(FIRST_ADDRESS), np.uint8)
 WAITING, DONE = 1 << 30, 1 << 31
 
-TENSORS = [c for c in Column if Column.GRADIENT <= c <= Column.OUT_WEIGHT and c not in (Column.SCALES, Column.BITS)]
-OUTPUTS = (Column.OUT_ERROR, Column.OUT_SCALES, Column.OUT_BITS, Column.OUT_MOMENTUM, Column.OUT_WEIGHT)
-WRITTEN = {"restore": (Column.ERROR,), "restore_moved": (Column.ERROR,), "move": (Column.WEIGHT,)}
+TENSORS = [c for c in Column if Column.GRADIENT <= c <= Column.NEW_RESIDUAL]
+STATE = (Column.MOMENTUM, Column.VARIANCE, Column.WEIGHT)
+WRITTEN = {
+    "encode": (Column.NEW_RESIDUAL, Column.OUT),
+    "recode": (Column.NEW_RESIDUAL, Column.OUT),
+    "restore": (Column.RESIDUAL,),
+    "apply": STATE,
+    "move": STATE,
+}
 
 COMPARE = {
     "eq": np.equal,
@@ -72,7 +79,7 @@ def _fma(a, b, c):
 
 def _insert(a, b, start, length):
     mask = ((np.uint64(1) << length.astype("u8")) - np.uint64(1)) << start.astype("u8")
-    return (b & ~mask) | ((a << start.astype("u8")) & mask)
+    return ((b & ~mask) | ((a << start.astype("u8")) & mask)).astype(b.dtype)
 
 
 OPERATIONS = {
@@ -329,13 +336,14 @@ def read(folder):
 
 def install(folder):
     """Let the launcher run the PTX in ``folder`` instead of the simulator."""
-    from horovod_onebit.kernels.cuda import calls, launch
+    from horovod_onebit.kernels import cuda
+    from horovod_onebit.kernels.cuda import launch
 
     programs = read(folder)
-    calls.TILE_THREADS = 256
+    cuda.TILE_THREADS = 256
 
-    def configured(name, blocks, threads, stream):
-        return lambda table, rows: run(programs, name, blocks, threads, table, rows)
+    def configured(program, blocks, threads, stream):
+        return lambda table, rows: run(programs, program.name, blocks, threads, table, rows)
 
     launch._configured = configured
     return programs
@@ -348,7 +356,7 @@ def drive(folder, driver):
     @ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_uint, ctypes.c_uint, ctypes.POINTER(ctypes.c_void_p))
     def launch(name, blocks, threads, arguments):
         try:
-            length, rest = re.search(r"8programs(\d+)(\w+)", name.decode()).groups()
+            length, rest = re.search(r"5loops(\d+)(\w+)", name.decode()).groups()
             table, rows = (ctypes.c_int64.from_address(arguments[i]).value for i in range(2))
             run(programs, rest[: int(length)], blocks, threads, table, rows)
         except Exception:
@@ -373,21 +381,33 @@ def run(programs, name, blocks, threads, table, rows):
 
 def _described(name, row):
     """The memory that a row of a launch's table is about: what may be read, and what may be written."""
-    size, workers = row[Column.SIZE], row[Column.WORKERS]
-    blocks = num_blocks(size, row[Column.BLOCK_SIZE] or 1)
-    widths = dict.fromkeys(TENSORS, 4 * size) | {Column.OUT_SCALES: 4 * blocks, Column.OUT_BITS: num_bytes(size)}
-    if row[Column.KIND] and row[Column.GRADIENT]:
+    loop, size = name.partition("_")[0], int(row[Column.SIZE])
+    if loop == "pick":
+        index = MEMORY[row[Column.WEIGHT] - FIRST_ADDRESS :][: 8 * size].view(np.int64)
+        out = (row[Column.OUT], row[Column.OUT] + 4 * size)
+        seen = [(row[Column.ROWS], row[Column.ROWS] + 4 * (index.max() + 1))]
+        return [*seen, (row[Column.WEIGHT], row[Column.WEIGHT] + 8 * size), out], [out]
+    first, last = _codecs_of(name.removeprefix(f"{loop}_").partition("_horovod")[0])
+    widths = dict.fromkeys(TENSORS, 4 * size)
+    if row[Column.KIND]:
         widths[Column.GRADIENT] = 2 * size
-    if name == "squares":
-        widths[Column.OUT_SCALES] = 16 * num_blocks(size, CHUNK)
+    block_size = int(row[Column.BLOCK_SIZE])
+    if loop in ("encode", "recode"):
+        widths[Column.OUT] = last.size(size, block_size)
+    elif loop in ("decode", "sums"):
+        widths[Column.OUT] = 4 * size if loop == "decode" else 16 * num_blocks(size, CHUNK)
     places = {column: (row[column], row[column] + width) for column, width in widths.items() if row[column]}
-    messages = [
-        (row[start] + i * row[stride], row[start] + i * row[stride] + width)
-        for start, stride, width in (
-            (Column.SCALES, Column.SCALES_STRIDE, 4 * blocks),
-            (Column.BITS, Column.BITS_STRIDE, num_bytes(size)),
-        )
-        for i in range(workers)
-    ]
-    writes = [place for column, place in places.items() if column in WRITTEN.get(name, OUTPUTS)]
+    starts = [row[Column.ROWS] + i * row[Column.STRIDE] for i in range(row[Column.WORKERS])]
+    messages = [(start, start + first.size(size, block_size)) for start in starts]
+    writes = [place for column, place in places.items() if column in WRITTEN.get(loop, (Column.OUT,))]
     return [*places.values(), *messages], writes
+
+
+def _codecs_of(text):
+    """What is read and what is written, of a program's name: "sign", "sign_two_bit"."""
+    known = codecs.names()
+    for first in known:
+        for last in known:
+            if text in (first, f"{first}_{last}"):
+                return codecs.find(first), codecs.find(first if text == first else last)
+    return None, None

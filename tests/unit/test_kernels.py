@@ -1,4 +1,4 @@
-"""The Numba kernels against the NumPy reference, and the numbers and identities of the 1-bit codec."""
+"""The Numba loops against the NumPy reference, and the numbers and identities of the codecs."""
 
 import math
 
@@ -7,28 +7,33 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from horovod_onebit import codecs
+from horovod_onebit.codecs import GUARD, NO_GUARD
 from horovod_onebit.kernels import cpu, reference
-from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
+from horovod_onebit.rules import adam, lamb, lion, scalars, sgd, zero_one_adam
 
 f32 = np.float32
 LENGTHS = [0, 1, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 3000, 200_001]
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-42, 1e-30, -1e-20, 1e30, -3e38, np.nan, np.inf, -np.inf], f32)
 PAPER = np.array([1e-4, 1e-4, -1e-3, -1e-2, -1e-6])
+SIGN = codecs.find("sign")
+BOUNDS = {"rms": NO_GUARD, "guarded": GUARD}
 
 
-def spec(**changes):
-    values = {
-        "momentum_factor": 0.9,
-        "grad_factor": 0.1,
-        "l2": 0.0,
-        "eps": 1e-8,
-        "eps_inside_sqrt": False,
-        "variance_correction": 1.25,
-        "clip": 3.0,
-        "scale": "guarded",
-        "block_size": 128,
-    }
-    return Spec(**(values | changes))
+def coding(block_size=128, codec="sign", scale="guarded"):
+    return Coding(codecs.find(codec), block_size, BOUNDS[scale])
+
+
+def of_adam(**changes):
+    values = {"beta1": 0.9, "grad": 0.1, "l2": 0.0, "correction": 1.25, "eps_inside": 0.0, "eps": 1e-8, "clip": 3.0,
+              "decay": 0.99, "step": 0.01}  # fmt: skip
+    return scalars(adam.Scalars, **(values | changes))
+
+
+FORMULAS = {(True, True): adam.update_l2, (True, False): adam.update, (False, True): adam.momentum_l2,
+            (False, False): adam.momentum}  # fmt: skip
+"""By whether there is a second moment, and whether weights decay into the gradient."""
 
 
 class Inputs:
@@ -38,116 +43,151 @@ class Inputs:
         if special:
             where = rng.random((4, size)) < special
             self.arrays[where] = rng.choice(SPECIAL, where.sum())
-        self.grad, self.momentum, self.error, w = self.arrays
-        self.weight = w if weight else None
-        self.variance = (rng.standard_normal(size).astype(f32) ** 2) if variance else None
-        self.w = w
+        self.grad, self.momentum, self.error, self.weight = self.arrays
+        self.variance = rng.standard_normal(size).astype(f32) ** 2
+        self.formula = FORMULAS[variance, weight]
 
-    def encode(self, kernels, s):
-        error = self.error.copy()
-        scales = np.full(num_blocks(error.size, s.block_size), -1, f32)
-        bits = np.full(num_bytes(error.size), 0x5A, np.uint8)
+    def all(self):
+        return Arrays(self.grad, self.momentum, self.variance, self.weight, self.error)
+
+    def encode(self, kernels, p, how):
+        residual, row = self.error.copy(), np.full(4 + how.codec.size(self.error.size, how.block_size), 0x5A, np.uint8)
+        row[4:] = 0
         with np.errstate(all="ignore"):
-            finite = kernels.encode(self.grad, self.momentum, self.variance, self.weight, error, scales, bits, s)
-        return finite, bits, scales, error
+            finite = kernels.encode(self.formula, p, self.all(), residual, row, 4, how)
+        assert (row[:4] == 0x5A).all()
+        return finite, row, residual
+
+    def contribution(self, p):
+        return reference.contribution(self.formula, p, self.all())
 
 
-def assert_same(a, b):
+def scales_of(row, size, how, at=4):
+    words = row[at:].view(f32)
+    return words[:: how.codec.record_size(how.block_size) // 4][: num_blocks(size, how.block_size)]
+
+
+def codes_of(row, how, at=4):
+    """All but the scales."""
+    codes = row[at:].copy()
+    codes.view(f32)[:: how.codec.record_size(how.block_size) // 4] = 0
+    return codes
+
+
+def random_rows(rng, workers, size, how, extra=0):
+    """Messages of several workers with anything in them, but for scales that are numbers."""
+    rows = rng.integers(0, 256, (workers, extra + how.codec.size(size, how.block_size)), dtype=np.uint8)
+    for row in rows:
+        scales_of(row, size, how, extra)[:] = np.abs(rng.standard_normal(num_blocks(size, how.block_size)))
+    return rows
+
+
+def assert_same(a, b, size, how):
     assert a[0] == b[0]
-    np.testing.assert_array_equal(a[1], b[1])  # bits: exactly
-    for x, y in zip(a[2:], b[2:], strict=True):  # floats: to rounding of a float64 sum
-        np.testing.assert_allclose(x, y, rtol=2e-7, atol=1e-37)
+    np.testing.assert_array_equal(codes_of(a[1], how), codes_of(b[1], how))  # exactly
+    # Floats to rounding of a float64 sum.
+    np.testing.assert_allclose(scales_of(a[1], size, how), scales_of(b[1], size, how), rtol=2e-7, atol=1e-37)
+    np.testing.assert_allclose(a[2], b[2], rtol=2e-7, atol=1e-37)
 
 
 @pytest.mark.parametrize("size", LENGTHS)
 @pytest.mark.parametrize("variance", [True, False])
 @pytest.mark.parametrize("block_size", [8, 128, 1024, None])
-def test_encode_is_the_reference_at_every_length(size, variance, block_size):
-    inputs = Inputs(size, variance=variance)
-    s = spec(block_size=block_size or max(size, 1))
-    assert_same(inputs.encode(reference, s), inputs.encode(cpu, s))
+@pytest.mark.parametrize("codec", codecs.names())
+def test_encode_is_the_reference_at_every_length(size, variance, block_size, codec):
+    inputs, how = Inputs(size, variance=variance), coding(block_size or max(size, 1), codec)
+    assert_same(inputs.encode(reference, of_adam(), how), inputs.encode(cpu, of_adam(), how), size, how)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=200, deadline=None)
 @given(
     size=st.integers(0, 700),
     seed=st.integers(0, 10**6),
     special=st.sampled_from([0.0, 0.01, 0.5]),
     variance=st.booleans(),
     weight=st.booleans(),
-    scale=st.sampled_from(["rms", "mean_abs", "guarded"]),
+    scale=st.sampled_from(["rms", "guarded"]),
     block_size=st.sampled_from([8, 16, 128, 1024]),
     inside=st.booleans(),
     clip=st.sampled_from([3.0, math.inf]),
     eps=st.sampled_from([0.0, 1e-8, 1e-3]),
+    codec=st.sampled_from(codecs.names()),
 )
-def test_encode_is_the_reference(size, seed, special, variance, weight, scale, block_size, inside, clip, eps):
-    inputs = Inputs(size, seed, special, variance, weight)
-    s = spec(scale=scale, block_size=block_size, eps_inside_sqrt=inside, clip=clip, eps=eps, l2=0.01 if weight else 0.0)
-    assert_same(inputs.encode(reference, s), inputs.encode(cpu, s))
+def test_encode_is_the_reference(size, seed, special, variance, weight, scale, block_size, inside, clip, eps, codec):
+    inputs, how = Inputs(size, seed, special, variance, weight), coding(block_size, codec, scale)
+    epsilons = {"eps_inside": eps if inside else 0.0, "eps": 0.0 if inside else eps}
+    p = of_adam(clip=clip, l2=0.01 if weight else 0.0, **epsilons)
+    assert_same(inputs.encode(reference, p, how), inputs.encode(cpu, p, how), size, how)
 
 
-@settings(max_examples=100, deadline=None)
+MOTIONS = {
+    "update": (adam.move_by_update, of_adam()),
+    "momentum": (adam.move_by_momentum, of_adam()),
+    "sgd": (sgd.move, scalars(sgd.Scalars, momentum=0.9, grad=1, l2=0, decay=0.99, look_back=0.02, step=0.01)),
+    "lion": (lion.move, scalars(lion.Scalars, beta1=0.9, grad=0.1, keep=0.9, take=0.1, decay=0.99, step=0.01)),
+    "gradient": (zero_one_adam.move_by_scaled_gradient, of_adam()),
+    "sync": (
+        zero_one_adam.take_over,
+        scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03),
+    ),
+    "sync of nothing": (
+        zero_one_adam.take_over_scaled,
+        scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
+    ),
+    "lamb": (lamb.take_over_update, of_adam()),
+}
+
+
+@settings(max_examples=150, deadline=None)
 @given(
     size=st.integers(0, 700),
     workers=st.integers(1, 5),
     seed=st.integers(0, 10**6),
     block_size=st.sampled_from([8, 128, 1024]),
-    case=st.sampled_from(["update", "momentum", "plain"]),
+    case=st.sampled_from(sorted(MOTIONS)),
+    codec=st.sampled_from(codecs.names()),
+    at=st.sampled_from([0, 32]),
 )
-def test_apply_is_the_reference_on_strided_rows_of_the_wire(size, workers, seed, block_size, case):
-    rng = np.random.default_rng(seed)
-    blocks, nbytes = num_blocks(size, block_size), num_bytes(size)
-    wire = rng.integers(0, 256, (workers, 4 * blocks + nbytes + 5), dtype=np.uint8)
-    bits = wire[:, 3 : 3 + nbytes]
-    scales = np.abs(rng.standard_normal((workers, blocks + 2)).astype(f32))[:, 1 : blocks + 1]
-    results = []
+def test_apply_is_the_reference(size, workers, seed, block_size, case, codec, at):
+    how, (formula, p) = coding(block_size, codec), MOTIONS[case]
+    rows, results = random_rows(np.random.default_rng(seed), workers, size, how, at), []
     for kernels in (reference, cpu):
-        inputs = Inputs(size, seed, variance=case != "plain")
-        arguments = {"step_size": 0.01, "decay": 0.99, "look_back": 0.02 if case == "plain" else 0.0}
-        m, w = inputs.momentum, inputs.w
-        s = spec(block_size=block_size)
-        kernels.apply(scales, bits, m, inputs.variance, w, s, update_space=case == "update", **arguments)
-        results.append((m, w, kernels.decode_mean(scales, bits, size, block_size)))
-        inputs, new = Inputs(size, seed, variance=case != "plain"), (np.empty(size, f32), np.empty(size, f32))
-        old = inputs.momentum.copy(), inputs.w.copy()
-        for array in (inputs.momentum, inputs.w):
-            array.flags.writeable = False
-        arguments |= {"new_momentum": new[0], "new_weight": new[1], "update_space": case == "update"}
-        kernels.apply(scales, bits, inputs.momentum, inputs.variance, inputs.w, s, **arguments)
-        for ours, other in ((new[0], m), (new[1], w), (inputs.momentum, old[0]), (inputs.w, old[1])):
-            np.testing.assert_array_equal(ours, other)
+        inputs = Inputs(size, seed)
+        before = inputs.variance.copy(), inputs.grad.copy(), inputs.error.copy()
+        kernels.apply(formula, p, inputs.all()._replace(gradient=None), rows, at, how)
+        for array, old in zip((inputs.variance, inputs.grad, inputs.error), before, strict=True):
+            np.testing.assert_array_equal(array, old)
+        results.append((inputs.momentum, inputs.weight, kernels.decode_mean(rows, at, size, how)))
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
 
 
-@settings(max_examples=60, deadline=None)
-@given(size=st.integers(1, 500), workers=st.integers(1, 4), seed=st.integers(0, 10**6))
-def test_recode_is_the_reference_and_loses_nothing(size, workers, seed):
-    rng = np.random.default_rng(seed)
-    blocks, nbytes = num_blocks(size, 16), num_bytes(size)
-    scales = np.abs(rng.standard_normal((workers, blocks))).astype(f32)
-    bits = rng.integers(0, 256, (workers, nbytes), dtype=np.uint8)
-    error = rng.standard_normal(size).astype(f32)
-    out = []
+@settings(max_examples=80, deadline=None)
+@given(
+    size=st.integers(1, 500),
+    workers=st.integers(1, 4),
+    seed=st.integers(0, 10**6),
+    codec=st.sampled_from(codecs.names()),
+    again=st.sampled_from(codecs.names()),
+)
+def test_recode_is_the_reference_and_loses_nothing(size, workers, seed, codec, again):
+    rng, how, then = np.random.default_rng(seed), coding(16, codec), coding(16, again)
+    rows, error, out = random_rows(rng, workers, size, how), rng.standard_normal(size).astype(f32), []
     for kernels in (reference, cpu):
-        new, s, b = np.zeros(size, f32), np.zeros(blocks, f32), np.zeros(nbytes, np.uint8)
-        kernels.recode(scales, bits, error, new, s, b, "guarded", 16)
-        out.append((b, s, new))
-        mean = kernels.decode_mean(scales, bits, size, 16)
-        decoded = kernels.decode_mean(s[None], b[None], size, 16)
+        new, row = np.zeros(size, f32), np.zeros(4 + then.codec.size(size, 16), np.uint8)
+        kernels.recode(rows, 0, how, error, new, row, 4, then)
+        out.append((True, row, new))
+        mean, decoded = kernels.decode_mean(rows, 0, size, how), kernels.decode_mean(row[None], 4, size, then)
         np.testing.assert_allclose(decoded + new, mean + error, atol=1e-6)
-    np.testing.assert_array_equal(out[0][0], out[1][0])
-    np.testing.assert_allclose(out[0][1], out[1][1], rtol=2e-7)
+    assert_same(*out, size, then)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
-def test_what_is_sent_and_what_is_kept_is_what_there_was(kernels):
-    inputs = Inputs(5000, variance=True)
-    s = spec()
-    _, bits, scales, error = inputs.encode(kernels, s)
-    decoded = kernels.decode_mean(scales[None], bits[None], 5000, s.block_size)
-    u = reference.contribution(inputs.grad, inputs.momentum, inputs.variance, None, s)
+@pytest.mark.parametrize("codec", codecs.names())
+def test_what_is_sent_and_what_is_kept_is_what_there_was(kernels, codec):
+    inputs, how = Inputs(5000), coding(codec=codec)
+    _, row, error = inputs.encode(kernels, of_adam(), how)
+    decoded, u = kernels.decode_mean(row[None], 4, 5000, how), inputs.contribution(of_adam())
     scale = np.abs(u) + np.abs(inputs.error) + np.abs(decoded)
     assert (np.abs((decoded + error) - (u + inputs.error)) <= 4e-7 * scale).all()
 
@@ -157,38 +197,77 @@ def test_what_is_sent_and_what_is_kept_is_what_there_was(kernels):
 @pytest.mark.parametrize("where", ["grad", "momentum", "error"])
 @pytest.mark.parametrize("variance", [True, False])
 def test_a_block_that_is_not_finite_is_left_alone_and_reported(kernels, bad, where, variance):
-    inputs = Inputs(1000, variance=variance)
+    inputs, how = Inputs(1000, variance=variance), coding()
     before = inputs.error.copy()
     getattr(inputs, where)[300] = bad
-    finite, _, scales, error = inputs.encode(kernels, spec())
+    finite, row, error = inputs.encode(kernels, of_adam(), how)
     assert not finite
-    assert np.flatnonzero(np.isnan(scales)).tolist() == [300 // 128]
+    assert np.flatnonzero(np.isnan(scales_of(row, 1000, how))).tolist() == [300 // 128]
     if where != "error":
         np.testing.assert_array_equal(error[256:384], before[256:384])
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
-def test_restore_undoes_encode(kernels):
-    inputs = Inputs(5000, variance=True, weight=True)
+@pytest.mark.parametrize("codec", codecs.names())
+def test_restore_undoes_encode(kernels, codec):
+    inputs, how = Inputs(5000, weight=True), coding(codec=codec)
     inputs.grad[777] = np.nan
-    s = spec(l2=0.01)
-    _, bits, scales, error = inputs.encode(kernels, s)
-    kernels.restore(inputs.grad, inputs.momentum, inputs.variance, inputs.weight, error, scales, bits, s)
+    p = of_adam(l2=0.01)
+    _, row, error = inputs.encode(kernels, p, how)
+    kernels.restore(inputs.formula, p, inputs.all(), error, row, 4, how)
     block = slice(777 // 128 * 128, 777 // 128 * 128 + 128)
     np.testing.assert_array_equal(error[block], inputs.error[block])
-    u = reference.contribution(inputs.grad, inputs.momentum, inputs.variance, inputs.weight, s)
-    rms = np.repeat(np.nan_to_num(scales), 128)[:5000]
+    u, rms = inputs.contribution(p), np.repeat(np.nan_to_num(scales_of(row, 5000, how)), 128)[:5000]
     assert (np.abs(error - inputs.error) <= 4e-7 * (np.nan_to_num(np.abs(u)) + np.abs(inputs.error) + rms)).all()
 
 
-def layer(kernels, inputs, s):
+EXACT = {
+    "adam": (
+        adam.exact,
+        scalars(
+            adam.Exact, grad=1, l2=0.01, take1=0.1, keep2=0.99, take2=0.01, root=0.5, eps=1e-8, decay=0.9, step=0.1
+        ),
+    ),
+    "sgd": (
+        sgd.exact,
+        scalars(sgd.Exact, grad=1, l2=0.01, momentum=0.9, take=1, ahead_g=1, ahead_m=0.9, decay=1, step=0.1),
+    ),
+    "sgd without momentum": (
+        sgd.exact_without_momentum,
+        scalars(sgd.Exact, grad=1, l2=0.01, momentum=0, take=1, ahead_g=0, ahead_m=1, decay=1, step=0.1),
+    ),
+    "lion": (lion.exact, scalars(lion.Scalars, beta1=0.9, grad=0.1, keep=0.99, take=0.01, decay=0.99, step=0.01)),
+    "lamb": (
+        lamb.exact_moments,
+        scalars(adam.Exact, grad=1, l2=0, take1=0.1, keep2=0.99, take2=0.01, root=0.5, eps=1e-8, decay=0.9, step=0.1),
+    ),
+    "local": (zero_one_adam.local, of_adam(l2=0.01)),
+}
+
+
+@pytest.mark.parametrize("case", EXACT)
+@pytest.mark.parametrize("size", [0, 1, 1025, 200_001])
+@pytest.mark.parametrize("special", [0.0, 0.01])
+def test_move_is_the_reference(case, size, special):
+    (formula, p), results = EXACT[case], []
+    for kernels in (reference, cpu):
+        inputs = Inputs(size, 3, special)
+        with np.errstate(all="ignore"):
+            kernels.move(formula, p, inputs.all())
+        results.append((*inputs.arrays, inputs.variance))
+    for x, y in zip(*results, strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def layer(kernels, inputs, inside):
     """Sums of squares before, and the weights after a step of LAMB's."""
-    sums = np.empty((num_blocks(inputs.w.size, CHUNK), 2))
-    weight, arrays = inputs.w.copy(), (inputs.momentum, inputs.variance)
+    sums, step = np.empty((num_blocks(inputs.weight.size, CHUNK), 2)), inputs.weight.copy()
+    arrays = inputs.all()._replace(gradient=None, weight=step)
+    p = scalars(lamb.Step, first=1.5, inside=inside, correction=1.25, eps_inside=0, eps=1e-6, decay=0.99, step=0.02)
     with np.errstate(all="ignore"):
-        kernels.squares(*arrays, weight, sums, s)
-        kernels.move(*arrays, weight, s, step_size=0.02, decay=0.99)
-    return sums, weight
+        kernels.sums(lamb.lengths, p, arrays, sums)
+        kernels.move(lamb.move, p, arrays)
+    return sums, step
 
 
 @pytest.mark.parametrize("size", [*LENGTHS, CHUNK, CHUNK + 1])
@@ -196,9 +275,7 @@ def layer(kernels, inputs, s):
 @pytest.mark.parametrize("special", [0.0, 0.01])
 def test_a_step_of_a_layer_is_the_reference(size, inside, special):
     inputs = Inputs(size, seed=size, special=special)
-    (expected, after), (sums, weight) = (
-        layer(kernels, inputs, spec(eps=1e-6, momentum_factor=1.5, l2=inside)) for kernels in (reference, cpu)
-    )
+    (expected, after), (sums, weight) = (layer(kernels, inputs, inside) for kernels in (reference, cpu))
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
     np.testing.assert_array_equal(weight, after)
 
@@ -208,7 +285,7 @@ def test_the_sums_of_a_layer_do_not_depend_on_threads():
     try:
         for count in (1, 2, 3):
             cpu.set_num_threads(count)
-            results.append(layer(cpu, inputs, spec(momentum_factor=1.0, l2=0.1)))
+            results.append(layer(cpu, inputs, 0.1))
     finally:
         cpu.set_num_threads(2)
     for result in results[1:]:
@@ -220,9 +297,9 @@ def test_the_number_of_threads_does_not_matter():
     inputs = Inputs(300_000)
     try:
         cpu.set_num_threads(1)
-        one = inputs.encode(cpu, spec())
+        one = inputs.encode(cpu, of_adam(), coding())
         cpu.set_num_threads(3)
-        three = inputs.encode(cpu, spec())
+        three = inputs.encode(cpu, of_adam(), coding())
     finally:
         cpu.set_num_threads(2)
     for a, b in zip(one[1:], three[1:], strict=True):
@@ -230,81 +307,84 @@ def test_the_number_of_threads_does_not_matter():
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])
-def test_a_block_of_zeros_moves_nothing(kernels):
-    zeros = np.zeros(64, f32)
-    error, scales, bits = zeros.copy(), np.ones(1, f32), np.ones(8, np.uint8)
-    assert kernels.encode(zeros, zeros, zeros, None, error, scales, bits, spec(block_size=64, eps=0.0))
-    assert scales[0] == 0
-    assert not bits.any()
+@pytest.mark.parametrize("codec", codecs.names())
+def test_a_block_of_zeros_moves_nothing(kernels, codec):
+    zeros, how = np.zeros(64, f32), coding(64, codec)
+    error, row = zeros.copy(), np.ones(how.codec.size(64, 64), np.uint8)
+    assert kernels.encode(adam.update, of_adam(eps=0.0), Arrays(zeros, zeros, zeros, zeros), error, row, 0, how)
+    assert scales_of(row, 64, how, 0) == 0
+    assert not kernels.decode_mean(row[None], 0, 64, how).any()
     assert not error.any()
+
+
+def scale_of(x, name, codec="sign"):
+    return codecs.find(codec).scale(np.abs(x).sum() / x.size, np.square(x).sum() / x.size, BOUNDS[name])
 
 
 def test_the_papers_five_numbers():
     assert np.linalg.norm(PAPER) == pytest.approx(0.010050870658803644, rel=1e-15)
     assert np.abs(PAPER).sum() == pytest.approx(0.011201, rel=1e-15)
-    expected = {
-        "rms": (0.004494886005228608, 1.003222774773767),
-        "mean_abs": (0.0022402, 0.751608790817573),
-        "guarded": (0.0033603, 0.813706593113180),
-    }
+    expected = {"rms": (0.004494886005228608, 1.003222774773767), "guarded": (0.0033603, 0.813706593113180)}
     for name, (scale, relative) in expected.items():
-        s = reference.scale_of(PAPER, name)
-        assert s == pytest.approx(scale, rel=1e-7)
+        assert scale_of(PAPER, name) == pytest.approx(scale, rel=1e-7)
         decoded = np.where(PAPER < 0, -scale, scale)
         assert np.sum((PAPER - decoded) ** 2) / np.sum(PAPER**2) == pytest.approx(relative, rel=1e-12)
-    assert np.unpackbits(reference.pack_signs(PAPER), bitorder="little")[:5].tolist() == [0, 0, 1, 1, 1]
+    assert SIGN.code(PAPER, 1).tolist() == [0, 0, 1, 1, 1]
 
 
 def test_one_shot_errors_on_gaussian_numbers():
-    x = np.random.default_rng(0).standard_normal(2_000_000)
-    for name, expected in (("rms", 2 * (1 - math.sqrt(2 / math.pi))), ("mean_abs", 1 - 2 / math.pi)):
-        s = float(reference.scale_of(x, name))
-        assert np.mean((x - np.where(x < 0, -s, s)) ** 2) == pytest.approx(expected, abs=2e-3)
-    ratio = reference.scale_of(x, "rms") / reference.scale_of(x, "mean_abs")
-    assert ratio == pytest.approx(1.2533, abs=1e-3)
+    x, inner, outer = np.random.default_rng(0).standard_normal(2_000_000), 2.2 / 3, 2.2
+    # 1 - 2 E|x| q + E q^2, with the inner level q below the middle of the two.
+    middle, at_0 = (inner + outer) / 2, math.sqrt(2 / math.pi)
+    below, at_middle = math.erf(middle / math.sqrt(2)), at_0 * math.exp(-(middle**2) / 2)
+    moment, power = inner * (at_0 - at_middle) + outer * at_middle, inner**2 * below + outer**2 * (1 - below)
+    for codec, expected in (("sign", 2 * (1 - at_0)), ("two_bit", 1 - 2 * moment + power)):
+        s, kind = scale_of(x, "rms", codec), codecs.find(codec)
+        assert np.mean((x - kind.value(kind.code(x, s), s)) ** 2) == pytest.approx(expected, abs=2e-3)
+    assert scale_of(x, "rms") / np.abs(x).mean() == pytest.approx(1.2533, abs=1e-3)
 
 
-@settings(max_examples=200, deadline=None)
-@given(seed=st.integers(0, 10**6), size=st.integers(1, 64), tail=st.floats(0, 6))
-def test_guarded_and_mean_abs_always_contract(seed, size, tail):
-    rng = np.random.default_rng(seed)
-    x = (rng.standard_normal(size) * 10 ** rng.uniform(0, tail, size)).astype(f32)
-    for name in ("guarded", "mean_abs"):
-        s = float(reference.scale_of(x, name))
-        wide = x.astype(np.float64)
-        assert np.linalg.norm(wide - np.where(x < 0, -s, s)) < np.linalg.norm(wide)
+@settings(max_examples=300, deadline=None)
+@given(seed=st.integers(0, 10**6), size=st.integers(1, 64), tail=st.floats(0, 6), codec=st.sampled_from(codecs.names()))
+def test_guarded_scales_always_contract(seed, size, tail, codec):
+    rng, kind = np.random.default_rng(seed), codecs.find(codec)
+    x = (rng.standard_normal(size) * 10 ** rng.uniform(0, tail, size)).astype(f32).astype(np.float64)
+    s = scale_of(x, "guarded", codec)
+    assert np.linalg.norm(x - kind.value(kind.code(x, s), s)) < np.linalg.norm(x)
+
+
+def test_the_nearest_of_two_bits_levels_is_taken():
+    kind, x = codecs.find("two_bit"), np.linspace(-5, 5, 4001).astype(f32)
+    levels = np.array([-3, -1, 1, 3], f32)
+    got = kind.value(kind.code(x, f32(3)), f32(3))
+    np.testing.assert_allclose(np.abs(x - got), np.abs(x[:, None] - levels).min(axis=1), atol=1e-6)
 
 
 def test_one_element_with_rms_is_lossless():
-    inputs = Inputs(1, variance=False)
+    inputs, how = Inputs(1, variance=False), coding(8, scale="rms")
     inputs.error[:] = 0
-    _, bits, scales, error = inputs.encode(cpu, spec(scale="rms", block_size=8))
+    _, row, error = inputs.encode(cpu, of_adam(), how)
     assert error[0] == 0
     m = f32(0.9) * inputs.momentum + f32(0.1) * inputs.grad
-    np.testing.assert_array_equal(cpu.decode_mean(scales[None], bits[None], 1, 8), m)
+    np.testing.assert_array_equal(cpu.decode_mean(row[None], 4, 1, how), m)
 
 
 @pytest.mark.parametrize("update_space", [False, True])
-def test_the_sum_of_what_was_sent_telescopes(update_space):
+@pytest.mark.parametrize("codec", codecs.names())
+def test_the_sum_of_what_was_sent_telescopes(update_space, codec):
     """MATH: m_t = beta m_{t-1} + (1 - beta) mean g + e_{t-1} - e_t, in float64, in the space that is compressed."""
-    rng = np.random.default_rng(1)
+    rng, how = np.random.default_rng(1), coding(16, codec)
     size, workers, beta = 200, 2, float(f32(0.9))
-    variance = rng.random(size) + 0.5 if update_space else None
-    s = spec(momentum_factor=beta, grad_factor=1 - beta, block_size=16, clip=math.inf, variance_correction=1.0)
-    d = 1.0 if variance is None else reference.denominator(variance, s)
-    momentum = rng.standard_normal(size)
-    errors = np.zeros((workers, size))
+    variance, formula = rng.random(size) + 0.5, adam.update if update_space else adam.momentum
+    p = of_adam(beta1=beta, grad=1 - beta, clip=math.inf, correction=1.0)
+    d = adam.denominator(p, variance) if update_space else 1.0
+    momentum, errors = rng.standard_normal(size), np.zeros((workers, size))
     for _ in range(150):
-        grads = rng.standard_normal((workers, size))
-        scales = np.zeros((workers, num_blocks(size, 16)))
-        bits = np.zeros((workers, num_bytes(size)), np.uint8)
-        before = errors.mean(0)
+        grads, mean, before = rng.standard_normal((workers, size)), np.zeros(size), errors.mean(0)
         for i in range(workers):
-            reference.encode(grads[i], momentum, variance, None, errors[i], scales[i], bits[i], s)
-        mean = sum(
-            reference.unpack_signs(bits[i], size).astype(float) * reference.per_element(scales[i], size, 16)
-            for i in range(workers)
-        ) / float(workers)
+            row = np.zeros(how.codec.size(size, 16), np.uint8)
+            reference.encode(formula, p, Arrays(grads[i], momentum, variance), errors[i], row, 0, how)
+            mean += reference.decode_mean(row[None], 0, size, how).astype(float) / workers
         exact = (float(f32(beta)) * momentum + float(f32(1 - beta)) * grads.mean(0)) / d
         assert np.abs(mean - (exact + before - errors.mean(0))).max() < 1e-12
         momentum = mean * d
@@ -312,20 +392,20 @@ def test_the_sum_of_what_was_sent_telescopes(update_space):
 
 def test_the_distance_to_uncompressed_momentum_is_what_is_owed():
     """MATH: q = m - uncompressed m, h_t = b h_{t-1} + (1 - b) E_{t-1}: sum q = -E_T - b / (1 - b) h_T."""
-    rng = np.random.default_rng(2)
+    rng, how = np.random.default_rng(2), coding(8, scale="rms")
     size, workers, beta = 120, 4, float(f32(0.9))
-    s = spec(momentum_factor=beta, grad_factor=1 - beta, block_size=8, scale="rms")
-    one_minus_beta = float(f32(1 - beta))
+    p, one_minus_beta = of_adam(beta1=beta, grad=1 - beta), float(f32(1 - beta))
     momentum, exact, total, h = (np.zeros(size) for _ in range(4))
     errors = np.zeros((workers, size))
     for _ in range(120):
         grads = rng.standard_normal((workers, size))
         h = beta * h + one_minus_beta * errors.mean(0)
-        scales, bits = np.zeros((workers, size // 8)), np.zeros((workers, num_bytes(size)), np.uint8)
+        sent = np.zeros(size)
         for i in range(workers):
-            reference.encode(grads[i], momentum, None, None, errors[i], scales[i], bits[i], s)
-        signs = [reference.unpack_signs(b, size).astype(float) for b in bits]
-        momentum = sum(x * reference.per_element(y, size, 8) for x, y in zip(signs, scales, strict=True)) / workers
+            row = np.zeros(how.codec.size(size, 8), np.uint8)
+            reference.encode(adam.momentum, p, Arrays(grads[i], momentum), errors[i], row, 0, how)
+            sent += reference.decode_mean(row[None], 0, size, how)
+        momentum = sent / workers
         exact = beta * exact + one_minus_beta * grads.mean(0)
         total += momentum - exact
     expected = -errors.mean(0) - beta / (1 - beta) * h
@@ -334,11 +414,10 @@ def test_the_distance_to_uncompressed_momentum_is_what_is_owed():
 
 
 def test_a_short_tensor_is_not_padded():
-    x = np.arange(1, 11, dtype=f32)
-    zeros = np.zeros(10, f32)
+    x, zeros = np.arange(1, 11, dtype=f32), np.zeros(10, f32)
     for kernels in (reference, cpu):
-        error, scales, bits = zeros.copy(), np.zeros(1, f32), np.zeros(2, np.uint8)
-        s = spec(momentum_factor=0.0, grad_factor=1.0, scale="mean_abs", block_size=512)
-        kernels.encode(x, zeros, None, None, error, scales, bits, s)
-        assert scales[0] == 5.5
+        how = coding(512)
+        error, row = zeros.copy(), np.zeros(how.codec.size(10, 512), np.uint8)
+        kernels.encode(adam.momentum, of_adam(beta1=0, grad=1), Arrays(x, zeros), error, row, 0, how)
+        assert scales_of(row, 10, how, 0) == f32(np.sqrt(38.5))
         assert np.sum(error**2) / np.sum(x**2) < 0.56
