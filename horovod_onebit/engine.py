@@ -223,8 +223,6 @@ class Engine:
         feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
         """
         assert self.layout is not None
-        if self.recipe.rescale_error:
-            self._rescale(rules)
         if kind in (Kind.ONEBIT, Kind.GRADIENT):
             self._send_all(grads, rules)
             try:
@@ -252,13 +250,6 @@ class Engine:
         for tensor in self.tensors:
             tensor.step += 1
         return True
-
-    def _rescale(self, rules: Sequence[Rule]) -> None:
-        """What is owed was measured with the last learning rate."""
-        for tensor, rule in zip(self.tensors, rules, strict=True):
-            if tensor.learning_rate > 0 and rule.lr > 0:
-                tensor.residual *= np.float32(min(max(tensor.learning_rate / rule.lr, 0.5), 2.0))
-            tensor.learning_rate = rule.lr
 
     def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
         """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``step``."""

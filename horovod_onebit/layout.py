@@ -187,5 +187,6 @@ def _bucket(index: int, cuts: Sequence[Cut]) -> Bucket:
 
 
 def _digest(tensors: Sequence[TensorSpec], recipe: Recipe, capacity: int) -> int:
-    text = repr((tuple((t.name, t.size, t.detail) for t in tensors), recipe, capacity))
+    # The names of servers' residuals in checkpoints contain it, so it must not change from version to version.
+    text = f"({tuple((t.name, t.size, t.detail) for t in tensors)!r}, {recipe.signature()}, {capacity!r})"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

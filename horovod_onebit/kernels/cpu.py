@@ -54,7 +54,7 @@ __all__ = [
 f32 = np.float32
 u8 = np.uint8
 u32 = np.uint32
-SCALE_CODES = {"rms": 0, "mean_abs": 1, "guarded": 2}
+SCALE_CODES = {"rms": 0, "guarded": 1}
 
 
 @reordered
@@ -72,8 +72,6 @@ def _sums(c):
 def _scale(c, code):
     total, squares = _sums(c)
     mean_abs = total / c.size
-    if code == 1:
-        return f32(mean_abs)
     rms = np.sqrt(squares / c.size)
     return f32(rms if code == 0 else min(rms, GUARD * mean_abs))
 
@@ -218,7 +216,7 @@ def _step_plain(mean, momentum, weight, decay, step_size, look_back):
 
 
 @exact
-def _apply(scales, bits, old, momentum, variance, weight, scalars, update_space, block_size, first, last):
+def _apply(scales, bits, momentum, variance, weight, scalars, update_space, block_size, first, last):
     correction, eps, eps_inside, decay, step_size, look_back = scalars
     total = np.empty(8 * ((min(block_size, weight.size) + 7) // 8), f32)
     for k in range(first, last):
@@ -226,10 +224,6 @@ def _apply(scales, bits, old, momentum, variance, weight, scalars, update_space,
         hi = min(lo + block_size, weight.size)
         mean_of_block(total, scales, bits, k, lo, hi)
         mean, m, w = total[: hi - lo], momentum[lo:hi], weight[lo:hi]
-        if old is not None:
-            # Copied block by block into the cache, and not read in the loops: they could not be SIMD.
-            m[:] = old[0][lo:hi]
-            w[:] = old[1][lo:hi]
         if variance is None:
             _step_plain(mean, m, w, decay, step_size, look_back)
         elif update_space:
@@ -370,13 +364,8 @@ def apply(
     step_size: float,
     decay: float = 1.0,
     look_back: float = 0.0,
-    new_momentum: Array | None = None,
-    new_weight: Array | None = None,
 ) -> None:
     """See ``reference.apply``."""
-    old, m, w = None, momentum, weight
-    if new_momentum is not None and new_weight is not None:
-        old, m, w = (momentum, weight), new_momentum, new_weight
     # Rows of the wire are strided; a copy of the bits costs little, and loops over contiguous rows become SIMD.
     scales, bits = np.ascontiguousarray(scales), np.ascontiguousarray(bits)
     scalars = (
@@ -389,6 +378,6 @@ def apply(
     )
 
     def work(first: int, last: int) -> None:
-        _apply(scales, bits, old, m, variance, w, scalars, update_space, spec.block_size, first, last)
+        _apply(scales, bits, momentum, variance, weight, scalars, update_space, spec.block_size, first, last)
 
     over_blocks(weight.size, spec.block_size, work)

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
-ScaleName = Literal["rms", "mean_abs", "guarded"]
+ScaleName = Literal["rms", "guarded"]
 
 TINY = np.float32(np.finfo(np.float32).tiny)
 GUARD = 1.5
@@ -88,13 +88,11 @@ def num_bytes(size: int) -> int:
 def scale_of(block: Array, scale: ScaleName) -> np.float32:
     """The scale of one non-empty block (MATH: the 1-bit codec).
 
-    ``rms`` keeps the norm, ``mean_abs`` has the least squared error, ``guarded`` is ``rms`` bounded so that the
-    codec is always a contraction (``s < 2 * mean_abs`` is exactly the condition ``|x - C(x)| < |x|``).
+    ``rms`` keeps the norm, ``guarded`` is ``rms`` bounded so that the codec is always a contraction
+    (``s < 2 * mean_abs`` is exactly the condition ``|x - C(x)| < |x|``).
     """
     wide = block.astype(np.float64)
     mean_abs = np.abs(wide).sum() / wide.size
-    if scale == "mean_abs":
-        return np.float32(mean_abs)
     rms = np.sqrt((wide * wide).sum() / wide.size)
     return np.float32(rms if scale == "rms" else min(rms, GUARD * mean_abs))
 
@@ -244,12 +242,8 @@ def apply(
     step_size: float,
     decay: float = 1.0,
     look_back: float = 0.0,
-    new_momentum: Array | None = None,
-    new_weight: Array | None = None,
 ) -> None:
     """Decode the workers' mean and take one step with it, in place on ``momentum`` and ``weight``.
-
-    Or into ``new_momentum`` and ``new_weight``, if they are given; the old ones are then only read.
 
     Update space: ``U = mean; w <- decay * w - step_size * U; m <- U * D``. Momentum space: ``m <- mean;
     w <- decay * w - step_size * m / D``. ``decay`` is ``1 - lr * weight_decay`` for decoupled decay. ``variance``
@@ -264,8 +258,8 @@ def apply(
         after, update = mean * denominator(variance, spec), mean
     else:
         after, update = mean, mean / denominator(variance, spec)
-    (momentum if new_momentum is None else new_momentum)[:] = after
-    (weight if new_weight is None else new_weight)[:] = decayed - np.float32(step_size) * update
+    momentum[:] = after
+    weight[:] = decayed - np.float32(step_size) * update
 
 
 def squares(momentum: Array, variance: Array, weight: Array, out: NDArray[np.float64], spec: Spec) -> None:

@@ -33,11 +33,7 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
-        new_weight, new_momentum: where ``apply`` puts them for callers whose arrays must not be written to; None is in
-            place. Only for rules that take it (Adam, SGD).
-        fresh: an array that some rules keep besides: a second moment that goes on (LAMB), the weights at the last
-            exchange (0/1 Adam); else None.
-        learning_rate: of the last compressed step, 0 before it.
+        fresh: the weights at the last exchange, which 0/1 Adam keeps besides; else None.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
         sums: what ``measure`` found.
     """
@@ -51,9 +47,6 @@ class Tensor:
     variance_steps: int = 0
     fresh: Array | None = None
     layer: Array | None = None
-    learning_rate: float = 0.0
-    new_weight: Array | None = None
-    new_momentum: Array | None = None
     sums: Sequence[NDArray[np.float64]] = ()
 
     def part(self, start: int, stop: int) -> Tensor:
@@ -71,9 +64,6 @@ class Tensor:
             self.variance_steps,
             None if self.fresh is None else self.fresh[piece],
             self.layer,
-            self.learning_rate,
-            None if self.new_weight is None else self.new_weight[piece],
-            None if self.new_momentum is None else self.new_momentum[piece],
         )
 
 
@@ -101,15 +91,15 @@ class Rule:
     def largest_scale(self, tensor: Tensor, block_size: int, context: Context) -> float:
         """A bound on the scales of any message, infinity where there is none.
 
-        The update u is clipped to [-k, k], so that a block of n elements has |u| <= k sqrt(n). With the scales
-        "guarded" and "mean_abs" a message loses at most the share q = sqrt(1 - 3 / (4 n)) of c = u + error, so that
+        The update u is clipped to [-k, k], so that a block of n elements has |u| <= k sqrt(n). With the
+        scale "guarded" a message loses at most the share q = sqrt(1 - 3 / (4 n)) of c = u + error, so that
         |error| <= q (|u| + |error|) stays below k sqrt(n) / (1 - q), and a scale, at most |c| / sqrt(n), below
         k / (1 - q) <= k (8 n / 3). What a server of a two-stage exchange compresses is made of such scales, so that
         its own are below k (8 n / 3)^2. ``HEADROOM`` is for residuals that began elsewhere: with the clip of more
-        workers, or handed over when the workers changed. With ``rescale_error`` residuals may grow without bound.
+        workers, or handed over when the workers changed.
         """
         variance, _, spec = self.coding(tensor, block_size, context)
-        if variance is None or spec.scale == "rms" or context.recipe.rescale_error:
+        if variance is None or spec.scale == "rms":
             return math.inf
         return HEADROOM * float(spec.clip) * (8 * block_size / 3) ** 2
 
@@ -122,11 +112,6 @@ class Rule:
 
     def begin(self, tensor: Tensor, context: Context) -> None:
         """The last exact step of ``tensor`` was taken; what follows is compressed."""
-        floor = context.recipe.floor
-        if floor is not None and tensor.variance is not None:
-            variance = context.kernels.host(tensor.variance)
-            least = floor * np.sqrt(variance, dtype=np.float64).mean()
-            context.kernels.write(tensor.variance, np.maximum(variance, np.float32(least * least)))
 
     def measure(self, tensor: Tensor, context: Context) -> None:
         """All parts of ``tensor`` were applied: start to find out what ``finish`` must know of the whole of it."""

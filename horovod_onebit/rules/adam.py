@@ -79,8 +79,6 @@ class Adam(Rule):
             update_space=context.recipe.space == "update",
             step_size=self.lr / (1 - self.beta1 ** (tensor.step + 1)),
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            new_momentum=tensor.new_momentum,
-            new_weight=tensor.new_weight,
         )
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:

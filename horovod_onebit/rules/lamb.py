@@ -6,43 +6,24 @@ LAMB is Adam whose update is scaled, layer by layer, to the length of the layer'
 
 and in warm-up the mean of the coefficients is kept: c_avg <- coeff_beta c_avg + (1 - coeff_beta) c (Algorithm 2,
 line 6; its bias towards the initial 0 is corrected here).
-Afterwards, with the momentum m_t that all workers have in common once it is exchanged as in 1-bit Adam, c is
-
-    "live"     computed as in warm-up, from w and m_t, which are the same on all workers, but not below c_avg:
-               elements that v does not know yet get a full step each time, and must not slow the others down;
-    "frozen"   Algorithm 2, lines 17 to 21: c = r c_avg, where r follows the second moment that would have been
-
-        g'      = (m_t - beta1 m_{t-1}) / (1 - beta1)
-        v_fresh <- beta2 v_fresh + (1 - beta2) g'^2
-        r       = max over the layer of D(v) / D(v_fresh)       denominators, as DeepSpeed has it; printed: of v itself
-        r       <- clip(r, (1 -+ factor_threshold) r_before);  clip(r, factor_min, factor_max)
-        r       <- k r + 1 - k,  k = min(1, |m / D| / |m / D + decay w|)
-
-"live" is for update space, where every element of u has a sensible size, and needs no second second-moment; "frozen" is
-what momentum space needs, where compression distorts |u|.
+Afterwards c is computed as in warm-up, from w and from the momentum, which is the same on all workers once it is
+exchanged as in 1-bit Adam, but it is not below c_avg: elements that v does not know yet get a full step each time, and
+must not slow the others down. (Algorithm 2, lines 17 to 21, has c_avg instead, times a factor that follows a second
+moment which is still updated.)
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 import numpy as np
 
-from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, Spec, denominator, num_blocks
-from horovod_onebit.recipe import Recipe
+from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, Spec, num_blocks
 from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
 
-Trust = Literal["live", "frozen"]
-
-COEFFICIENT, FACTOR, RATIO = range(3)
-"""What ``Tensor.layer`` holds: c_avg; r of the last step; the largest ratio so far in this one."""
-
-
-def trust_for(recipe: Recipe) -> Trust:
-    """How a compressed step finds a layer's coefficient."""
-    return "live" if recipe.space == "update" else "frozen"
+COEFFICIENT = 0
+"""Where ``Tensor.layer`` holds c_avg: it is all that is there."""
 
 
 @dataclass(frozen=True)
@@ -59,18 +40,12 @@ class LAMB(Adam):
     min_coeff: float = 0.01
     max_coeff: float = 10.0
     coeff_beta: float = 0.9
-    factor_min: float = 0.5
-    factor_max: float = 4.0
-    factor_threshold: float = 0.1
-    trust: Trust = "live"
     name: str = "lamb"
 
     def init(self, tensor: Tensor) -> None:
-        tensor.layer = np.array([0, 1, 0], np.float32)
-        tensor.fresh = np.zeros_like(tensor.weight) if self.trust == "frozen" else None
+        tensor.layer = np.zeros(1, np.float32)
 
     def begin(self, tensor: Tensor, context: Context) -> None:
-        super().begin(tensor, context)
         assert tensor.layer is not None
         host = context.kernels.host
         if tensor.layer[COEFFICIENT] == 0:  # an exact part that keeps no mean: the coefficient of now
@@ -78,9 +53,6 @@ class LAMB(Adam):
             moments = host(tensor.momentum), host(tensor.variance)
             update = self._corrected(*moments, tensor.step, tensor.variance_steps)
             tensor.layer[COEFFICIENT] = self.coefficient(_norm(host(tensor.weight)), _norm(update)) * self._seen(tensor)
-        if tensor.fresh is not None:
-            assert tensor.variance is not None
-            tensor.fresh[:] = tensor.variance
 
     def coding(self, tensor: Tensor, block_size: int, context: Context) -> tuple[Array | None, Array | None, Spec]:
         variance, _, spec = super().coding(tensor, block_size, context)
@@ -90,24 +62,8 @@ class LAMB(Adam):
     def apply(self, tensor: Tensor, scales: Array, bits: Bytes, block_size: int, context: Context) -> None:
         """Take over the momentum; the weights wait for ``finish``, which needs the whole layer."""
         _, _, spec = self.coding(tensor, block_size, context)
-        before = tensor.momentum.copy() if self.trust == "frozen" else None
         moments, space = (tensor.momentum, tensor.variance), context.recipe.space == "update"
         context.kernels.apply(scales, bits, *moments, tensor.weight, spec, update_space=space, step_size=0.0)
-        if before is not None:
-            self._refresh(tensor, before, spec)
-
-    def _refresh(self, tensor: Tensor, before: Array, spec: Spec) -> None:
-        assert tensor.fresh is not None
-        assert tensor.layer is not None
-        assert tensor.variance is not None
-        f32 = np.float32
-        g = (tensor.momentum - f32(self.beta1) * before) / f32(1 - self.beta1)
-        tensor.fresh *= f32(self.beta2)
-        tensor.fresh += f32(1 - self.beta2) * g * g
-        correction = 1 / (1 - self.beta2 ** (tensor.step + 1)) if self.bias_correction else 1.0
-        fresh = denominator(tensor.fresh, spec._replace(variance_correction=correction))
-        ratio = (denominator(tensor.variance, spec) / fresh).max()
-        tensor.layer[RATIO] = max(tensor.layer[RATIO], ratio)
 
     def _update(self, tensor: Tensor, context: Context) -> Spec:
         """What ``kernels.squares`` and ``move`` are told of the update: its correction, the decay inside of it."""
@@ -116,24 +72,18 @@ class LAMB(Adam):
         return spec._replace(momentum_factor=correction, l2=0.0 if self.decoupled else self.weight_decay)
 
     def measure(self, tensor: Tensor, context: Context) -> None:
-        """How long the weights and the update are; and the update without decay, where that counts and differs."""
-        specs = [self._update(tensor, context)]
-        if self.trust == "frozen" and specs[0].l2:
-            specs.append(specs[0]._replace(l2=0.0))
-        tensor.sums = [np.empty((num_blocks(tensor.weight.size, CHUNK), 2)) for _ in specs]
-        for sums, spec in zip(tensor.sums, specs, strict=True):
-            context.kernels.squares(tensor.momentum, tensor.variance, tensor.weight, sums, spec)
+        """How long the weights and the update are."""
+        sums = np.empty((num_blocks(tensor.weight.size, CHUNK), 2))
+        tensor.sums = [sums]
+        spec = self._update(tensor, context)
+        context.kernels.squares(tensor.momentum, tensor.variance, tensor.weight, sums, spec)
 
     def finish(self, tensor: Tensor, context: Context) -> None:
         """Move the weights of the whole layer."""
         assert tensor.layer is not None
         weight, update = (_rounded(float(total)) for total in tensor.sums[0].sum(axis=0))
         average = float(tensor.layer[COEFFICIENT]) / self._seen(tensor)
-        if self.trust == "live":
-            coefficient = max(self.coefficient(weight, update), average)
-        else:
-            adam = _rounded(float(tensor.sums[-1].sum(axis=0)[1]))
-            coefficient = self._factor(tensor.layer, adam, update) * average
+        coefficient = max(self.coefficient(weight, update), average)
         context.kernels.move(
             tensor.momentum,
             tensor.variance,
@@ -156,15 +106,6 @@ class LAMB(Adam):
     def coefficient(self, w: float, u: float) -> float:
         """LAMB's trust ratio of one layer, from the norms of its weights and of its update."""
         return min(max(w / u, self.min_coeff), self.max_coeff) if w > 0 and u > 0 else 1.0
-
-    def _factor(self, layer: Array, adam: float, update: float) -> float:
-        """Algorithm 2, line 20: how much the frozen coefficient is stretched in this step."""
-        last, r = float(layer[FACTOR]), float(layer[RATIO])
-        r = min(max(r, (1 - self.factor_threshold) * last), (1 + self.factor_threshold) * last)
-        r = min(max(r, self.factor_min), self.factor_max)
-        layer[FACTOR], layer[RATIO] = r, 0
-        k = min(1.0, adam / update) if update > 0 else 1.0
-        return k * r + 1 - k
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:
         """LAMB (You et al. 2020, Algorithm 2)."""

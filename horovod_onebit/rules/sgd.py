@@ -75,8 +75,6 @@ class SGD(Rule):
             step_size=self.lr * (1 + ahead),
             look_back=self.lr * ahead,
             decay=1 - self.lr * self.weight_decay if self.decoupled else 1.0,
-            new_momentum=tensor.new_momentum,
-            new_weight=tensor.new_weight,
         )
 
     def exact_step(self, tensor: Tensor, grad: Array) -> None:

@@ -75,7 +75,7 @@ def test_encode_is_the_reference_at_every_length(size, variance, block_size):
     special=st.sampled_from([0.0, 0.01, 0.5]),
     variance=st.booleans(),
     weight=st.booleans(),
-    scale=st.sampled_from(["rms", "mean_abs", "guarded"]),
+    scale=st.sampled_from(["rms", "guarded"]),
     block_size=st.sampled_from([8, 16, 128, 1024]),
     inside=st.booleans(),
     clip=st.sampled_from([3.0, math.inf]),
@@ -109,14 +109,6 @@ def test_apply_is_the_reference_on_strided_rows_of_the_wire(size, workers, seed,
         s = spec(block_size=block_size)
         kernels.apply(scales, bits, m, inputs.variance, w, s, update_space=case == "update", **arguments)
         results.append((m, w, kernels.decode_mean(scales, bits, size, block_size)))
-        inputs, new = Inputs(size, seed, variance=case != "plain"), (np.empty(size, f32), np.empty(size, f32))
-        old = inputs.momentum.copy(), inputs.w.copy()
-        for array in (inputs.momentum, inputs.w):
-            array.flags.writeable = False
-        arguments |= {"new_momentum": new[0], "new_weight": new[1], "update_space": case == "update"}
-        kernels.apply(scales, bits, inputs.momentum, inputs.variance, inputs.w, s, **arguments)
-        for ours, other in ((new[0], m), (new[1], w), (inputs.momentum, old[0]), (inputs.w, old[1])):
-            np.testing.assert_array_equal(ours, other)
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -244,7 +236,6 @@ def test_the_papers_five_numbers():
     assert np.abs(PAPER).sum() == pytest.approx(0.011201, rel=1e-15)
     expected = {
         "rms": (0.004494886005228608, 1.003222774773767),
-        "mean_abs": (0.0022402, 0.751608790817573),
         "guarded": (0.0033603, 0.813706593113180),
     }
     for name, (scale, relative) in expected.items():
@@ -257,22 +248,20 @@ def test_the_papers_five_numbers():
 
 def test_one_shot_errors_on_gaussian_numbers():
     x = np.random.default_rng(0).standard_normal(2_000_000)
-    for name, expected in (("rms", 2 * (1 - math.sqrt(2 / math.pi))), ("mean_abs", 1 - 2 / math.pi)):
+    expected = 2 * (1 - math.sqrt(2 / math.pi))
+    for name in ("rms", "guarded"):  # the guard leaves them alone
         s = float(reference.scale_of(x, name))
         assert np.mean((x - np.where(x < 0, -s, s)) ** 2) == pytest.approx(expected, abs=2e-3)
-    ratio = reference.scale_of(x, "rms") / reference.scale_of(x, "mean_abs")
-    assert ratio == pytest.approx(1.2533, abs=1e-3)
 
 
 @settings(max_examples=200, deadline=None)
 @given(seed=st.integers(0, 10**6), size=st.integers(1, 64), tail=st.floats(0, 6))
-def test_guarded_and_mean_abs_always_contract(seed, size, tail):
+def test_guarded_always_contracts(seed, size, tail):
     rng = np.random.default_rng(seed)
     x = (rng.standard_normal(size) * 10 ** rng.uniform(0, tail, size)).astype(f32)
-    for name in ("guarded", "mean_abs"):
-        s = float(reference.scale_of(x, name))
-        wide = x.astype(np.float64)
-        assert np.linalg.norm(wide - np.where(x < 0, -s, s)) < np.linalg.norm(wide)
+    s = float(reference.scale_of(x, "guarded"))
+    wide = x.astype(np.float64)
+    assert np.linalg.norm(wide - np.where(x < 0, -s, s)) < np.linalg.norm(wide)
 
 
 def test_one_element_with_rms_is_lossless():
@@ -338,7 +327,7 @@ def test_a_short_tensor_is_not_padded():
     zeros = np.zeros(10, f32)
     for kernels in (reference, cpu):
         error, scales, bits = zeros.copy(), np.zeros(1, f32), np.zeros(2, np.uint8)
-        s = spec(momentum_factor=0.0, grad_factor=1.0, scale="mean_abs", block_size=512)
+        s = spec(momentum_factor=0.0, grad_factor=1.0, scale="rms", block_size=512)
         kernels.encode(x, zeros, None, None, error, scales, bits, s)
-        assert scales[0] == 5.5
+        assert scales[0] == f32(math.sqrt(38.5))
         assert np.sum(error**2) / np.sum(x**2) < 0.56

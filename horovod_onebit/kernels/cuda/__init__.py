@@ -1,8 +1,8 @@
 """The kernels for NVIDIA GPUs: Numba CUDA, one pass over device memory.
 
 Same functions, arguments and results as ``reference``: bits exactly, floats to rounding of a float64 sum. Tensors lie
-in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__`` or ``__dlpack__``; gradients may be
-float16 or bfloat16. Messages (scales and bits) may lie in host memory, where they travel from: 1/32 of the tensors'
+in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__``; gradients may be float16 or
+bfloat16. Messages (scales and bits) may lie in host memory, where they travel from: 1/32 of the tensors'
 bytes cross the bus, through pinned memory. Calls inside ``with batch():`` are launched together, on the stream that
 ``use_stream`` names. What lies in host memory altogether is worked on by ``cpu``.
 
@@ -172,17 +172,13 @@ def apply(
     step_size: float,
     decay: float = 1.0,
     look_back: float = 0.0,
-    new_momentum: Any = None,
-    new_weight: Any = None,
 ) -> None:
     """See ``reference.apply``."""
     if on_host(weight):
         steps: dict[str, Any] = {"step_size": step_size, "decay": decay, "look_back": look_back}
-        places: dict[str, Any] = {"new_momentum": new_momentum, "new_weight": new_weight}
-        return cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=update_space, **steps, **places)
+        return cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=update_space, **steps)
     row = row_of_spec(spec)
-    out = momentum if new_momentum is None else new_momentum, weight if new_weight is None else new_weight
-    _set_state(row, momentum, variance, weight, *out)
+    _set_state(row, momentum, variance, weight, momentum, weight)
     row[t.UPDATE_SPACE], row[t.STEP_SIZE], row[t.DECAY], row[t.LOOK_BACK] = update_space, step_size, decay, look_back
     return by_tile("apply", row, set_messages(row, scales, bits))
 

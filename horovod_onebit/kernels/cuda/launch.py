@@ -17,7 +17,6 @@ from numba import cuda, types
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels.cuda import dlpack
 from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
 from horovod_onebit.kernels.cuda.programs import PROGRAMS
 from horovod_onebit.kernels.cuda.staging import Staging, address_of
@@ -78,7 +77,7 @@ class Rows:
 
 
 def buffer(array: Any) -> Buffer:
-    """A Buffer of what is one, or is flat and contiguous and has ``__cuda_array_interface__`` or ``__dlpack__``."""
+    """A Buffer of what is one, or is flat and contiguous and has ``__cuda_array_interface__``."""
     if isinstance(array, Buffer):
         return array
     if SIMULATED and isinstance(array, np.ndarray):
@@ -86,8 +85,6 @@ def buffer(array: Any) -> Buffer:
             raise ConfigurationError(f"the kernels got an array of shape {array.shape}; expected flat and contiguous")
         return Buffer(array.ctypes.data, array.size, array.dtype.name, array)
     interface = getattr(array, "__cuda_array_interface__", None)
-    if interface is None and hasattr(array, "__dlpack__"):
-        return Buffer(*dlpack.read(array, host=SIMULATED))
     if interface is None:
         raise ConfigurationError(f"the CUDA kernels got {type(array).__name__}; expected an array in device memory")
     shape, kind = interface["shape"], np.dtype(interface["typestr"]).name

@@ -76,7 +76,7 @@ from horovod_onebit.kernels.reference import CHUNK, GUARD
 __all__ = ["FLOAT32", "PARTS", "PROGRAMS"]
 
 f32, f64 = np.float32, np.float64
-RMS, MEAN_ABS = 0, 1  # the third is guarded
+RMS = 0  # the other is guarded
 PARTS = 4  # ``_compressor`` has them written out
 
 
@@ -87,11 +87,8 @@ def _scale(row, total, squares, count):
         mean_abs, mean_square = total * portion, squares * portion
     else:
         mean_abs, mean_square = total / f64(count), squares / f64(count)
-    which = row[SCALE]
-    if which == MEAN_ABS:
-        return f32(mean_abs)
     rms = math.sqrt(mean_square)
-    return f32(rms if which == RMS else min(rms, GUARD * mean_abs))
+    return f32(rms if row[SCALE] == RMS else min(rms, GUARD * mean_abs))
 
 
 @inlined
