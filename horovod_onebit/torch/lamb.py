@@ -77,7 +77,7 @@ class LAMB(torch.optim.Optimizer):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """``load_state_dict`` calls it, too. States of earlier versions are brought up to date."""
-        super().__setstate__(state)  # type: ignore[misc]
+        super().__setstate__(state)
         for group in self.param_groups:
             for name in REMOVED:
                 group.pop(name, None)

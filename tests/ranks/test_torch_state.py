@@ -323,6 +323,7 @@ def test_states_of_a_lamb_that_kept_more_load(broadcast, dtype, steps):
         if RANK == 0:
             optimizer.load_state_dict(saved[1])
         broadcast(optimizer, root_rank=0)
+        assert optimizer.phase is first.phase
         assert optimizer.param_groups[0].keys() == first.param_groups[0].keys()
         for p, state in first.state.items():
             mine = optimizer.state[dict(zip(model.parameters(), again.parameters(), strict=True))[p]]
