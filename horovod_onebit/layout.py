@@ -186,7 +186,7 @@ def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
     units = min(units, max(recipe.bucket_size // unit, 1))
     # A tensor with one scale of its own is cut only where a gather could not carry it.
     longest = units * unit if recipe.block_size is not None else (gather - 8) * 8 // max(kind.bits for kind in kinds)
-    return units * kinds[0].record_size(unit), longest // 8 * 8
+    return units * (4 + kinds[0].bits * unit // 8), longest // 8 * 8
 
 
 def _cut(piece: Piece) -> Cut:
@@ -205,5 +205,6 @@ def _bucket(index: int, codec: Codec, cuts: Sequence[Cut]) -> Bucket:
 
 
 def _digest(tensors: Sequence[TensorSpec], recipe: Recipe, capacity: int) -> int:
-    text = repr((tuple((t.name, t.size, t.detail) for t in tensors), recipe, capacity))
+    # The names of servers' residuals in checkpoints contain it, so it must not change from version to version.
+    text = f"({tuple((t.name, t.size, t.detail) for t in tensors)!r}, {recipe.signature()}, {capacity!r})"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -21,7 +21,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
+from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.warmup import Phase
 
@@ -67,9 +67,9 @@ class NumpyOptimizer:
                 )
         self.rule = rule
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
-        self.schedule = schedule or EveryStep(self.engine.recipe.refresh)
-        if isinstance(self.schedule, ZeroOne):
-            warmup_steps = self.schedule.var_update_scaler
+        self.schedule = schedule
+        if schedule is not None:
+            warmup_steps = schedule.var_update_scaler
         self.warmup = warmups.make(warmup_steps, total_steps)
         self.step_count = 0
         self._shapes = {name: array.shape for name, array in weights.items()}
@@ -88,7 +88,7 @@ class NumpyOptimizer:
         return tensor
 
     def _rule(self, kind: Kind) -> Rule:
-        if not isinstance(self.schedule, ZeroOne):
+        if self.schedule is None:
             return self.rule
         if not isinstance(self.rule, Adam):
             raise ConfigurationError(f"0/1 Adam is Adam, and the rule is {self.rule.name}")
@@ -96,7 +96,7 @@ class NumpyOptimizer:
 
     def _all_finite(self, flat: Mapping[str, Array]) -> bool:
         """Before a step that cannot be taken back. Collective."""
-        if not isinstance(self.schedule, ZeroOne):
+        if self.schedule is None:
             return True
         bad = np.array([not all(np.isfinite(g).all() for g in flat.values())], np.int32)
         return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
@@ -172,8 +172,8 @@ class NumpyOptimizer:
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         step = self.engine.exchanges + 1
-        kind = self.schedule.kind(step)
-        if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(step):
+        kind = kind_of(self.schedule, step)
+        if self.schedule is not None and self.schedule.starts_local(step):
             self.engine.feedback.reset()
         rules = [self._rule(kind)] * len(self._large)
         self.engine.prepare(self._large, rules)

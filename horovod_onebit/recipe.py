@@ -6,13 +6,17 @@ Which preset to take: ``robust`` unless you reproduce a paper. The reasons and t
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
 from horovod_onebit.checks import flag, one_of, whole
 from horovod_onebit.codecs import find
 from horovod_onebit.errors import ConfigurationError
+
+logger = logging.getLogger("horovod_onebit")
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "guarded"]
@@ -21,6 +25,9 @@ OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
 """Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
+
+REMOVED: dict[str, Any] = {"floor": None, "rescale_error": False, "refresh": None}
+"""Options that recipes of earlier versions had, and their defaults."""
 
 
 def _is_int(value: Any) -> bool:
@@ -34,8 +41,8 @@ class Recipe:
     Attributes:
         space: ``"update"`` compresses what will be added to the weights, momentum / D (ours); ``"momentum"``
             compresses the momentum and divides afterwards (Tang et al. 2021, Algorithm 1).
-        scale: magnitude given to each sign: ``"rms"`` keeps the norm, ``"mean_abs"`` has the least squared error,
-            ``"guarded"`` is rms bounded so that the error always shrinks.
+        scale: magnitude given to each sign: ``"rms"`` keeps the norm, ``"guarded"`` is rms bounded so that the error
+            always shrinks.
         block_size: elements that share one scale, a positive multiple of 8; None is one scale per tensor.
         clip: bound on each element of the local update before the error is added, in update space only; None is
             no bound. It grows with the number of workers n as ``clip * sqrt(1 + 0.01 n)``, because the noise of a
@@ -48,12 +55,6 @@ class Recipe:
             two-stage.
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
-        floor: when compression starts, elements whose root of the second moment is less than ``floor`` times the mean
-            of the tensor's get that much; None leaves them. With the clip it is not needed.
-        rescale_error: keep what is owed in units of the weights when the learning rate changes, at most by a factor
-            of 2 a step; the servers' errors of a two-stage exchange are left alone. Off: it helps little and can harm.
-        refresh: after so many compressed steps take one in full precision, which renews the second moment; then after
-            twice as many, and so on. None is never.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
             alike, or ``"raise"`` ``NonFiniteError`` alike.
         codec: what an element becomes: ``"sign"``, one bit, or ``"two_bit"``, four levels (see
@@ -69,9 +70,6 @@ class Recipe:
     exchange: Exchange = "auto"
     min_compressed_size: int = 1024
     bucket_size: int = 4 * 2**20
-    floor: float | None = None
-    rescale_error: bool = False
-    refresh: int | None = None
     on_nonfinite: OnNonfinite = "skip"
     codec: str = "sign"
     server_codec: str = "sign"
@@ -87,13 +85,8 @@ class Recipe:
                 f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "
                 "bytes), or None for one scale per tensor"
             )
-        for name in ("eps_inside_sqrt", "rescale_error"):
-            flag(name, getattr(self, name))
-        if self.floor is not None and (not isinstance(self.floor, float) or not 0 < self.floor < 1):
-            raise ConfigurationError(f"floor={self.floor!r}: expected a number between 0 and 1, or None")
+        flag("eps_inside_sqrt", self.eps_inside_sqrt)
         self._check_clip()
-        if self.refresh is not None:
-            whole("refresh", self.refresh, "None or a whole number of steps")
         for name in ("min_compressed_size", "bucket_size"):
             whole(name, getattr(self, name), "a whole number of elements")
 
@@ -107,6 +100,29 @@ class Recipe:
                 f"clip={self.clip!r} bounds the update, and space='momentum' compresses the momentum: "
                 "use space='update', or clip=None"
             )
+
+    @classmethod
+    def of_config(cls, config: Mapping[str, Any]) -> Recipe:
+        """The recipe of which ``dataclasses.asdict`` gave ``config``, in this version or an earlier one."""
+        config = dict(config)
+        for name, default in REMOVED.items():
+            if (value := config.pop(name, default)) != default:
+                logger.warning("a saved recipe has %s=%r, an option that was removed: it is ignored", name, value)
+        if config.get("scale") == "mean_abs":
+            logger.warning("a saved recipe has scale='mean_abs', which was removed: scale='guarded' is used instead")
+            config["scale"] = "guarded"
+        return cls(**config)
+
+    def signature(self) -> str:
+        """The recipe as a text that is the same in all versions; names in checkpoints contain a digest of it."""
+        values = dataclasses.asdict(self)
+        last, codecs = values.pop("on_nonfinite"), {name: values.pop(name) for name in ("codec", "server_codec")}
+        values |= {
+            **REMOVED,
+            "on_nonfinite": last,
+            **{name: codec for name, codec in codecs.items() if codec != "sign"},
+        }
+        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def clip_for(self, workers: int) -> float:
         """The bound on a local update when ``workers`` share the work (infinity without one)."""

@@ -1,4 +1,7 @@
-"""What kind of step each one is, once warm-up is over: a function of how many were taken, the same on all workers."""
+"""What kind of step each one is, once warm-up is over: a function of how many were taken, the same on all workers.
+
+Without a schedule, every step is of the kind ``ONEBIT``.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +13,10 @@ from horovod_onebit.checks import whole
 
 
 class Kind(StrEnum):
-    """``ONEBIT``: the rule's own contribution, one bit per parameter. ``EXACT``: the mean gradient in float32.
+    """``ONEBIT``: the rule's own contribution, one bit per parameter.
 
-    0/1 Adam also knows ``GRADIENT``: the gradient, one bit per parameter; ``LOCAL``: nothing is sent; ``SYNC``: what
-    local steps have moved, one bit per parameter.
+    0/1 Adam has other kinds. ``EXACT``: the mean gradient in float32; ``GRADIENT``: the gradient, one bit per
+    parameter; ``LOCAL``: nothing is sent; ``SYNC``: what local steps have moved, one bit per parameter.
     """
 
     ONEBIT = "onebit"
@@ -21,25 +24,6 @@ class Kind(StrEnum):
     GRADIENT = "gradient"
     LOCAL = "local"
     SYNC = "sync"
-
-
-@dataclass(frozen=True)
-class EveryStep:
-    """Every step sends one bit per parameter; with ``refresh``, the second moment is renewed now and then.
-
-    ``refresh`` is the number of the first full-precision step after warm-up; the gaps double from there: with 50, steps
-    50, 150, 350, 750, ...
-    """
-
-    refresh: int | None = None
-
-    def kind(self, step: int) -> Kind:
-        """The kind of step number ``step`` (from 1) after warm-up."""
-        return Kind.EXACT if self.exact(step) > self.exact(step - 1) else Kind.ONEBIT
-
-    def exact(self, step: int) -> int:
-        """How many of the first ``step`` steps are ``EXACT``."""
-        return 0 if self.refresh is None else (step // self.refresh + 1).bit_length() - 1
 
 
 @dataclass(frozen=True)
@@ -94,3 +78,8 @@ def _intervals(scaler: int) -> tuple[tuple[int, int], ...]:
         last = (last // interval + scaler) * interval
         result.append((interval, last))
     return tuple(result)
+
+
+def kind_of(schedule: ZeroOne | None, step: int) -> Kind:
+    """The kind of step number ``step`` (from 1) after warm-up."""
+    return Kind.ONEBIT if schedule is None else schedule.kind(step)

@@ -88,8 +88,8 @@ class Exchange(exchange.Exchange):
         wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
         scattered = yield self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         # The mean of this worker's share, compressed again, to all.
-        share = served.shares[self.collectives.rank].bucket
-        received = wire.read(scattered, share, stamp, workers=n, size=served.size)
+        own = served.shares[self.collectives.rank].bucket
+        received = wire.read(scattered, own, stamp, workers=n, size=served.size)
         finite = bool(received.finite.all())
         if finite:
             self._recode(served, received)

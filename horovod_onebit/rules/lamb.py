@@ -26,7 +26,7 @@ from horovod_onebit.rules import Context, Tensor, Use, scalars, sums
 from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments
 
 COEFFICIENT = 0
-"""What ``Tensor.layer`` holds: c_avg."""
+"""Where ``Tensor.layer`` holds c_avg: it is all that is there."""
 
 
 def take_over_update(p: Scalars, x: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:

@@ -148,21 +148,19 @@ class Compressor:
             self.tensors.append(tensor)
 
     def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
-        """Point the tensors at the values, and give them new memory for what the step will change.
+        """Point the tensors at the values; at copies of those that the step changes.
 
         At the first compressed step, the exact steps' momentum becomes the rule's.
         """
-        first, in_place = progress.steps == progress.exact_steps, self.adapter.in_place
+        first = progress.steps == progress.exact_steps
         for i, tensor in enumerate(self.tensors):
             weight, momentum, tensor.variance = values.weights[i], values.momenta[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 momentum = tensor.momentum if tensor.momentum.size == weight.size else np.zeros_like(weight)
-            elif first:
-                momentum = self.adapter.first_momentum(momentum, progress.learning_rate)
-            tensor.weight = _aligned_copy(weight) if in_place else weight
-            tensor.momentum = _aligned_copy(momentum) if in_place else momentum
-            tensor.new_weight = None if in_place else _aligned(weight.size)
-            tensor.new_momentum = None if in_place else _aligned(weight.size)
+            else:
+                momentum = self.adapter.first_momentum(momentum, progress.learning_rate) if first else momentum
+                momentum = _aligned_copy(momentum)
+            tensor.weight, tensor.momentum = _aligned_copy(weight), momentum
             tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
@@ -171,7 +169,7 @@ class Compressor:
     ) -> tuple[bool, list[Array]]:
         """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
 
-        If it was, the new weights and momenta are in ``tensors``, in arrays that nobody will write to again. Runs in
+        The weights and momenta after it are in ``tensors``, in arrays that nobody will write to again. Runs in
         ``coroutine``.
         """
         try:
@@ -206,10 +204,6 @@ class Compressor:
             return all(np.isfinite(mean).all() for mean in means)
 
         taken = self.engine.step(Kind.ONEBIT, dict(enumerate(grads)), rules, agreed=Verdict, others=others)
-        for tensor in self.tensors:
-            if taken and tensor.new_weight is not None and tensor.new_momentum is not None:
-                tensor.weight, tensor.momentum = tensor.new_weight, tensor.new_momentum
-            tensor.new_weight = tensor.new_momentum = None
         return taken, means
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
@@ -286,15 +280,11 @@ class Compressor:
                 )
 
 
-def _aligned(size: int) -> Array:
-    """Memory for ``size`` float32 that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
-    memory = np.empty(4 * size + 64, np.uint8)
-    start = -memory.__array_interface__["data"][0] % 64
-    return memory[start : start + 4 * size].view(np.float32)
-
-
 def _aligned_copy(array: Array) -> Array:
-    copy = _aligned(array.size)
+    """A copy that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
+    memory = np.empty(array.nbytes + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    copy = memory[start : start + array.nbytes].view(np.float32)
     copy[:] = array
     return copy
 

@@ -38,8 +38,7 @@ def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]
 
 def adopt(array: np.ndarray) -> Any:
     """A tensor that shares the memory of ``array``, which must not be written to any more."""
-    shareable = array.size and array.flags.writeable  # what TensorFlow gave is not, after a step that was skipped
-    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if shareable else tf.constant(array)
+    return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
 
 
 def host_call(work: Callable[[], None]) -> None:

@@ -352,9 +352,7 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     adapter = adapter_for(optimizer)
-    adapter.check(optimizer, wrapping.recipe)
-    if wrapping.recipe.refresh is not None or wrapping.recipe.floor is not None:
-        raise UnsupportedError("Recipe(refresh=..., floor=...) are for PyTorch and NumPy so far: leave them out")
+    adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):

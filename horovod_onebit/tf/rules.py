@@ -14,7 +14,7 @@ from horovod_onebit.kernels import reference
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.lamb import COEFFICIENT, LAMB, trust_for
+from horovod_onebit.rules.lamb import COEFFICIENT, LAMB
 from horovod_onebit.rules.sgd import SGD
 
 
@@ -22,9 +22,8 @@ class Adapter:
     """How one family of Keras optimizers keeps its state, and which rule takes its steps."""
 
     kind: Any
-    in_place = False  # whether the rule writes to the arrays it reads, which must then be copies
 
-    def check(self, optimizer: Any, recipe: Recipe) -> None:
+    def check(self, optimizer: Any) -> None:
         """Refuse what the rule cannot do."""
 
     def init(self, tensor: Tensor) -> None:
@@ -60,7 +59,7 @@ class AdamAdapter(Adapter):
 
     kind: Any = keras.optimizers.Adam
 
-    def check(self, optimizer: Any, recipe: Recipe) -> None:
+    def check(self, optimizer: Any) -> None:
         if optimizer.amsgrad:
             raise UnsupportedError(f"{type(optimizer).__name__}(amsgrad=True) has no 1-bit form: leave amsgrad out")
 
@@ -110,14 +109,9 @@ class LambAdapter(AdamAdapter):
     """Lamb. Keras bounds the coefficients by nothing, and leaves weight decay out of them."""
 
     kind: Any = keras.optimizers.Lamb
-    in_place = True
 
-    def check(self, optimizer: Any, recipe: Recipe) -> None:
-        if trust_for(recipe) == "frozen":
-            raise UnsupportedError(
-                "Keras's Lamb keeps no mean of its coefficients, which 1-bit LAMB in momentum space goes on with: use "
-                "a recipe with space='update', such as 'robust'"
-            )
+    def check(self, optimizer: Any) -> None:
+        """It has no ``amsgrad``."""
 
     def init(self, tensor: Tensor) -> None:
         LAMB(lr=0.0).init(tensor)
@@ -134,7 +128,7 @@ class LambAdapter(AdamAdapter):
             assert tensor.layer is not None
             tensor.layer[COEFFICIENT] = 0 if first else known[i]
             if first:
-                rule.begin(tensor, UNFLOORED)
+                rule.begin(tensor, ON_HOST)
                 known[i] = tensor.layer[COEFFICIENT]
         if first:
             optimizer._coefficients.assign(known)
@@ -153,8 +147,8 @@ class LambAdapter(AdamAdapter):
         )
 
 
-UNFLOORED = Context(reference, Recipe(), 1)
-"""The second moment is a value of TensorFlow's here; recipes with a floor are refused."""
+ON_HOST = Context(reference, Recipe(), 1)
+"""For ``Rule.begin``, which looks at nothing but where the arrays are."""
 
 ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)
 

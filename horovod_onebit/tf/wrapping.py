@@ -76,7 +76,7 @@ class Wrapping:
         """What ``to_config`` was made from, in the whole world's process set."""
         config = dict(config)
         config["warmup"] = make_warmup(config.pop("warmup_steps"))
-        config["recipe"] = Recipe(**config["recipe"])
+        config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)

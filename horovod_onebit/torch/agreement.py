@@ -26,20 +26,19 @@ class _Threads:
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._seen: Any = weakref.WeakKeyDictionary()  # compressor -> the thread that used it last
         self._last: Any = None  # the last thread
 
-    def enter(self, compressor: Compressor) -> None:
+    def enter(self, agreement: Agreement) -> None:
         """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
         self._lock.acquire()
-        now, seen, last = threading.current_thread(), self._seen.get(compressor), self._last and self._last()
+        now, seen, last = threading.current_thread(), agreement.thread, self._last and self._last()
         if seen is not None and seen() is now and last not in (None, now) and last.is_alive():
             self._lock.release()
             raise ConfigurationError(
                 f"DistributedOptimizers are used by turns in the threads {now.name!r} and {last.name!r}: the order of "
                 "their steps would not be the same on all workers. Step all optimizers from one thread"
             )
-        self._last = self._seen[compressor] = weakref.ref(now)
+        self._last = agreement.thread = weakref.ref(now)
 
     def leave(self) -> None:
         self._lock.release()
@@ -71,6 +70,7 @@ class Agreement:
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._begun = False  # since ``told``
+        self.thread: weakref.ref[threading.Thread] | None = None  # the one that used it last
         self._threads = _threads.setdefault(compressor.process_set.process_set_id, _Threads())
         self._described: tuple[Any, str] = (None, "")
 
@@ -83,7 +83,7 @@ class Agreement:
         compressor = self._compressor
         edited = compressor.overlap.edited()
         setup, options = self._setup(), f"{self._hyperparameters()} {options}"
-        self._threads.enter(compressor)
+        self._threads.enter(self)
         self._begun = True
         try:
             self._handle = compressor.engine.start_agreement(
@@ -134,7 +134,7 @@ class Agreement:
     def meet(self, call: str, setup: str | None = None) -> None:
         """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""
         engine = self._compressor.engine
-        self._threads.enter(self._compressor)
+        self._threads.enter(self)
         try:
             handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup)
         except DesyncError:

@@ -12,7 +12,6 @@ from horovod_onebit.checks import one_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend, has_gpu
-from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
 from horovod_onebit.torch.plain import coarsen
 from horovod_onebit.torch.rules import Adapter
@@ -63,13 +62,11 @@ class Placement:
     """Which parameters are worked on where they lie, on a GPU; all others are worked on in the host's memory.
 
     "auto" is the GPU for what lies there, where the CUDA kernels do what they should; "cuda" insists on them, and takes
-    parameters in host memory too if Numba simulates; "cpu" never uses them. What takes steps that the kernels alone
-    cannot take (LAMB in momentum space; a recipe with rescale_error) is the host's in any case.
+    parameters in host memory too if Numba simulates; "cpu" never uses them.
     """
 
-    def __init__(self, kernels: str, adapter: Adapter, recipe: Recipe) -> None:
+    def __init__(self, kernels: str) -> None:
         one_of("kernels", kernels, Kernels)
-        self._able = adapter.runs_on_device and not recipe.rescale_error
         self._kernels = kernels
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None
         if self._cuda is not None and (fault := self._cuda.fault()):
@@ -92,8 +89,6 @@ class Placement:
 
     def _cannot(self, p: torch.Tensor) -> str:
         """Why the kernels cannot work on ``p``; nothing if they can."""
-        if not self._able:
-            return "no CUDA kernels take its steps"
         if self._cuda is None:
             if not has_gpu():
                 return "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
@@ -137,8 +132,8 @@ class Binding:
         self._weight = self._flat_weight()
         residual = feedback.residual(name, p.numel(), None if place is None else place.zeros)
         self.tensor = Tensor(name, self._array(self._weight), momentum, variance, residual)
-        if adapter.fresh_key:
-            self.tensor.fresh = self._state_array(adapter.fresh_key)
+        if adapter.anchor_key:
+            self.tensor.anchor = self._state_array(adapter.anchor_key)
         self.layer_key = adapter.layer_key
         if self.layer_key:
             layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)

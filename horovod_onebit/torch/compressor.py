@@ -20,7 +20,7 @@ from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, zero_one_adam
-from horovod_onebit.schedule import EveryStep, Kind, ZeroOne
+from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import plain, progress, world
 from horovod_onebit.torch.agreement import Agreement
@@ -47,7 +47,7 @@ class Compressor:
         *,
         recipe: Recipe,
         warmup: Warmup,
-        schedule: EveryStep | ZeroOne,
+        schedule: ZeroOne | None,
         process_set: Any,
         sum_gradients: bool,
         overlap: bool,
@@ -363,12 +363,11 @@ class Compressor:
                 binding.push()
 
     def _is_zero_one(self) -> bool:
-        return isinstance(self.schedule, ZeroOne)
+        return self.schedule is not None
 
     def _agrees_late(self) -> bool:
         """Whether to tell the others only when all is encoded, and so whether all gradients are finite."""
-        plain = isinstance(self.schedule, EveryStep) and self.schedule.kind(self.engine.exchanges + 1) is Kind.ONEBIT
-        return plain and self.prepared and self.phase is Phase.COMPRESSED
+        return self.schedule is None and self.prepared and self.phase is Phase.COMPRESSED
 
     def _agreed(self) -> Verdict:
         if self._late:
@@ -399,8 +398,8 @@ class Compressor:
     def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
         bindings = list(self.bindings.values())
         step = self.engine.exchanges + 1
-        kind = self.schedule.kind(step)
-        if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(step):
+        kind = kind_of(self.schedule, step)
+        if self.schedule is not None and self.schedule.starts_local(step):
             self.engine.feedback.reset()
         rules = self.rules(loss_scale or 1.0, kind)
         self._prepare(rules)
@@ -446,7 +445,7 @@ class Compressor:
         of: dict[torch.Tensor, Rule] = {}
         for group in self.optimizer.param_groups:
             rule = self.adapter.rule(group, grad_scale)
-            if isinstance(self.schedule, ZeroOne):
+            if self.schedule is not None:
                 rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
             of.update(dict.fromkeys(group["params"], rule))
         return [of[p] for p in self.bindings]

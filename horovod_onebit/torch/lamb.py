@@ -10,6 +10,9 @@ import torch
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 
+REMOVED = ("factor_min", "factor_max", "factor_threshold")
+"""Options of parameter groups in earlier versions."""
+
 
 class LAMB(torch.optim.Optimizer):
     """Adam whose update is scaled, tensor by tensor, to the length of the weights (You et al. 2020, Algorithm 2).
@@ -20,12 +23,14 @@ class LAMB(torch.optim.Optimizer):
         weight_decay: part of the update, so that it counts in its length.
         bias_correction: False leaves both moments uncorrected, as DeepSpeed does.
         min_coeff, max_coeff: bounds on the scaling coefficient ``|w| / |update|``.
-        coeff_beta: decay of the mean of the coefficients that 1-bit LAMB in momentum space goes on with.
-        factor_min, factor_max, factor_threshold: bounds on how far 1-bit LAMB in momentum space stretches it.
+        coeff_beta: decay of the mean of the coefficients, below which those of compressed steps do not fall.
+        factor_min, factor_max, factor_threshold: accepted, because DeepSpeed's ``OnebitLamb`` has them, and without
+            effect. There they bound how far the mean coefficient of the warm-up is changed in compressed steps; here
+            each compressed step computes its coefficient.
         maximize: climb instead of descending.
 
-    The names are DeepSpeed's. State by parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as Adam's, and ``layer``, three
-    float32 numbers of which the first is the mean of the coefficients.
+    The names are DeepSpeed's. State by parameter: ``step``, ``exp_avg``, ``exp_avg_sq`` as Adam's, and ``layer``, one
+    float32 number, the mean of the coefficients.
     """
 
     def __init__(
@@ -55,10 +60,8 @@ class LAMB(torch.optim.Optimizer):
                 f"LAMB(lr={lr}, betas={betas}, eps={eps}, weight_decay={weight_decay}, coeff_beta={coeff_beta}): "
                 "expected lr, eps, weight_decay >= 0 and betas, coeff_beta in [0, 1)"
             )
-        if not (0 < min_coeff <= max_coeff and 0 < factor_min <= factor_max and 0 < factor_threshold < 1):
-            raise ConfigurationError(
-                "LAMB: expected 0 < min_coeff <= max_coeff, 0 < factor_min <= factor_max, 0 < factor_threshold < 1"
-            )
+        if not 0 < min_coeff <= max_coeff:
+            raise ConfigurationError("LAMB: expected 0 < min_coeff <= max_coeff")
         defaults = {
             "lr": lr,
             "betas": tuple(betas),
@@ -68,12 +71,18 @@ class LAMB(torch.optim.Optimizer):
             "min_coeff": min_coeff,
             "max_coeff": max_coeff,
             "coeff_beta": coeff_beta,
-            "factor_min": factor_min,
-            "factor_max": factor_max,
-            "factor_threshold": factor_threshold,
             "maximize": maximize,
         }
         super().__init__(params, defaults)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """``load_state_dict`` calls it, too. States of earlier versions are brought up to date."""
+        super().__setstate__(state)
+        for group in self.param_groups:
+            for name in REMOVED:
+                group.pop(name, None)
+        for kept in self.state.values():
+            modernize(kept)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay as they are."""
@@ -116,4 +125,11 @@ def init_state(p: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        state["layer"] = torch.tensor([0.0, 1.0, 0.0], device=p.device)
+        state["layer"] = torch.zeros(1, device=p.device)
+
+
+def modernize(state: dict[str, Any]) -> None:
+    """Take out of a parameter's ``state`` what earlier versions kept besides: two numbers, and a second moment."""
+    state.pop("exp_avg_sq_fresh", None)
+    if "layer" in state:
+        state["layer"] = state["layer"][:1].clone()

@@ -53,13 +53,13 @@ def check_optimizer(compressor: Compressor, saved: Mapping[str, Any]) -> None:
 
 def _check_state(compressor: Compressor, p: torch.Tensor, state: Mapping[str, Any], *, started: bool) -> None:
     adapter, name = compressor.adapter, compressor.names.get(p, "a parameter")
-    for key in filter(None, (adapter.momentum_key, adapter.variance_key, adapter.fresh_key)):
+    for key in filter(None, (adapter.momentum_key, adapter.variance_key, adapter.anchor_key)):
         value = state.get(key)
         if value is not None and tuple(value.shape) != tuple(p.shape):
             raise ConfigurationError(
                 f"the state's {key} of {name} has shape {tuple(value.shape)}, expected {tuple(p.shape)}"
             )
-        if value is None and started and adapter.variance_key is not None and key != adapter.fresh_key:
+        if value is None and started and adapter.variance_key is not None and key != adapter.anchor_key:
             raise ConfigurationError(f"the state has no {key} of {name}: it is of another optimizer")
 
 

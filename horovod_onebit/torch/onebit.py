@@ -1,7 +1,8 @@
 """``OnebitAdam``, ``OnebitLamb`` and ``ZeroOneAdam``, with the argument names of DeepSpeed's optimizers.
 
 Each builds the plain optimizer and wraps it in ``DistributedOptimizer``, whose own arguments they take as well
-(``named_parameters``, ``recipe``, ``process_set``, ...). What DeepSpeed accepts and ignores is refused here.
+(``named_parameters``, ``recipe``, ``process_set``, ...). What DeepSpeed accepts and ignores is refused here. The three
+``factor_`` arguments of ``OnebitLamb`` are accepted and have no effect: see ``LAMB``.
 """
 
 from __future__ import annotations
@@ -60,7 +61,10 @@ def OnebitLamb(
     recipe: str | Recipe = "robust",
     **horovod: Any,
 ) -> Any:
-    """1-bit LAMB: this package's ``LAMB``, compressed after ``freeze_step`` steps."""
+    """1-bit LAMB: this package's ``LAMB``, compressed after ``freeze_step`` steps.
+
+    ``factor_max``, ``factor_min`` and ``factor_threshold`` have no effect, since the coefficient is not frozen here.
+    """
     _refuse(max_grad_norm=max_grad_norm, amsgrad=amsgrad)
     plain = LAMB(
         params, lr, betas, eps, weight_decay, bias_correction=bias_correction, min_coeff=min_coeff, max_coeff=max_coeff,

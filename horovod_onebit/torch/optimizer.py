@@ -16,7 +16,7 @@ from torch._compile import _disable_dynamo as untraced  # as torch.optim has it:
 from horovod_onebit.checks import flag, mapping, matching, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import EveryStep, ZeroOne
+from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
 from horovod_onebit.torch.arguments import check_arguments, check_compression, names_of, warmup_of
@@ -304,9 +304,10 @@ def DistributedOptimizer(
 ) -> Any:
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
-    The arguments of ``horovod.torch.DistributedOptimizer`` keep their names and meanings; ``compression``,
-    ``groups`` and ``gradient_predivide_factor`` concern what travels uncompressed: warm-up, and tensors with fewer
-    than ``recipe.min_compressed_size`` elements.
+    The arguments of ``horovod.torch.DistributedOptimizer`` keep their names and meanings; ``compression`` and
+    ``gradient_predivide_factor`` concern what travels uncompressed: warm-up, and tensors with fewer than
+    ``recipe.min_compressed_size`` elements. ``groups`` and ``num_groups`` are checked and have no other effect: how
+    Horovod fuses the averages of the warm-up is up to its own settings.
 
     Args:
         optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``; its state and hyperparameters
@@ -347,7 +348,7 @@ def DistributedOptimizer(
     flag("sparse_as_dense", sparse_as_dense)
     flag("overlap", overlap)
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
-    adapter = adapter_for(optimizer, chosen, schedule)
+    adapter = adapter_for(optimizer, schedule)
     names = names_of(optimizer, named_parameters)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
@@ -372,11 +373,11 @@ def DistributedOptimizer(
         names,
         recipe=chosen,
         warmup=warmup,
-        schedule=schedule or EveryStep(chosen.refresh),
+        schedule=schedule,
         process_set=process_set,
         sum_gradients=op == hvd.Sum,
         overlap=overlap,
-        placement=Placement(kernels, adapter, chosen),
+        placement=Placement(kernels),
         exact=patterns or (),
     )
     wrapped._compressor = compressor

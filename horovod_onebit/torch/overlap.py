@@ -17,7 +17,7 @@ import torch
 
 from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
-from horovod_onebit.schedule import EveryStep, Kind
+from horovod_onebit.schedule import Kind
 from horovod_onebit.torch.binding import is_dense
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import workers_changed
@@ -102,15 +102,9 @@ class Overlap:
     def _begin(self) -> bool:
         """At the first gradient of a step: whether its messages may leave before ``step``."""
         compressor = self._compressor
-        engine, schedule = compressor.engine, compressor.schedule
-        if (
-            not self._proven
-            or workers_changed(engine)
-            or not isinstance(schedule, EveryStep)
-            or schedule.kind(engine.exchanges + 1) is not Kind.ONEBIT
-        ):
+        if not self._proven or workers_changed(compressor.engine) or compressor.schedule is not None:
             return False
-        if engine.recipe.rescale_error or not compressor.prepared or compressor.phase is Phase.WARMUP:
+        if not compressor.prepared or compressor.phase is Phase.WARMUP:
             return False
         trained = {p for p in compressor.ordered() if p.requires_grad}
         if not all(p in trained and binding.is_current() for p, binding in compressor.bindings.items()):

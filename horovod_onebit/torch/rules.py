@@ -9,14 +9,12 @@ from typing import Any
 import torch
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB as LAMBRule
-from horovod_onebit.rules.lamb import trust_for
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import ZeroOne
-from horovod_onebit.torch.lamb import LAMB, init_state
+from horovod_onebit.torch.lamb import LAMB, init_state, modernize
 from horovod_onebit.torch.plain import factor
 
 ParamGroup = dict[str, Any]
@@ -30,17 +28,13 @@ class Adapter:
     kind: Any
     momentum_key: str
     variance_key: str | None = None
-    fresh_key: str | None = None
+    anchor_key: str | None = None
     layer_key: str | None = None
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
-    runs_on_device = False  # whether the kernels alone take the rule's steps
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""
-        keys = (self.momentum_key, self.variance_key, self.fresh_key) if compressed else ()
+        keys = (self.momentum_key, self.variance_key, self.anchor_key) if compressed else ()
         for key in (*keys, self.layer_key):
             value = loaded.get(key) if key else None
             if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
@@ -75,7 +69,6 @@ class Adapter:
 
 class AdamAdapter(Adapter):
     kind: Any = torch.optim.Adam
-    runs_on_device = True
     momentum_key = "exp_avg"
     variance_key = "exp_avg_sq"
 
@@ -114,7 +107,6 @@ class AdamAdapter(Adapter):
 
 class SGDAdapter(Adapter):
     kind = torch.optim.SGD
-    runs_on_device = True
     momentum_key = "momentum_buffer"
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool:
@@ -137,27 +129,19 @@ class SGDAdapter(Adapter):
         )
 
 
-LAMB_OPTIONS = [
-    "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "coeff_beta",
-    "factor_min", "factor_max", "factor_threshold",
-]  # fmt: skip
+LAMB_OPTIONS = ["eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "coeff_beta"]
 
 
 class LAMBAdapter(AdamAdapter):
     kind = LAMB
     layer_key = "layer"
 
-    def __init__(self, recipe: Recipe) -> None:
-        super().__init__(recipe)
-        self.trust = trust_for(recipe)
-        self.runs_on_device = self.trust == "live"
-        if self.trust == "frozen":
-            self.fresh_key = "exp_avg_sq_fresh"
+    def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
+        super().keep_float32(p, loaded, state, compressed=compressed)
+        modernize(state)
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)
-        if self.fresh_key and self.fresh_key not in state:
-            state[self.fresh_key] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         return super().variance_factor(group, taken, seen) if group["bias_correction"] else 1.0
@@ -173,7 +157,6 @@ class LAMBAdapter(AdamAdapter):
             beta1=float(beta1),
             beta2=float(beta2),
             grad_scale=-grad_scale if group["maximize"] else grad_scale,
-            trust=self.trust,
             **{name: group[name] for name in LAMB_OPTIONS},
         )
 
@@ -188,7 +171,7 @@ def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
 
-    fresh_key = "anchor"
+    anchor_key = "anchor"
     layer_key = "local"
     local_keys = ("exp_avg", "anchor", "local")
 
@@ -199,15 +182,15 @@ class ZeroOneAdapter(AdamAdapter):
             state["local"] = torch.tensor([0.0, 1.0, 0.0])
 
 
-def adapter_for(optimizer: torch.optim.Optimizer, recipe: Recipe, schedule: ZeroOne | None = None) -> Adapter:
+def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = None) -> Adapter:
     """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
     for adapter in ADAPTERS:
         same_step = _unwrapped_step(type(optimizer)) is _unwrapped_step(adapter.kind)
         if isinstance(optimizer, adapter.kind) and same_step:
             if schedule is None:
-                return adapter(recipe)
+                return adapter()
             if adapter is AdamAdapter:
-                return ZeroOneAdapter(recipe)
+                return ZeroOneAdapter()
             raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {type(optimizer).__name__}")
     raise UnsupportedError(
         f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no 1-bit form. Optimizers that have one: "

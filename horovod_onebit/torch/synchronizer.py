@@ -20,15 +20,6 @@ from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
-
-class Group(tuple[torch.Tensor, ...]):
-    """Parameters whose gradients travel together; a key by identity, since a hash of all members takes too long."""
-
-    __slots__ = ()
-    __hash__ = object.__hash__
-    __eq__ = object.__eq__
-
-
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
@@ -70,18 +61,14 @@ class Synchronizer:
         self.parameters: list[torch.Tensor] = []
         self.lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self.passes_left: dict[torch.Tensor, int] = {}
-        self.handles: dict[torch.Tensor | Group, tuple[Any, Any]] = {}
+        self.handles: dict[torch.Tensor, tuple[Any, Any]] = {}
         self.asked = False  # the user called synchronize()
         self.arrived = False  # the exact gradients are averaged already, or stay local since all workers agreed
         self.automatic = True  # step() synchronizes
-        self._groups_asked = groups
         self._arguments = self._describe(groups, gradient_predivide_factor)
         # Names of averages that were abandoned under way are not free yet.
         self._refused = 0  # times that all workers abandoned them together
         self._abandoned = 0  # times that this one did so since
-        self._group_of: dict[torch.Tensor, Group] = {}
-        self._ready_in_group: dict[Group, int] = {}
-        self._trained_in_group: dict[Group, int] = {}  # since the first of its gradients in this step
 
     def _describe(self, groups: int | list[list[torch.Tensor]] | None, predivide: float) -> str:
         """The arguments, as a text that must be the same on all workers."""
@@ -104,7 +91,6 @@ class Synchronizer:
             self.parameters.append(p)
             self.passes_left[p] = self.backward_passes_per_step
             self._take(p)
-        self._form_groups(parameters)
 
     def _take(self, p: torch.Tensor) -> None:
         """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
@@ -131,12 +117,6 @@ class Synchronizer:
             self.handles.pop(p, None)
             if p in _owners and _owners[p][1]() is self:
                 _owners.pop(p)[0].remove()
-        for group in [g for g in self._ready_in_group if not parameters.isdisjoint(g)]:
-            del self._ready_in_group[group]
-            self.handles.pop(group, None)
-            self._add_group(Group(p for p in group if p not in parameters))
-            for p in parameters.intersection(group):
-                del self._group_of[p]
 
     def check_owned(self) -> None:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
@@ -147,24 +127,6 @@ class Synchronizer:
                 "one optimizer for each parameter"
             )
 
-    def _form_groups(self, parameters: Sequence[torch.Tensor]) -> None:
-        asked, self._groups_asked = self._groups_asked, None
-        if not asked or not parameters:
-            return
-        if isinstance(asked, int):
-            per_group = -(-len(parameters) // asked)
-            groups = [Group(parameters[i : i + per_group]) for i in range(0, len(parameters), per_group)]
-        else:
-            known = set(parameters)
-            groups = [Group(p for p in group if p in known) for group in asked]
-        for group in groups:
-            self._add_group(group)
-
-    def _add_group(self, group: Group) -> None:
-        if group:
-            self._ready_in_group[group] = 0
-            self._group_of.update(dict.fromkeys(group, group))
-
     def set_backward_passes_per_step(self, passes: int) -> None:
         self.backward_passes_per_step = whole("backward_passes_per_step", passes)
         self.reset()
@@ -174,8 +136,6 @@ class Synchronizer:
         self.handles.clear()
         for p in self.passes_left:
             self.passes_left[p] = self.backward_passes_per_step
-        for group in self._ready_in_group:
-            self._ready_in_group[group] = 0
 
     def abandon(self, *, on_all: bool = False) -> None:
         """Drop what is under way; ``on_all``: all workers do so, whether or not they have started anything."""
@@ -204,17 +164,8 @@ class Synchronizer:
         self.handles.setdefault(p, (None, None))
         if self.passes_left[p]:
             return
-        if not self.on_ready(p):
-            return
-        group = self._group_of.get(p)
-        if group is None:
+        if self.on_ready(p):
             self.handles[p] = self._start(p, in_place=False)
-            return
-        if not self._ready_in_group[group]:
-            self._trained_in_group[group] = sum(q.requires_grad for q in group)
-        self._ready_in_group[group] += 1
-        if self._ready_in_group[group] == self._trained_in_group[group]:
-            self._start_group(group, in_place=False)
 
     def _densify(self, p: torch.Tensor) -> None:
         if p.grad is None or not p.grad.is_sparse:
@@ -241,16 +192,6 @@ class Synchronizer:
         self._count(tensor, p)
         allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
         return allreduce(tensor, name=self._name(p), **self._how()), context
-
-    def _start_group(self, whole: Group, *, in_place: bool) -> None:
-        group = tuple(p for p in whole if p.requires_grad)
-        tensors, contexts = zip(*(self._compress(self._gradient(p)) for p in group), strict=True)
-        for p, tensor in zip(group, tensors, strict=True):
-            self._count(tensor, p)
-            self.handles.pop(p, None)
-        allreduce = hvd.grouped_allreduce_async_ if in_place else hvd.grouped_allreduce_async
-        handle = allreduce(list(tensors), name=self._name(group[0]), **self._how())
-        self.handles[whole] = (handle, contexts)
 
     def _name(self, p: torch.Tensor) -> str:
         return f"{self.prefix}.{self.generation}.{self.names[p]}"
@@ -285,25 +226,14 @@ class Synchronizer:
                     hvd.synchronize(handle)
             self.handles.clear()
         self._start_rest(in_place=True)
-        for key, (handle, context) in self.handles.items():
-            if handle is None:
-                continue
-            output = hvd.synchronize(handle)
-            if isinstance(key, tuple):
-                members = [p for p in key if p.requires_grad]
-                for p, tensor, one in zip(members, output, context, strict=True):
-                    self._store(p, tensor, one)
-            else:
-                self._store(key, output, context)
+        for p, (handle, context) in self.handles.items():
+            if handle is not None:
+                self._store(p, hvd.synchronize(handle), context)
         self.reset()
 
     def _start_rest(self, *, in_place: bool) -> None:
-        for group in self._ready_in_group:
-            if group not in self.handles and any(p.requires_grad for p in group):
-                self._start_group(group, in_place=in_place)
         for p in self.parameters:
-            alone = p not in self._group_of and p.requires_grad
-            if alone and self.handles.get(p, (None, None))[0] is None:
+            if p.requires_grad and self.handles.get(p, (None, None))[0] is None:
                 self.handles[p] = self._start(p, in_place=in_place)
 
     def _store(self, p: torch.Tensor, output: torch.Tensor, context: Any) -> None:

@@ -13,7 +13,7 @@ from horovod_onebit import Recipe, codecs
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
-from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.adam import Adam, move_by_update, update
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
@@ -69,10 +69,13 @@ def uses():
 
 
 def programs():
-    """All programs, each of a formula with the codecs."""
-    coded = ("encode", "restore", "apply")
-    found = [Program(loop, formula, kind) for loop, formula, kind in uses() if loop not in coded]
-    found += [Program(loop, formula, kind, codec) for loop, formula, kind in uses() if loop in coded for codec in CODECS]
+    """Each formula with the codec of one bit, the default rule's with all; and what needs no formula."""
+    found = []
+    for loop, formula, kind in uses():
+        default = formula in (update, move_by_update)
+        coded = loop in ("encode", "restore", "apply")
+        kinds = [None] if not coded else CODECS if default else [codecs.find("sign")]
+        found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
     return [*found, *(Program("decode", codec=codec) for codec in CODECS), Program("pick")]
 

@@ -178,10 +178,12 @@ def test_an_optimizer_that_has_trained_already_and_plain_tf_variables():
     assert moved[0] == pytest.approx(moved[1], rel=0.35)
 
 
-@pytest.mark.parametrize("recipe", ["paper", Recipe(exchange="two_stage")])
-def test_other_recipes(recipe):
+@pytest.mark.parametrize(
+    ("kind", "recipe"), [("adam", "paper"), ("adam", Recipe(exchange="two_stage")), ("lamb", "paper")]
+)
+def test_other_recipes(kind, recipe):
     model = build()
-    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=15, recipe=recipe)
+    optimizer = wrap(OPTIMIZERS[kind](), warmup_steps=15, recipe=recipe)
     train(model, optimizer, 40)
     rows = hvd.allgather(weights(model)[None], name="check.recipe").numpy()
     assert (rows == rows[0]).all()

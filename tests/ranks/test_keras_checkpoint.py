@@ -42,6 +42,7 @@ def fit(model, steps, start=0, **arguments):
         ("adamw", "robust", 6),
         ("lamb", TWO_STAGE, 6),
         ("sgd", "paper", 6),
+        ("lamb", "paper", 6),
         ("adam", TWO_STAGE, 4),
     ],
 )

@@ -49,6 +49,13 @@ def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
     np.testing.assert_array_equal(weights(model), weights(again))
 
 
+def test_configurations_of_earlier_versions_load():
+    optimizer = wrap(OPTIMIZERS["adam"](), recipe="paper")
+    config = optimizer.get_config()
+    config["horovod_onebit"]["recipe"] |= {"floor": None, "rescale_error": False, "refresh": None}
+    assert type(optimizer).from_config(config).recipe == optimizer.recipe
+
+
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_the_automatic_warm_up(kind, tmp_path):
     model = build()

@@ -1,4 +1,4 @@
-"""The PyTorch face on real ranks: 0/1 Adam, refreshes, DeepSpeed's names."""
+"""The PyTorch face on real ranks: 0/1 Adam, DeepSpeed's names."""
 
 import copy
 
@@ -12,7 +12,18 @@ from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
 from horovod_onebit.schedule import Kind
 from horovod_onebit.torch.diagnostics import Collector, gradients
 from horovod_onebit.warmup import Phase
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, two_ranks_only, weights, wrap
+from tests.ranks.torch_common import (
+    RANK,
+    REPEATABLE,
+    SIZE,
+    Net,
+    assert_replicas_equal,
+    batch,
+    train,
+    two_ranks_only,
+    weights,
+    wrap,
+)
 
 SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
 
@@ -30,18 +41,23 @@ def test_zero_one_adam(recipe):
     assert optimizer.phase is Phase.COMPRESSED
     sent = optimizer.stats().bytes_sent
     start = train(model, optimizer, 1, start=4)
-    kinds = {}
+    kinds, seen = {}, 4 + (SCHEDULE.kind(1) is Kind.EXACT)
     for step in range(5, 96):
+        variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
         end = train(model, optimizer, 1, start=step)
         kind = SCHEDULE.kind(step - 3)
         kinds[kind] = optimizer.stats(norms=False).step_bytes_sent
+        renewed = not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
+        assert renewed == (kind is Kind.EXACT)
+        seen += renewed
         if kind is not Kind.LOCAL:
             assert_replicas_equal(model)
         else:
             gathered = hvd.allgather(weights(model)[None], name="weights.local")
             assert not torch.equal(gathered[0], gathered[-1])
     assert end < 0.9 * start
-    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT]
+    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT] / 10
+    assert max(optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"]) == seen
     assert optimizer.stats().bytes_sent > sent
 
 
@@ -80,22 +96,6 @@ def test_zero_one_adam_skips_a_nan_on_all_workers(steps):
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("kind", [torch.optim.AdamW, onebit.LAMB])
-def test_refreshes(kind):
-    model = Net()
-    optimizer = wrap(model, kind, warmup_steps=5, recipe=Recipe(refresh=4), lr=1e-3)
-    train(model, optimizer, 8)
-    variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
-    small = optimizer.stats(norms=False).step_bytes_sent
-    train(model, optimizer, 1, start=8)
-    assert not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
-    assert optimizer.stats(norms=False).step_bytes_sent > 10 * small
-    train(model, optimizer, 20, start=9)
-    assert_replicas_equal(model)
-    state = optimizer.state_dict()["param_groups"][0]["horovod_onebit"]
-    assert max(state["variance_steps"]) == 5 + 2
-
-
 def test_deepspeeds_names():
     for build in (
         lambda p: onebit.OnebitAdam(p, lr=1e-3, freeze_step=5, weight_decay=0.01, eps_inside_sqrt=True),
@@ -116,6 +116,20 @@ def test_deepspeeds_names():
     for kind, arguments, message in refused:
         with pytest.raises(UnsupportedError, match=message):
             kind(Net().parameters(), **arguments)
+
+
+@pytest.mark.parametrize("recipe", ["robust", "paper"])
+def test_deepspeeds_bounds_on_a_frozen_coefficient_have_no_effect(recipe):
+    trained = []
+    for bounds in ({}, {"factor_max": 1.5, "factor_min": 0.9, "factor_threshold": 0.01}):
+        model = Net()
+        optimizer = onebit.OnebitLamb(model.parameters(), lr=1e-2, freeze_step=5, recipe=recipe, **bounds)
+        assert not optimizer.param_groups[0].keys() & {"factor_max", "factor_min", "factor_threshold"}
+        train(model, optimizer, 15)
+        assert optimizer.phase is Phase.COMPRESSED
+        assert_replicas_equal(model)
+        trained.append(weights(model))
+    assert torch.equal(*trained) or not REPEATABLE
 
 
 def test_diagnostics_of_a_model():

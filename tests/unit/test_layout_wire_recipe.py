@@ -90,6 +90,21 @@ def test_the_digest_tells_what_matters():
     assert len(different) == 6
 
 
+@pytest.mark.parametrize(
+    ("recipe", "digest"),
+    [
+        (Recipe(exchange="two_stage"), 0x90F1BDC767623198),
+        (PRESETS["paper"], 0xC9263D66D123789A),
+        (PRESETS["fixed"], 0x556BBB3564E3EE54),
+        (Recipe(clip=2.0, on_nonfinite="raise"), 0x86E31293496B21B7),
+    ],
+)
+def test_the_digest_is_that_of_earlier_versions(recipe, digest):
+    """Checkpoints name the residuals of servers by it."""
+    tensors = [TensorSpec("a", 5000, "(50, 100) (100, 1) torch.float32 "), TensorSpec("b", 9)]
+    assert plan(tensors, recipe, 3).digest == digest
+
+
 def test_names_must_be_unique():
     with pytest.raises(ConfigurationError, match="more than once: a"):
         plan([TensorSpec("a", 1), TensorSpec("a", 2)], Recipe(), 2)
@@ -226,6 +241,7 @@ def test_presets():
     [
         ("space", "weights"),
         ("scale", "median"),
+        ("scale", "mean_abs"),
         ("exchange", "ring"),
         ("on_nonfinite", "ignore"),
         ("block_size", 0),
@@ -245,6 +261,21 @@ def test_presets():
 def test_a_recipe_refuses_what_makes_no_sense(field, value):
     with pytest.raises(ConfigurationError, match=f"{field}=.*expected"):
         Recipe(**{field: value})
+
+
+def test_recipes_that_earlier_versions_saved(caplog):
+    recipe = Recipe(clip=2.0, exchange="direct")
+    config = dataclasses.asdict(recipe)
+    assert Recipe.of_config(config) == recipe
+    assert Recipe.of_config(config | {"floor": None, "rescale_error": False, "refresh": None}) == recipe
+    assert not caplog.records
+    assert Recipe.of_config(config | {"rescale_error": True, "scale": "mean_abs"}) == recipe
+    assert [record.getMessage().split("=")[0] for record in caplog.records] == [
+        "a saved recipe has rescale_error",
+        "a saved recipe has scale",
+    ]
+    with pytest.raises(TypeError, match="refresh"):
+        Recipe(refresh=50)
 
 
 def test_a_clip_without_update_space_is_refused():

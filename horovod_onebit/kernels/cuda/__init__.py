@@ -40,7 +40,7 @@ from horovod_onebit.kernels.cuda.launch import (
     launcher,
 )
 from horovod_onebit.kernels.cuda.loops import EMPTY, PARTS, Column, Program
-from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Coding, num_blocks
+from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 
 __all__ = [
     "SIMULATED",
@@ -305,10 +305,15 @@ def _there(place: Buffer) -> Any:
     """The numbers of ``place`` as an array of the device, bfloat16 as bits."""
     kind = np.dtype(STORED[place.dtype])
     if SIMULATED:
-        return np.frombuffer((ctypes.c_char * (kind.itemsize * place.size)).from_address(place.address), kind)
-    described = {"shape": (place.size,), "typestr": kind.str, "data": (place.address, False)}
+        return _at(place.address, kind.itemsize * place.size).view(kind)
+    described: dict[str, Any] = {"shape": (place.size,), "typestr": kind.str, "data": (place.address, False)}
     described |= {"strides": None, "version": 3}
     return cuda.from_cuda_array_interface(described, owner=place, sync=False)
+
+
+def _at(address: int, size: int) -> NDArray[np.uint8]:
+    """Bytes of the simulator's device."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
 
 
 class Twin:
@@ -367,7 +372,7 @@ class Twin:
 
     def _copy(self, target: NDArray[np.uint8], source: Buffer) -> None:
         if SIMULATED:
-            there = np.frombuffer((ctypes.c_char * source.size).from_address(source.address), np.uint8)
+            there = _at(source.address, source.size)
             self._copied = lambda: target.__setitem__(slice(None), there)
         else:
             stream = launcher.current()
@@ -448,7 +453,7 @@ def _same() -> bool:
     rows = rng.integers(0, 256, (2, coding.codec.size(size, 1024)), np.uint8)
     scales = slice(None, None, coding.codec.record_size(1024) // 4)
     rows.view(np.float32)[:, scales] = 1.5
-    results: list[list[Array]] = []
+    results: list[list[Any]] = []
     for backend, put, get in ((reference, np.copy, np.asarray), (kernels, cuda.to_device, _from_device)):
         g, m, v, w, e = map(put, tensors)
         row = np.zeros(rows.shape[1], np.uint8)

@@ -508,7 +508,10 @@ class Program:
 
 @cache
 def _function(program: Program) -> Any:
-    formula, kind, codec, again = program.formula, program.scalars, program.codec, program.again
+    formula: Any = program.formula
+    kind: Any = program.scalars
+    codec: Any = program.codec
+    again: Any = program.again
     loops: dict[str, Callable[[], Any]] = {
         "encode": lambda: _compressor(_loaded(formula, kind), codec),
         "restore": lambda: _restorer(_loaded(formula, kind), codec),
@@ -518,7 +521,7 @@ def _function(program: Program) -> Any:
         "move": lambda: _mover(_loaded(formula, kind)),
         "sums": lambda: _summer(_loaded(formula, kind)),
         "pick": lambda: _pick,
-    }  # type: ignore[arg-type]
+    }
     loop = loops[program.loop]()
     loop.__name__ = loop.__qualname__ = program.name
     return loop
