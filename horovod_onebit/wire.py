@@ -116,7 +116,7 @@ class Message:
 
     def seal(self, stamp: Stamp, *, finite: bool | None = None) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent. ``finite`` is found out unless it is given."""
-        scales = self._twin.scales if self._stays else _scales(self.buffer[None], self.bucket)[0]
+        scales = self._twin.scales if self._stays else scales_of(self.buffer[None], self.bucket)[0]
         self.finite = bool(np.isfinite(scales).all()) if finite is None else finite
         covered = scales.view(np.uint8)[None] if self._stays else self.buffer[None, RECORDS:]
         _seal(self.buffer[None], covered, self.bucket.blocks, self.bucket.index, stamp, self.finite)
@@ -216,7 +216,7 @@ def read(
     blocks, rows = np.full(workers, bucket.blocks), gathered
     if isinstance(gathered, np.ndarray):
         rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
-        scales = _scales(rows, bucket)
+        scales = scales_of(rows, bucket)
     else:
         scales, finite = _open_remote(gathered, bucket, blocks, stamp, size, senders)
         rows = gathered.rows(workers)
@@ -243,7 +243,7 @@ def read_shares(
         whole[:, RECORDS + share.bytes.start : RECORDS + share.bytes.stop] = row[
             :, RECORDS : RECORDS + share.bucket.bytes
         ]
-    scales = _scales(whole, bucket)
+    scales = scales_of(whole, bucket)
     if _corrupt(scales, stamp).any():
         for j, share in enumerate(shares):
             bad = finite[j] & _corrupt(scales[:, share.blocks], stamp)
@@ -337,7 +337,7 @@ def _corruption(index: int, stamp: Stamp, worker: np.integer) -> WireError:
     )
 
 
-def _scales(rows: NDArray[np.uint8], bucket: Bucket) -> NDArray[np.float32]:
-    """The scales of messages of ``bucket``: (k, blocks), copied."""
+def scales_of(rows: NDArray[np.uint8], bucket: Bucket) -> NDArray[np.float32]:
+    """The scales of messages of ``bucket``, (k, bytes) uint8: (k, blocks), copied."""
     words = rows[:, RECORDS : RECORDS + bucket.bytes].view(np.float32)
     return np.ascontiguousarray(words[:, bucket.scales])

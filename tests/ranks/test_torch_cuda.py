@@ -89,11 +89,11 @@ def uses_kernels(optimizer):
 @pytest.fixture(params=[False, True], ids=["by the host", "where they are"])
 def gathered(request, monkeypatch):
     """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
-    monkeypatch.setattr(HorovodCollectives, "gathers_elsewhere", request.param)
+    monkeypatch.setattr(HorovodCollectives, "gathers_on_device", request.param)
     counts, heads = Counter(), _Arrived.heads
 
     def counted(*arguments):
-        counts["elsewhere"] += 1
+        counts["device"] += 1
         return heads(*arguments)
 
     monkeypatch.setattr(_Arrived, "heads", counted)
@@ -149,7 +149,7 @@ def test_direct_messages_stay_where_they_are(gathered):
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 5)
     buckets = len(optimizer._compressor.engine.layout.buckets)
-    assert gathered["elsewhere"] == (3 * buckets if HorovodCollectives.gathers_elsewhere else 0)
+    assert gathered["device"] == (3 * buckets if HorovodCollectives.gathers_on_device else 0)
 
 
 def test_nan_on_one_worker_is_skipped_by_all(gathered):

@@ -4,7 +4,9 @@ import numpy as np
 import pytest
 
 from horovod_onebit import Recipe, WireError, simulation
+from horovod_onebit.codecs import GUARD, find, names
 from horovod_onebit.kernels import reference
+from horovod_onebit.kernels.reference import Coding
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
@@ -19,7 +21,7 @@ f32 = np.float32
 class Damaging:
     """Collectives of which one, by the end of its name, loses a bit on its way to worker 0."""
 
-    gathers_elsewhere = False
+    gathers_on_device = False
 
     def __init__(self, collectives, name, bit, everybody=None):
         self.inner, self.name, self.bit = collectives, name, bit
@@ -87,20 +89,22 @@ def test_a_scale_beyond_what_the_clip_allows(exchange):
 
 
 @pytest.mark.parametrize("size", [8, 64])
-def test_no_residual_grows_beyond_the_bound_of_the_scales(size):
+@pytest.mark.parametrize("codec", names())
+def test_no_residual_grows_beyond_the_bound_of_the_scales(size, codec):
     """The worst that a worker can do to itself: it always pushes where most is owed."""
     clip, rng = 3.0, np.random.default_rng(0)
     for spread in (0.0, 0.5, 1.0):
         error = np.zeros(size, f32)
-        scales, bits = np.zeros(1, f32), np.zeros(size // 8, np.uint8)
+        coding = Coding(find(codec), size, GUARD)
+        row = np.zeros(coding.codec.size(size, size), np.uint8)
         most = 0.0
         for _ in range(5000):
             u = np.where(error < 0, -clip, clip) * (rng.random(size) >= spread)
             u[np.abs(error).argmax()] = clip * np.sign(error[np.abs(error).argmax()] or 1)
             c = (u + error).astype(f32)
-            reference._compress(c, error, scales, bits, "guarded", size)
-            most = max(most, float(scales[0]))
-        assert most <= clip * 8 * size / 3
+            reference._compress(c, error, row, 0, coding)
+            most = max(most, float(row.view(f32)[0]))
+        assert most <= (2.2 if codec == "two_bit" else 1) * clip * 8 * size / 3
 
 
 def test_where_scales_have_no_bound():

@@ -6,10 +6,11 @@ import random
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, Recipe, WireError, wire
+from horovod_onebit import ConfigurationError, Recipe, WireError, codecs, wire
 from horovod_onebit.kernels import checksum, cpu
-from horovod_onebit.kernels.reference import Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import Arrays, Coding, num_blocks
 from horovod_onebit.layout import TensorSpec, plan
+from horovod_onebit.rules import adam, scalars
 
 WORKERS = 3
 RECIPE = Recipe(block_size=64, min_compressed_size=1, bucket_size=500)
@@ -22,8 +23,8 @@ def arrived(rng):
     rows = []
     for _ in range(WORKERS):
         message = wire.Message(bucket)
-        message.scales[:] = rng.random(bucket.blocks, np.float32)
-        message.bits[:] = rng.integers(0, 256, bucket.bytes, dtype=np.uint8)
+        message.buffer[32 : 32 + bucket.bytes] = rng.integers(0, 256, bucket.bytes, dtype=np.uint8)
+        message.buffer[32:].view(np.float32)[bucket.scales] = rng.random(bucket.blocks, np.float32)
         rows.append(message.seal(stamp, finite=bool(rng.random() < 0.9)))
     return bucket, stamp, np.concatenate(rows)
 
@@ -53,7 +54,6 @@ def test_a_hundred_thousand_damaged_messages():
     rng = np.random.default_rng(0)
     bucket, stamp, good = arrived(rng)
     opened = wire.read(good, bucket, stamp, workers=WORKERS)
-    shapes = opened.scales.shape, opened.bits.shape
     refused = 0
     for _ in range(100_000):
         try:
@@ -61,8 +61,7 @@ def test_a_hundred_thousand_damaged_messages():
         except WireError:
             refused += 1
             continue
-        assert (found.scales.shape, found.bits.shape) == shapes
-        for name in ("scales", "bits", "finite"):
+        for name in ("rows", "finite"):
             np.testing.assert_array_equal(getattr(found, name), getattr(opened, name))
     assert 99_000 < refused < 100_000
 
@@ -97,14 +96,17 @@ def test_the_checksum_is_that_of_the_reference():
 
 def test_any_bits_can_be_decoded():
     rng = np.random.default_rng(1)
-    spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, 3.0, "guarded", 64)
+    values = {"beta1": 0.9, "grad": 0.1, "l2": 0, "correction": 1, "eps_inside": 0, "eps": 1e-8, "clip": 3}
+    p = scalars(adam.Scalars, **values, decay=1, step=0.1)
     for _ in range(200):
         size = int(rng.integers(1, 400))
-        scales = rng.random((WORKERS, num_blocks(size, 64)), np.float32)
-        bits = rng.integers(0, 256, (WORKERS, num_bytes(size)), dtype=np.uint8)
+        coding = Coding(codecs.find(rng.choice(codecs.names())), 64, codecs.GUARD)
+        rows = rng.integers(0, 256, (WORKERS, coding.codec.size(size, 64)), dtype=np.uint8)
+        scales = np.arange(num_blocks(size, 64)) * coding.codec.record_size(64) // 4
+        rows.view(np.float32)[:, scales] = rng.random((WORKERS, len(scales)), np.float32)
         momentum, weight = np.zeros(size, np.float32), np.zeros(size, np.float32)
         variance = np.ones(size, np.float32)
-        cpu.apply(scales, bits, momentum, variance, weight, spec, update_space=True, step_size=0.1, decay=1.0)
+        cpu.apply(adam.move_by_update, p, Arrays(None, momentum, variance, weight), rows, 0, coding)
         assert np.isfinite(weight).all()
         assert np.isfinite(momentum).all()
 

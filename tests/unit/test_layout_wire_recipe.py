@@ -69,9 +69,9 @@ def test_a_block_that_cannot_be_gathered_is_refused():
 
 def test_blocks_of_1024_cost_a_thirty_second_of_a_bit_more():
     (bucket,) = plan(specs(2**20), Recipe(), 2).buckets
-    bits = 8 * (4 * bucket.blocks + bucket.bytes) / 2**20
+    bits = 8 * bucket.bytes / 2**20
     assert bits == 1.03125
-    assert wire.message_size(bucket) - (4 * bucket.blocks + bucket.bytes) <= 32 + 15
+    assert wire.message_size(bucket) - bucket.bytes <= 32 + 15
 
 
 def test_the_digest_tells_what_matters():
@@ -118,18 +118,27 @@ def bucket_and_messages(workers=3, size=3000, place=np.asarray, scale=None):
     messages = []
     for _ in range(workers):
         message = wire.Message(bucket)
-        message.scales[:] = rng.random(bucket.blocks)
-        message.bits[:] = rng.integers(0, 256, bucket.bytes)
+        fill(message.buffer, bucket, rng)
         if scale is not None and len(messages) == workers - 1:
-            message.scales[3] = scale
+            scale_number(message.buffer, bucket, 3)[:] = scale
         messages.append(message.seal(stamp, finite=True).copy())
-        if place is Elsewhere:  # the bits of such a message are not here
-            heads = messages[-1][None, : 32 + 4 * bucket.blocks]
-            wire.seal_rows(heads, bucket.blocks, bucket.index, stamp, finite=True)
+        if place is Distant:  # the checksum of such a message is of its scales
+            scales = wire.scales_of(messages[-1][None], bucket)
+            wire._seal(messages[-1][None], scales.view(np.uint8), bucket.blocks, bucket.index, stamp, finite=True)
     return bucket, stamp, messages
 
 
-class Elsewhere:
+def fill(buffer, bucket, rng):
+    """Any codes, and scales that are numbers."""
+    buffer[32 : 32 + bucket.bytes] = rng.integers(0, 256, bucket.bytes)
+    buffer[32:].view(np.float32)[bucket.scales] = rng.random(bucket.blocks)
+
+
+def scale_number(buffer, bucket, block):
+    return buffer[32:].view(np.float32)[bucket.scales[block] :][:1]
+
+
+class Distant:
     """A ``wire.Remote`` in host memory."""
 
     def __init__(self, array):
@@ -138,11 +147,15 @@ class Elsewhere:
     def heads(self, rows, width):
         return self.array.reshape(rows, -1)[:, :width].copy()
 
-    def bytes(self, rows, start):
-        return self.array.reshape(rows, -1)[:, start:]
+    def scales(self, rows, start, bucket):
+        assert start == wire.RECORDS
+        return wire.scales_of(self.array.reshape(rows, -1), bucket)
+
+    def rows(self, rows):
+        return self.array.reshape(rows, -1)
 
 
-PLACES = pytest.mark.parametrize("place", [np.asarray, Elsewhere])
+PLACES = pytest.mark.parametrize("place", [np.asarray, Distant])
 
 
 @PLACES
@@ -153,9 +166,7 @@ def test_a_message_comes_back_as_it_was_sent(place):
     read = wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
     assert read.finite.all()
     for i, buffer in enumerate(messages):
-        sent = wire.Message(bucket, buffer)
-        np.testing.assert_array_equal(read.scales[i], sent.scales)
-        np.testing.assert_array_equal(read.bits[i][: bucket.bytes], sent.bits)
+        np.testing.assert_array_equal(read.rows[i], buffer)
 
 
 @PLACES
@@ -178,10 +189,10 @@ def test_a_corrupt_scale_is_refused(scale, place):
         wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
 
 
-def test_messages_of_another_length_elsewhere_are_refused():
+def test_messages_of_another_length_on_a_device_are_refused():
     bucket, stamp, messages = bucket_and_messages()
     with pytest.raises(WireError, match="expected 2 \\*"):
-        wire.read(Elsewhere(np.concatenate(messages)), bucket, stamp, workers=2)
+        wire.read(Distant(np.concatenate(messages)), bucket, stamp, workers=2)
 
 
 @pytest.mark.parametrize("change", [lambda a: a[:-1], lambda a: np.append(a, np.uint8(0)), lambda a: a.view(np.int8)])
@@ -206,14 +217,14 @@ def test_fuzzed_messages_raise_or_decode_to_finite_numbers():
             outcomes["raised"] += 1
         else:
             outcomes["read"] += 1
-            assert np.isfinite(read.scales[read.finite]).all()
+            assert np.isfinite(wire.scales_of(read.rows, bucket)[read.finite]).all()
     assert outcomes == {"raised": 3000, "read": 0}
 
 
 @PLACES
 def test_a_damaged_scale_names_the_worker(place):
     bucket, stamp, messages = bucket_and_messages(place=place)
-    wire.Message(bucket, messages[2]).scales[3] *= 1.0001
+    scale_number(messages[2], bucket, 3)[:] *= 1.0001
     with pytest.raises(WireError, match=r"worker \[2\] is damaged"):
         wire.read(place(np.concatenate(messages)), bucket, stamp, workers=3)
 
