@@ -18,22 +18,24 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
 
-from horovod_onebit import __version__
+from horovod_onebit import __version__, codecs
 from horovod_onebit.kernels import cpu
-from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
+from horovod_onebit.rules import adam, lamb, scalars
 
 BLOCK = 1024
 WORKERS = 2
 BETA1, BETA2, EPS, CLIP, LR = 0.9, 0.999, 1e-8, 3.0, 1e-3
 
 
-class Arrays:
+class Inputs:
     """Inputs that hold no zeros and no denormals, much larger than the caches."""
 
     def __init__(self, size: int) -> None:
@@ -42,24 +44,38 @@ class Arrays:
             rng.standard_normal(size, dtype=np.float32) for _ in range(5)
         )
         self.variance = rng.random(size, dtype=np.float32) + np.float32(0.1)
-        blocks = num_blocks(size, BLOCK)
-        self.scales = np.ones((WORKERS, blocks), np.float32)
-        self.bits = rng.integers(0, 256, (WORKERS, num_bytes(size)), dtype=np.uint8)
+        self.rows = rng.integers(0, 256, (WORKERS, CODING.codec.size(size, BLOCK)), dtype=np.uint8)
+        self.rows.view(np.float32)[:, :: CODING.codec.record_size(BLOCK) // 4] = 1
+
+    def all(self) -> Arrays:
+        return Arrays(self.grad, self.momentum, self.variance, self.weight)
 
 
-def spec() -> Spec:
-    return Spec(BETA1, 1 - BETA1, 0.0, EPS, False, 1.0, CLIP, "guarded", BLOCK)
+CODING = Coding(codecs.find("sign"), BLOCK, codecs.GUARD)
+ADAM = scalars(
+    adam.Scalars,
+    beta1=BETA1,
+    grad=1 - BETA1,
+    l2=0,
+    correction=1,
+    eps_inside=0,
+    eps=EPS,
+    clip=CLIP,
+    decay=1,
+    step=LR,
+)
+LAMB = scalars(lamb.Step, first=1.5, inside=0.01, correction=1, eps_inside=0, eps=EPS, decay=1, step=1e-9)
 
 
-def encode(a: Arrays, variance: np.ndarray | None) -> None:
-    cpu.encode(a.grad, a.momentum, variance, None, a.error, a.scales[0], a.bits[0], spec())
+def encode(a: Inputs, formula: Any) -> None:
+    cpu.encode(formula, ADAM, a.all(), a.error, a.rows[0], 0, CODING)
 
 
-def decode_apply(a: Arrays) -> None:
-    cpu.apply(a.scales, a.bits, a.momentum, a.variance, a.weight, spec(), update_space=True, step_size=LR, decay=1.0)
+def decode_apply(a: Inputs) -> None:
+    cpu.apply(adam.move_by_update, ADAM, a.all(), a.rows, 0, CODING)
 
 
-def separate_encode(a: Arrays) -> Callable[[], None]:
+def separate_encode(a: Inputs) -> Callable[[], None]:
     """The same compression as one torch operation after another, each a pass over memory."""
     g, m, v, error = map(torch.from_numpy, (a.grad, a.momentum, a.variance, a.error))
     powers = 2 ** torch.arange(8, dtype=torch.uint8)
@@ -78,19 +94,18 @@ def separate_encode(a: Arrays) -> Callable[[], None]:
     return work
 
 
-def lamb(a: Arrays) -> Callable[[], None]:
+def lamb_step(a: Inputs) -> Callable[[], None]:
     sums = np.empty((num_blocks(a.weight.size, CHUNK), 2))
-    layer = (a.momentum, a.variance, a.weight)
+    layer = a.all()._replace(gradient=None)
 
     def work() -> None:
-        update = spec()._replace(momentum_factor=1.5, l2=0.01)
-        cpu.squares(*layer, sums, update)
-        cpu.move(*layer, update, step_size=1e-9, decay=1.0)
+        cpu.sums(lamb.lengths, LAMB, layer, sums)
+        cpu.move(lamb.move, LAMB, layer)
 
     return work
 
 
-def separate_lamb(a: Arrays) -> Callable[[], None]:
+def separate_lamb(a: Inputs) -> Callable[[], None]:
     """The same step as one torch operation after another."""
     m, v, w = map(torch.from_numpy, (a.momentum, a.variance, a.weight))
 
@@ -102,7 +117,7 @@ def separate_lamb(a: Arrays) -> Callable[[], None]:
     return work
 
 
-def fused_adam(a: Arrays) -> Callable[[], None]:
+def fused_adam(a: Inputs) -> Callable[[], None]:
     p = torch.nn.Parameter(torch.from_numpy(a.weight))
     p.grad = torch.from_numpy(a.grad)
     return torch.optim.Adam([p], lr=LR, fused=True).step
@@ -133,16 +148,16 @@ def main() -> None:
 
     torch.set_num_threads(args.threads)
     cpu.set_num_threads(args.threads)
-    a = Arrays(args.elements)
+    a = Inputs(args.elements)
     copy_from, copy_to = torch.from_numpy(a.grad), torch.from_numpy(a.target)
     work: dict[str, tuple[Callable[[], object], float]] = {
         "memcpy": (lambda: copy_to.copy_(copy_from), 8),
-        "encode, update space": (lambda: encode(a, a.variance), 20 + 1 / 8),
-        "encode, momentum space": (lambda: encode(a, None), 16 + 1 / 8),
+        "encode, update space": (lambda: encode(a, adam.update), 20 + 1 / 8),
+        "encode, momentum space": (lambda: encode(a, adam.momentum), 16 + 1 / 8),
         "encode as separate torch operations": (separate_encode(a), 20 + 1 / 8),
         f"decode {WORKERS} workers + Adam": (lambda: decode_apply(a), 16 + WORKERS / 8),
         "torch.optim.Adam(fused=True)": (fused_adam(a), 28),
-        "LAMB, lengths and step of a layer": (lamb(a), 28),
+        "LAMB, lengths and step of a layer": (lamb_step(a), 28),
         "LAMB as separate torch operations": (separate_lamb(a), 28),
     }
     times = measure({name: call for name, (call, _) in work.items()}, args.repeats)

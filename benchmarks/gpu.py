@@ -20,6 +20,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from horovod_onebit import codecs
+
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 BLOCK = 1024
 
@@ -54,24 +56,29 @@ class Bench:
 
     def __init__(self, torch: Any, size: int, workers: int) -> None:
         from horovod_onebit.kernels import cuda as kernels
-        from horovod_onebit.kernels.reference import Spec
+        from horovod_onebit.kernels.reference import Arrays, Coding
+        from horovod_onebit.rules import adam, scalars
 
         self.torch, self.kernels, self.size = torch, kernels, size
         kernels.use_stream(lambda: torch.cuda.current_stream().cuda_stream)
         self.g, self.m, self.e, self.w = (torch.randn(size, device="cuda") for _ in range(4))
         self.v = torch.rand(size, device="cuda")
-        self.scales = torch.ones((workers, -(-size // BLOCK)), device="cuda")
-        self.bits = torch.randint(0, 256, (workers, -(-size // 8)), device="cuda", dtype=torch.uint8)
-        self.spec = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.0, clip=3.0, scale="guarded", block_size=BLOCK)
+        self.coding = Coding(codecs.find("sign"), BLOCK, codecs.GUARD)
+        length = self.coding.codec.size(size, BLOCK)
+        self.messages = torch.randint(0, 256, (workers, length), device="cuda", dtype=torch.uint8)
+        self.messages.view(torch.float32)[:, :: self.coding.codec.record_size(BLOCK) // 4] = 1
+        self.rows = kernels.Rows(self.messages.data_ptr(), workers, length, self.messages)
+        self.row = kernels.Buffer(self.messages.data_ptr(), length, "uint8", self.messages)
+        self.arrays, self.adam = Arrays(self.g, self.m, self.v, self.w), adam
+        values = {"beta1": 0.9, "grad": 0.1, "l2": 0, "correction": 1, "eps_inside": 0, "eps": 1e-8, "clip": 3}
+        self.scalars = scalars(adam.Scalars, **values, decay=1, step=1e-9)
 
-    def encode(self, variance: bool) -> None:
-        v = self.v if variance else None
-        self.kernels.encode(self.g, self.m, v, None, self.e, self.scales[0], self.bits[0], self.spec)
+    def encode(self, update_space: bool) -> None:
+        formula = self.adam.update if update_space else self.adam.momentum
+        self.kernels.encode(formula, self.scalars, self.arrays, self.e, self.row, 0, self.coding)
 
     def apply(self) -> None:
-        self.kernels.apply(
-            self.scales, self.bits, self.m, self.v, self.w, self.spec, update_space=True, step_size=1e-9, decay=1.0
-        )
+        self.kernels.apply(self.adam.move_by_update, self.scalars, self.arrays, self.rows, 0, self.coding)
 
     def separate(self) -> None:
         """The same compression and step as operations of PyTorch, one after the other."""
@@ -85,9 +92,10 @@ class Bench:
         weights = torch.tensor([1, 2, 4, 8, 16, 32, 64, 128], device="cuda", dtype=torch.uint8)
         (negative.view(-1, 8).to(torch.uint8) * weights).sum(1, dtype=torch.uint8)
         mean = torch.zeros(n, device="cuda")
-        for worker in range(len(self.scales)):
-            bits = (self.bits[worker, : n // 8, None] & weights) != 0
-            share = (self.scales[worker, : n // BLOCK] / len(self.scales)).repeat_interleave(BLOCK)
+        for message in self.messages:
+            records = message[: n // BLOCK * self.coding.codec.record_size(BLOCK)].view(-1, 4 + BLOCK // 8)
+            bits = (records[:, 4:].reshape(-1, 1) & weights) != 0
+            share = (records[:, :4].contiguous().view(torch.float32) / len(self.messages)).repeat_interleave(BLOCK)
             mean += torch.where(bits.view(-1), -share, share)
         self.m[:n] = mean * (self.v[:n].sqrt() + 1e-8)
         self.w[:n] -= 1e-9 * mean

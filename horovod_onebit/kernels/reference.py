@@ -87,38 +87,41 @@ def _numbers(arrays: Any) -> list[Any]:
     return [np.float32(0) if array is None else array for array in arrays]
 
 
-def _blocks(size: int, coding: Coding, at: int = 0) -> Iterator[tuple[slice, slice]]:
-    """Each block's elements, and its record's bytes."""
-    for start in range(0, size, coding.block_size):
-        stop = min(start + coding.block_size, size)
-        end = at + coding.codec.record_size(stop - start)
-        yield slice(start, stop), slice(at, end)
-        at = end
+def _blocks(size: int, coding: Coding, at: int = 0) -> Iterator[tuple[slice, slice, int]]:
+    """All whole blocks, and what is left: the elements, the bytes of their records, and the blocks' length."""
+    whole = size // coding.block_size * coding.block_size
+    for start, stop in ((0, whole), (whole, size)):
+        if start < stop:
+            length = min(coding.block_size, stop - start)
+            end = at + (stop - start) // length * coding.codec.record_size(length)
+            yield slice(start, stop), slice(at, end), length
+            at = end
 
 
-def _write(c: Array, record: Bytes, coding: Coding) -> np.float32:
-    """The record of one block; returns its scale, which is finite if all of ``c`` is."""
-    wide = c.astype(np.float64)
+def _write(c: Array, records: Bytes, coding: Coding) -> NDArray[np.float32]:
+    """The records of blocks ``c`` (k, length); returns their scales (k, 1), which are finite where all of ``c`` is."""
+    wide, length = c.astype(np.float64), c.shape[1]
     with np.errstate(over="ignore", invalid="ignore"):
-        s = np.float32(coding.codec.scale(np.abs(wide).sum() / c.size, (wide * wide).sum() / c.size, coding.guard))
-    if not np.isfinite(s):
-        record[:4].view(np.float32)[0], record[4:] = np.nan, 0
-        return s
-    record[:4].view(np.float32)[0] = s
-    codes, width = coding.codec.code(c, s), -(-c.size // 8)
-    record[4:] = 0
+        mean, square = np.abs(wide).sum(axis=1) / length, (wide * wide).sum(axis=1) / length
+        s = coding.codec.scale(mean, square, coding.guard).astype(np.float32)[:, None]
+        codes, width = coding.codec.code(c, s), -(-length // 8)
+    bad = ~np.isfinite(s[:, 0])
+    records[:] = 0
+    records[:, :4] = np.where(bad[:, None], np.float32(np.nan), s).view(np.uint8)
     for plane in range(coding.codec.bits):
-        bits = np.packbits((codes >> np.uint32(plane)) & np.uint32(1), bitorder="little")
-        record[4 + plane * width : 4 + (plane + 1) * width] = bits
+        bits = np.packbits((codes >> np.uint32(plane)) & np.uint32(1), axis=1, bitorder="little")
+        bits[bad] = 0
+        records[:, 4 + plane * width : 4 + (plane + 1) * width] = bits
     return s
 
 
-def values_of(record: Bytes, size: int, codec: Codec, workers: int = 1) -> Array:
-    """What the record of ``size`` elements stands for, its scale divided by ``workers``."""
-    s, width = record[:4].copy().view(np.float32)[0] / np.float32(workers), -(-size // 8)
-    codes = np.zeros(size, np.uint32)
+def _values(records: Bytes, length: int, codec: Codec, workers: int = 1) -> Array:
+    """What records of blocks of ``length`` stand for, (k, length), their scales divided by ``workers``."""
+    s, width = np.ascontiguousarray(records[:, :4]).view(np.float32) / np.float32(workers), -(-length // 8)
+    codes = np.zeros((len(records), length), np.uint32)
     for plane in range(codec.bits):
-        bits = np.unpackbits(record[4 + plane * width : 4 + (plane + 1) * width], count=size, bitorder="little")
+        packed = records[:, 4 + plane * width : 4 + (plane + 1) * width]
+        bits = np.unpackbits(packed, axis=1, count=length, bitorder="little")
         codes |= bits.astype(np.uint32) << np.uint32(plane)
     return np.asarray(codec.value(codes, s))
 
@@ -145,11 +148,12 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
 
 def _compress(c: Array, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
     finite = True
-    for block, record in _blocks(c.size, coding, at):
-        s = _write(c[block], row[record], coding)
-        if np.isfinite(s):
-            residual[block] = c[block] - coding.codec.value(coding.codec.code(c[block], s), s)
-        finite &= bool(np.isfinite(s))
+    for elements, span, length in _blocks(c.size, coding, at):
+        blocks, kept = c[elements].reshape(-1, length), residual[elements].reshape(-1, length)
+        s = _write(blocks, row[span].reshape(len(blocks), -1), coding)
+        good = np.isfinite(s[:, 0])
+        kept[good] = (blocks - coding.codec.value(coding.codec.code(blocks, s), s))[good]
+        finite &= bool(good.all())
     return finite
 
 
@@ -160,10 +164,13 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
     alone here too.
     """
     u = contribution(formula, p, arrays)
-    for block, record in _blocks(residual.size, coding, at):
-        sent = values_of(row[record], residual[block].size, coding.codec)
-        if not np.isnan(sent).any():
-            residual[block] = (residual[block] + sent) - u[block]
+    for elements, span, length in _blocks(residual.size, coding, at):
+        kept = residual[elements].reshape(-1, length)
+        with np.errstate(invalid="ignore", over="ignore"):
+            sent = _values(row[span].reshape(len(kept), -1), length, coding.codec)
+            before = (kept + sent) - u[elements].reshape(-1, length)
+        touched = ~np.isnan(sent[:, 0])
+        kept[touched] = before[touched]
 
 
 def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
@@ -174,8 +181,9 @@ def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
     """
     total: Array = np.zeros(size, np.float32)
     for row in rows:
-        for block, record in _blocks(size, coding, at):
-            total[block] += values_of(row[record], total[block].size, coding.codec, len(rows))
+        for elements, span, length in _blocks(size, coding, at):
+            records = row[span].reshape(-1, coding.codec.record_size(length))
+            total[elements] += _values(records, length, coding.codec, len(rows)).reshape(-1)
     return total
 
 

@@ -15,11 +15,14 @@ pytest.importorskip("numba_cuda", reason="the CUDA kernels need numba-cuda: pip 
 
 from numba import config, cuda
 
-from horovod_onebit import Recipe, simulation
+from horovod_onebit import Recipe, codecs, simulation
+from horovod_onebit.codecs import GUARD, NO_GUARD
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
-from horovod_onebit.kernels.reference import CHUNK, Spec, num_blocks, num_bytes
+from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
+from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import adam, lamb, scalars, sgd, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from tests.one_core import stay_on_one_core
 
@@ -56,9 +59,38 @@ def _quiet():
         yield
 
 
-def spec(**changes):
-    values = Spec(0.9, 0.1, 0.0, 1e-8, False, 1.25, clip=3.0, scale="guarded", block_size=64)
-    return values._replace(**changes)
+SIGN, TWO_BIT = codecs.find("sign"), codecs.find("two_bit")
+
+
+def coding(block_size=64, codec=SIGN, guard=GUARD):
+    return Coding(codec, block_size, guard)
+
+
+def of_adam(**changes):
+    values = {"beta1": 0.9, "grad": 0.1, "l2": 0.0, "correction": 1.25, "eps_inside": 0.0, "eps": 1e-8, "clip": 3.0,
+              "decay": 0.99, "step": 0.01}  # fmt: skip
+    return scalars(adam.Scalars, **(values | changes))
+
+
+def scales_of(row, size, how, at=0):
+    return row[..., at:].view(f32)[..., :: how.codec.record_size(how.block_size) // 4][
+        ..., : num_blocks(size, how.block_size)
+    ]
+
+
+def without_scales(row, size, how, at=0):
+    codes = row.copy()
+    scales_of(codes, size, how, at)[:] = 0
+    return codes
+
+
+def messages(workers, size, how, extra=0, seed=0):
+    """Of several workers, with any codes and scales that are numbers."""
+    rng = np.random.default_rng(seed)
+    rows = rng.integers(0, 256, (workers, extra + how.codec.size(size, how.block_size)), dtype=np.uint8)
+    scales = scales_of(rows, size, how, extra)
+    scales[:] = np.abs(rng.standard_normal(scales.shape))
+    return rows
 
 
 class Device:
@@ -99,47 +131,56 @@ def close(ours, theirs):
     np.testing.assert_allclose(ours, theirs, rtol=2e-7, atol=1e-37)
 
 
-def check_encode(size, s, *, variance=True, weight=False, special=0.0, shift=0, seed=0):
-    grad, momentum, error, w = arrays(size, seed, special)
-    v = np.abs(arrays(size, seed + 1, count=1)[0]) if variance else None
-    w = w if weight else None
-    outs = [(np.full(num_blocks(size, s.block_size), -1, f32), np.full(num_bytes(size), 90, np.uint8)) for _ in "ab"]
-    expected = error.copy()
+def check_encode(size, how, p=None, formula=adam.update, *, special=0.0, shift=0, seed=0):
+    p = p or of_adam()
+    grad, momentum, error, weight = arrays(size, seed, special)
+    variance = np.abs(arrays(size, seed + 1, count=1)[0])
+    rows = [np.full(4 + how.codec.size(size, how.block_size), 90, np.uint8) for _ in "ab"]
+    expected, given = error.copy(), Arrays(grad, momentum, variance, weight)
     with np.errstate(all="ignore"):
-        finite = reference.encode(grad, momentum, v, w, expected, *outs[0], s)
+        finite = reference.encode(formula, p, given, expected, rows[0], 4, how)
     put = Device(shift)
-    device = [put(x) for x in (grad, momentum, v, w, error)]
-    assert kernels.encode(*device, *outs[1], s) == finite
-    np.testing.assert_array_equal(outs[1][1], outs[0][1])
-    close(outs[1][0], outs[0][0])
-    close(host(device[4]), expected)
+    device, residual = Arrays(*map(put, given)), put(error)
+    assert kernels.encode(formula, p, device, residual, rows[1], 4, how) == finite
+    assert (rows[1][:4] == 90).all()
+    np.testing.assert_array_equal(*(without_scales(row, size, how, 4) for row in rows))
+    close(*(scales_of(row, size, how, 4) for row in rows))
+    close(host(residual), expected)
     with np.errstate(all="ignore"):
-        reference.restore(grad, momentum, v, w, expected, *outs[0], s)
-    kernels.restore(*device, *outs[0], s)
+        reference.restore(formula, p, given, expected, rows[0], 4, how)
+    kernels.restore(formula, p, device, residual, rows[0], 4, how)
     if not special:
-        close(host(device[4]), expected)
-    assert np.isfinite(host(device[4])[np.isfinite(error)]).all()
+        close(host(residual), expected)
+    assert np.isfinite(host(residual)[np.isfinite(error)]).all()
 
 
 @pytest.mark.parametrize("size", SIZES)
 @pytest.mark.parametrize("block_size", BLOCKS)
 def test_encode_and_restore_are_the_reference(size, block_size):
-    check_encode(size, spec(block_size=block_size))
+    check_encode(size, coding(block_size))
 
 
-@pytest.mark.parametrize("scale", ["rms", "guarded"])
+@pytest.mark.parametrize("size", SIZES[1:])
+@pytest.mark.parametrize("block_size", BLOCKS[:2])
+def test_two_bits_are_the_reference(size, block_size):
+    check_encode(size, coding(block_size, TWO_BIT))
+
+
+@pytest.mark.parametrize("guard", [GUARD, NO_GUARD])
 @pytest.mark.parametrize("inside", [True, False])
-@pytest.mark.parametrize(("variance", "weight"), [(True, False), (False, True), (True, True)])
-def test_every_kind_of_encoding(scale, inside, variance, weight):
-    s = spec(scale=scale, eps_inside_sqrt=inside, l2=0.01 if weight else 0.0, clip=3.0 if inside else math.inf)
-    check_encode(131, s, variance=variance, weight=weight, shift=int(inside))
+@pytest.mark.parametrize("formula", [adam.update, adam.update_l2, adam.momentum, adam.momentum_l2])
+def test_every_kind_of_encoding(guard, inside, formula):
+    p = of_adam(
+        eps_inside=1e-8 if inside else 0.0, eps=0.0 if inside else 1e-8, l2=0.01, clip=3.0 if inside else math.inf
+    )
+    check_encode(131, coding(guard=guard), p, formula, shift=int(inside))
 
 
 @pytest.mark.parametrize("special", [0.01, 0.5])
 @pytest.mark.parametrize("shift", [0, 1, 3])
 def test_numbers_that_are_none(special, shift):
     for seed in range(1 if SIMULATED else 20):
-        check_encode(300, spec(eps=0.0), special=special, shift=shift, seed=seed)
+        check_encode(300, coding(), of_adam(eps=0.0), special=special, shift=shift, seed=seed)
 
 
 @pytest.mark.parametrize("kind", ["float16", "bfloat16"])
@@ -152,52 +193,53 @@ def test_short_gradients_are_read_as_they_are(kind, shift):
     else:
         short = (grad.view(np.uint32) >> 16).astype(np.uint16)
         wide = (short.astype(np.uint32) << 16).view(f32)
-    s, put = spec(), Device(shift)
-    outs = [(np.zeros(num_blocks(300, 64), f32), np.zeros(num_bytes(300), np.uint8)) for _ in "ab"]
-    expected = error.copy()
-    reference.encode(wide, momentum, None, None, expected, *outs[0], s)
-    place, device = put(short), [put(momentum), put(error)]
+    how, put, expected = coding(), Device(shift), error.copy()
+    rows = [np.zeros(how.codec.size(300, 64), np.uint8) for _ in "ab"]
+    reference.encode(adam.momentum, of_adam(), Arrays(wide, momentum), expected, rows[0], 0, how)
+    place, residual = put(short), put(error)
     address = place.ctypes.data if SIMULATED else place.__cuda_array_interface__["data"][0]
-    gradient = kernels.Buffer(address, 300, kind, place)
-    assert kernels.encode(gradient, device[0], None, None, device[1], *outs[1], s)
-    np.testing.assert_array_equal(outs[1][1], outs[0][1])
-    close(host(device[1]), expected)
+    given = Arrays(kernels.Buffer(address, 300, kind, place), put(momentum))
+    assert kernels.encode(adam.momentum, of_adam(), given, residual, rows[1], 0, how)
+    np.testing.assert_array_equal(*(without_scales(row, 300, how) for row in rows))
+    close(host(residual), expected)
+
+
+MOTIONS = {
+    "update": (adam.move_by_update, of_adam()),
+    "momentum": (adam.move_by_momentum, of_adam()),
+    "plain": (sgd.move, scalars(sgd.Scalars, momentum=0.9, grad=1, l2=0, decay=0.99, look_back=0.02, step=0.01)),
+}
 
 
 @pytest.mark.parametrize("workers", [1, 2, 5])
-@pytest.mark.parametrize("case", ["update", "momentum", "plain"])
-def test_apply_and_decode_are_the_reference(workers, case):
+@pytest.mark.parametrize("case", MOTIONS)
+@pytest.mark.parametrize("codec", [SIGN, TWO_BIT], ids=lambda codec: codec.name)
+def test_apply_and_decode_are_the_reference(workers, case, codec):
+    how, (formula, p) = coding(codec=codec), MOTIONS[case]
+    if codec is TWO_BIT and case != "update":
+        pytest.skip("compiled for one formula only")
     for size in SIZES[2:]:
-        block_size, rng = 64, np.random.default_rng(size)
-        wire = rng.integers(0, 256, (workers, num_bytes(size) + 5), dtype=np.uint8)
-        bits = wire[:, 3 : 3 + num_bytes(size)]
-        scales = np.abs(rng.standard_normal((workers, num_blocks(size, block_size) + 2)).astype(f32))[:, 1:-1]
+        rows = messages(workers, size, how, 32, size)
         momentum, weight, v = arrays(size, size, count=3)
-        v = None if case == "plain" else np.abs(v)
-        options = {"update_space": case == "update", "step_size": 0.01, "decay": 0.99}
-        options["look_back"] = 0.02 if case == "plain" else 0.0
-        put = Device(workers % 2)
-        device = [put(x) for x in (momentum, v, weight, np.zeros(size, f32))]
-        kernels.apply(scales, bits, *device[:3], spec(block_size=block_size), **options)
-        kernels.decode_mean(scales, bits, size, block_size, out=device[3])
-        np.testing.assert_array_equal(host(device[3]), reference.decode_mean(scales, bits, size, block_size))
-        reference.apply(scales, bits, momentum, v, weight, spec(block_size=block_size), **options)
-        np.testing.assert_array_equal(host(device[0]), momentum)
-        np.testing.assert_array_equal(host(device[2]), weight)
+        v, put = np.abs(v), Device(workers % 2)
+        device, out = Arrays(None, put(momentum), put(v), put(weight)), put(np.zeros(size, f32))
+        kernels.apply(formula, p, device, rows, 32, how)
+        kernels.decode_mean(rows, 32, size, how, out=out)
+        np.testing.assert_array_equal(host(out), reference.decode_mean(rows, 32, size, how))
+        reference.apply(formula, p, Arrays(None, momentum, v, weight), rows, 32, how)
+        np.testing.assert_array_equal(host(device.momentum), momentum)
+        np.testing.assert_array_equal(host(device.weight), weight)
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)
-def test_recode_is_the_reference(block_size):
-    size, workers, rng = SIZES[-1], 3, np.random.default_rng(1)
-    bits = rng.integers(0, 256, (workers, num_bytes(size)), dtype=np.uint8)
-    scales = np.abs(rng.standard_normal((workers, num_blocks(size, block_size))).astype(f32))
-    (error,) = arrays(size, count=1)
-    results, put = [], Device()
-    for recode, array in ((reference.recode, np.copy), (kernels.recode, put)):
-        old, new = array(error), array(np.zeros(size, f32))
-        out = np.zeros(num_blocks(size, block_size), f32), np.zeros(num_bytes(size), np.uint8)
-        recode(scales, bits, old, new, *out, "guarded", block_size)
-        results.append((out[1], out[0], host(new) if recode is kernels.recode else new))
+@pytest.mark.parametrize("again", [SIGN, TWO_BIT], ids=lambda codec: codec.name)
+def test_recode_is_the_reference(block_size, again):
+    size, how, then = SIZES[-1], coding(block_size), coding(block_size, again)
+    rows, (error,), results, put = messages(3, size, how), arrays(size, count=1), [], Device()
+    for backend, array in ((reference, np.copy), (kernels, put)):
+        old, new, row = array(error), array(np.zeros(size, f32)), np.zeros(8 + again.size(size, block_size), np.uint8)
+        backend.recode(rows, 0, how, old, new, row, 8, then)
+        results.append((without_scales(row, size, then, 8), scales_of(row, size, then, 8), host(new)))
     np.testing.assert_array_equal(results[1][0], results[0][0])
     for ours, theirs in zip(results[1][1:], results[0][1:], strict=True):
         close(ours, theirs)
@@ -207,46 +249,60 @@ def test_recode_is_the_reference(block_size):
 @pytest.mark.parametrize("inside", [0.0, 0.01])
 def test_a_step_of_a_layer_is_the_reference(size, inside):
     momentum, variance, weight = arrays(size, 2, count=3)
-    s = spec(eps=1e-6, momentum_factor=1.5, l2=inside)
-    variance, put = np.abs(variance), Device(1 if inside else 0)
-    device = [put(x) for x in (momentum, variance, weight)]
+    p = scalars(lamb.Step, first=1.5, inside=inside, correction=1.25, eps_inside=0, eps=1e-6, decay=0.99, step=0.02)
+    put, given = Device(1 if inside else 0), Arrays(None, momentum, np.abs(variance), weight)
+    device = Arrays(None, *(put(x) for x in given[1:4]))
     sums, expected = (np.empty((num_blocks(size, CHUNK), 2)) for _ in range(2))
-    kernels.squares(*device, sums, s)
-    reference.squares(momentum, variance, weight, expected, s)
+    kernels.sums(lamb.lengths, p, device, sums)
+    reference.sums(lamb.lengths, p, given, expected)
     np.testing.assert_allclose(sums, expected, rtol=1e-12)
-    kernels.move(*device, s, step_size=0.02, decay=0.99)
-    reference.move(momentum, variance, weight, s, step_size=0.02, decay=0.99)
-    np.testing.assert_array_equal(host(device[2]), weight)
+    kernels.move(lamb.move, p, device)
+    reference.move(lamb.move, p, given)
+    np.testing.assert_array_equal(host(device.weight), weight)
+
+
+def test_an_exact_step_is_the_reference():
+    p = scalars(adam.Exact, grad=1, l2=0.01, take1=0.1, keep2=0.99, take2=0.01, root=0.5, eps=1e-8, decay=0.9, step=0.1)
+    grad, momentum, variance, weight = arrays(SIZES[-1], 9)
+    put, given = Device(), Arrays(grad, momentum, np.abs(variance), weight)
+    device = Arrays(*(put(x) for x in given[:4]))
+    kernels.move(adam.exact, p, device)
+    reference.move(adam.exact, p, given)
+    for ours, theirs in zip(device[:4], given[:4], strict=True):
+        np.testing.assert_array_equal(host(ours), theirs)
 
 
 @pytest.mark.parametrize("update_space", [True, False])
 @pytest.mark.parametrize("inside", [0.0, 0.01])
 def test_local_steps_are_the_reference(update_space, inside):
-    size, workers, s = SIZES[-1], 3, spec(eps=1e-6, eps_inside_sqrt=inside > 0, l2=inside)
-    rng = np.random.default_rng(3)
-    scales = np.abs(rng.standard_normal((workers, num_blocks(size, s.block_size))).astype(f32))
-    bits = rng.integers(0, 256, (workers, num_bytes(size)), dtype=np.uint8)
+    size, how = SIZES[-1], coding()
+    epsilons = {"eps_inside": 1e-6 if inside else 0.0, "eps": 0.0 if inside else 1e-6}
+    p, rows = of_adam(l2=inside, **epsilons), messages(3, size, how, seed=3)
+    sent, taken, by = (
+        (zero_one_adam.displacement, zero_one_adam.take_over, zero_one_adam.move_by_scaled_gradient)
+        if update_space
+        else (zero_one_adam.scaled_displacement, zero_one_adam.take_over_scaled, zero_one_adam.move_by_gradient)
+    )
     grad, momentum, weight, error = arrays(size, 4)
     (variance,) = np.abs(arrays(size, 5, count=1))
     results = []
     for backend, put in ((reference, np.copy), (kernels, Device(int(inside > 0)))):
         g, m, v, w, e, anchor = (put(x) for x in (grad, momentum, variance, weight, error, np.zeros(size, f32)))
+        given, row = Arrays(g, m, v, w, anchor), np.zeros(how.codec.size(size, how.block_size), np.uint8)
         backend.copy(w, anchor)
-        out = np.zeros(num_blocks(size, s.block_size), f32), np.zeros(num_bytes(size), np.uint8)
-        backend.local_step(g, m, v, w, s, step_size=0.01, decay=0.99)
+        backend.move(zero_one_adam.local, p, given)
         seen = [host(m), host(w)]
-        arguments = w, anchor, None if update_space else v, e, *out, s
-        assert backend.encode_moved(*arguments, decay=0.98)
-        seen += [out[1].copy(), host(e)]
-        backend.restore_moved(*arguments, decay=0.98)
+        sync = scalars(zero_one_adam.Sync, correction=1.25, decay=0.98, rates=0, **epsilons)
+        assert backend.encode(sent, sync, given, e, row, 0, how)
+        seen += [without_scales(row, size, how), host(e)]
+        backend.restore(sent, sync, given, e, row, 0, how)
         seen.append(host(e))
-        options = {"update_space": update_space, "decay": 0.99}
-        backend.apply_gradient(scales, bits, m, v, w, s, step_size=0.01, **options)
+        backend.apply(by, p, given, rows, 0, how)
         seen += [host(m), host(w)]
         for rates in (0.0, 0.03):
-            backend.take_over(scales, bits, m, v, w, anchor, s, rates=rates, **options)
+            backend.apply(taken, sync._replace(rates=f32(rates)), given, rows, 0, how)
             seen += [host(m), host(w)]
-        results.append(seen)
+        results.append([np.array(x) for x in seen])
     for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
         if number in (3, 4):  # what is owed depends on a float64 sum
             np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6 * np.abs(theirs).max())
@@ -254,17 +310,17 @@ def test_local_steps_are_the_reference(update_space, inside):
             np.testing.assert_array_equal(ours, theirs)
 
 
-@pytest.mark.parametrize("odd", ["grad", "momentum", "variance", "error"])
+@pytest.mark.parametrize("odd", ["gradient", "momentum", "variance", "residual"])
 def test_one_tensor_that_is_not_aligned_is_enough(odd):
     grad, momentum, error, _ = arrays(200, 6)
     (variance,) = np.abs(arrays(200, 7, count=1))
-    given = {"grad": grad, "momentum": momentum, "variance": variance, "error": error}
+    given = {"gradient": grad, "momentum": momentum, "variance": variance, "residual": error}
     placed = {name: Device(int(name == odd))(array) for name, array in given.items()}
-    results = []
+    results, how = [], coding()
     for backend, (g, m, v, e) in ((reference, given.values()), (kernels, placed.values())):
-        out = np.zeros(num_blocks(200, 64), f32), np.zeros(num_bytes(200), np.uint8)
-        assert backend.encode(g, m, v, None, e, *out, spec())
-        results.append((out[1], host(e)))
+        row = np.zeros(how.codec.size(200, 64), np.uint8)
+        assert backend.encode(adam.update, of_adam(), Arrays(g, m, v), e, row, 0, how)
+        results.append((without_scales(row, 200, how), host(e)))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     close(*(owed for _, owed in results))
 
@@ -287,78 +343,86 @@ def test_kernels_that_do_not_work_are_found_out(monkeypatch):
     monkeypatch.setattr(kernels, "apply", lambda *arguments, **options: None)
     kernels.fault.cache_clear()
     assert "do not compute on this GPU what they should" in kernels.fault()
-    monkeypatch.setattr(kernels, "apply", lambda scales: None)
+    monkeypatch.setattr(kernels, "apply", lambda rows: None)
     kernels.fault.cache_clear()
     assert "failed on this GPU: TypeError" in kernels.fault()
     kernels.fault.cache_clear()
 
 
-def test_a_message_arrives_later():
-    s, put = spec(), Device()
+@pytest.mark.parametrize("scales", [False, True])
+def test_a_message_arrives_later(scales):
+    how, put = coding(), Device()
     grad, momentum, error, _ = arrays(300)
-    expected, out = error.copy(), (np.zeros(5, f32), np.zeros(38, np.uint8))
-    reference.encode(grad, momentum, None, None, expected, *out, s)
-    twin, place = kernels.twin(32 + 20 + 38 + 6), put(error)
+    (bucket,) = plan([TensorSpec("x", 300)], Recipe(block_size=64), 2).buckets
+    expected, row = error.copy(), np.zeros(32 + bucket.bytes, np.uint8)
+    reference.encode(adam.momentum, of_adam(), Arrays(grad, momentum), expected, row, 32, how)
+    twin = kernels.twin(-(-len(row) // 16) * 16, bucket.blocks)
     for _ in range(2):
-        place = put(error)
+        residual = put(error)
         twin.host[:] = 90
-        arguments = put(grad), put(momentum), None, None, place
         with kernels.batch():
-            kernels.encode(*arguments, twin.part(32, 5, "float32")[0:5], twin.part(52, 38, "uint8")[0:38], s)
-        twin.fetch(96)
+            kernels.encode(adam.momentum, of_adam(), Arrays(put(grad), put(momentum)), residual, twin.row, 32, how)
+        twin.fetch(32, bucket, scales=scales)
         assert twin.arrived() != SIMULATED
         twin.wait()
-        close(twin.host[32:52].view(f32), out[0])
-        np.testing.assert_array_equal(twin.host[52:90], out[1])
+        if scales:
+            close(twin.scales, scales_of(row, 300, how, 32))
+            assert (twin.host == 90).all()
+            continue
+        np.testing.assert_array_equal(*(without_scales(x, 300, how, 32) for x in (twin.host[: len(row)], row)))
+        close(*(scales_of(x, 300, how, 32) for x in (twin.host[: len(row)], row)))
         assert not twin.host[:32].any()
-        close(host(place), expected)
+        close(host(residual), expected)
     twin.host[:32] = 7
     twin.send(32)
     device = np.asarray(twin) if SIMULATED else twin.array.copy_to_host()
-    np.testing.assert_array_equal(device[:90], twin.host[:90])
+    assert (device[:32] == 7).all()
+    np.testing.assert_array_equal(*(without_scales(x[: len(row)], 300, how, 32)[32:] for x in (device, row)))
 
 
 def test_a_batch_is_one_launch_for_all_tensors():
-    s, put = spec(), Device()
+    how, put = coding(), Device()
     tensors = [arrays(size, size) for size in (131, 9, 64)]
     ours, theirs = [], []
-    for kernel, results, place in ((reference, theirs, np.copy), (kernels, ours, put)):
-        outs = [(np.zeros(num_blocks(len(t[0]), 64), f32), np.zeros(num_bytes(len(t[0])), np.uint8)) for t in tensors]
+    for backend, results, place in ((reference, theirs, np.copy), (kernels, ours, put)):
+        rows = [np.zeros(how.codec.size(len(t[0]), 64), np.uint8) for t in tensors]
         placed = [[place(x) for x in t] for t in tensors]
-        if kernel is kernels:
-            with kernels.batch():
-                for t, out in zip(placed, outs, strict=True):
-                    kernel.encode(t[0], t[1], None, None, t[2], *out, s)
-                assert not any(out[1].any() for out in outs)
-        else:
-            for t, out in zip(placed, outs, strict=True):
-                kernel.encode(t[0], t[1], None, None, t[2], *out, s)
-        results += outs
-    for a, b in zip(ours, theirs, strict=True):
-        np.testing.assert_array_equal(a[1], b[1])
-        close(a[0], b[0])
+        with backend.batch():
+            for t, row in zip(placed, rows, strict=True):
+                backend.encode(adam.momentum, of_adam(), Arrays(t[0], t[1]), t[2], row, 0, how)
+            if backend is kernels:
+                assert not any(row.any() for row in rows)
+        results += rows
+    for a, b, tensor in zip(ours, theirs, tensors, strict=True):
+        size = len(tensor[0])
+        np.testing.assert_array_equal(without_scales(a, size, how), without_scales(b, size, how))
+        close(scales_of(a, size, how), scales_of(b, size, how))
 
 
 def test_an_error_in_a_batch_launches_nothing():
-    (grad, momentum, error), out = arrays(64, count=3), (np.zeros(1, f32), np.zeros(8, np.uint8))
-    put = Device()
-    device = [put(x) for x in (grad, momentum, error)]
+    (grad, momentum, error), how, put = arrays(64, count=3), coding(), Device()
+    row, residual = np.zeros(how.codec.size(64, 64), np.uint8), put(error)
     with pytest.raises(KeyError), kernels.batch():  # noqa: PT012
-        kernels.encode(*device[:2], None, None, device[2], *out, spec())
+        kernels.encode(adam.momentum, of_adam(), Arrays(put(grad), put(momentum)), residual, row, 0, how)
         raise KeyError
-    kernels.encode(*[put(x) for x in (grad, momentum)], None, None, put(error), *out, spec())
-    np.testing.assert_array_equal(host(device[2]), error)
+    kernels.encode(adam.momentum, of_adam(), Arrays(put(grad), put(momentum)), put(error), row, 0, how)
+    np.testing.assert_array_equal(host(residual), error)
 
 
 def test_bad_arrays_are_refused():
-    put, out = Device(), (np.zeros(1, f32), np.zeros(8, np.uint8))
+    put, how = Device(), coding()
+    row = np.zeros(how.codec.size(64, 64), np.uint8)
     good, short = put(arrays(64)[0]), put(arrays(32)[0])
-    with pytest.raises(ConfigurationError, match=r"different lengths: .*'error': 32"):
-        kernels.encode(good, good, None, None, short, *out, spec())
+
+    def encode(residual, *given):
+        kernels.encode(adam.momentum, of_adam(), Arrays(*given), residual, row, 0, how)
+
+    with pytest.raises(ConfigurationError, match=r"different lengths: .*'residual': 32"):
+        encode(short, good, good)
     with pytest.raises(ConfigurationError, match="momentum as float16; expected float32"):
-        kernels.encode(good, kernels.Buffer(16, 64, "float16"), None, None, good, *out, spec())
+        encode(good, good, kernels.Buffer(16, 64, "float16"))
     with pytest.raises(ConfigurationError, match="got list; expected an array in device memory"):
-        kernels.encode(good, [1.0], None, None, good, *out, spec())
+        encode(good, good, [1.0])
     with pytest.raises(ConfigurationError, match="step 2"):
         kernels.Buffer(0, 8)[::2]
 

@@ -15,9 +15,12 @@ from horovod_onebit.kernels.compiling import cached
 
 PROGRAM = """
 import numpy as np
+from horovod_onebit.codecs import GUARD, find
 from horovod_onebit.kernels import cpu
-scales, bits = np.ones((1, 1), np.float32), np.full((1, 8), 255, np.uint8)
-print(cpu.decode_mean(scales, bits, 64, 64)[0])
+from horovod_onebit.kernels.reference import Coding
+rows = np.full((1, 12), 255, np.uint8)
+rows.view(np.float32)[0, 0] = 1
+print(cpu.decode_mean(rows, 0, 64, Coding(find("sign"), 64, GUARD))[0])
 """
 
 
@@ -33,9 +36,9 @@ def test_a_change_in_another_file_compiles_anew(tmp_path):
     shutil.copytree(Path(horovod_onebit.__file__).parent, tmp_path / "horovod_onebit")
     here = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert float(run(tmp_path, **here)) == -1
-    file = tmp_path / "horovod_onebit" / "kernels" / "elements.py"
+    file = tmp_path / "horovod_onebit" / "codecs" / "sign.py"
     text = file.read_text()
-    file.write_text(text.replace("f32(0) + _signed(", "f32(5) + _signed("))
+    file.write_text(text.replace("where(code != 0, -s, s)", "where(code != 0, 4 * s, s)"))
     assert file.read_text() != text
     assert float(run(tmp_path, **here)) == 4
 

@@ -6,7 +6,9 @@ import pytest
 pytest.importorskip("torch.nn")
 import torch
 
-from horovod_onebit.rules import Tensor
+from horovod_onebit import Recipe
+from horovod_onebit.kernels import cpu
+from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
@@ -34,6 +36,7 @@ CASES = [
         SGD(lr=0.1, momentum=0.9, nesterov=True),
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     ),
+    (SGD(lr=0.1, grad_scale=-1.0), lambda p: torch.optim.SGD(p, lr=0.1, maximize=True)),
 ]
 
 
@@ -45,9 +48,10 @@ def test_exact_steps(rule, build):
     optimizer = build([p])
     tensor = Tensor("w", start.copy(), np.zeros(50, f32), np.zeros(50, f32), np.zeros(50, f32))
     rule.init(tensor)
+    context = Context(cpu, Recipe(), 1)
     for _ in range(30):
         g = rng.standard_normal(50).astype(f32)
         p.grad = torch.from_numpy(g.copy())
         optimizer.step()
-        rule.exact_step(tensor, g)
+        rule.exact_step(tensor, g, context)
     np.testing.assert_allclose(tensor.weight, p.detach().numpy(), rtol=1e-5, atol=1e-6)

@@ -16,8 +16,9 @@ from horovod_onebit import (
     simulation,
 )
 from horovod_onebit.exchange import hierarchical
+from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.rules import Tensor
+from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
@@ -196,10 +197,11 @@ def test_never_leaving_warm_up_is_the_exact_rule(rule):
     tensors = {n: Tensor(n, w, np.zeros_like(w), np.zeros_like(w), np.zeros_like(w)) for n, w in plain.items()}
     for tensor in tensors.values():
         rule.init(tensor)
+    context = Context(reference, EVERYTHING, 2)
     for _ in range(40):
         both = [gradients(plain, rng) for rng in rngs]
         for name, tensor in tensors.items():
-            rule.exact_step(tensor, (both[0][name] + both[1][name]) / f32(2))
+            rule.exact_step(tensor, (both[0][name] + both[1][name]) / f32(2), context)
     np.testing.assert_array_equal(weights, np.concatenate(list(plain.values())))
 
 
