@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, run
+from jobs.processes import ROOT, run
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 

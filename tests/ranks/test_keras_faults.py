@@ -12,11 +12,11 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
-from horovod_onebit.monitor import read
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.coroutine import Coroutine
 from horovod_onebit.tf.graph import in_rounds
+from horovod_onebit.tools.monitor import read
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,

@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from horovod_onebit import figures
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tools import show
 
 Value = float | int | str | None
 
@@ -155,7 +155,7 @@ def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
     if not shown:
         names = ", ".join(sorted({name for _, values, _ in PANELS for name in values}))
         raise ConfigurationError(f"{', '.join(map(str, paths))}: nothing to draw; expected lines with any of {names}")
-    figure = figures.new(8, 2.6 * len(shown))
+    figure = show.figure(8, 2.6 * len(shown))
     parts = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for (title, values, scale), axes in zip(shown, parts, strict=True):
         for run, rows in runs.items():
@@ -168,5 +168,5 @@ def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     parts[-1].set_xlabel("step")
-    figures.save(figure, output)
+    show.save(figure, output)
     return [title for title, _, _ in shown]

@@ -8,11 +8,11 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from horovod_onebit import console, doctor, monitor, planner, trial
 from horovod_onebit._version import __version__
-from horovod_onebit.diagnostics import Report
 from horovod_onebit.errors import OnebitError
 from horovod_onebit.recipe import Exchange
+from horovod_onebit.tools import doctor, monitor, planner, show, trial
+from horovod_onebit.tools.diagnostics import Report
 
 Answer = tuple[str, Any, int]
 """Text for a person, the same for a program, and the exit status."""
@@ -98,7 +98,7 @@ def _diagnose(args: argparse.Namespace) -> Answer:
     report = Report.load(args.report)
     if args.plot:
         report.plot(args.plot)
-    return report.text(console.table), report.as_dict(), 0
+    return report.text(show.table), report.as_dict(), 0
 
 
 def _plot(args: argparse.Namespace) -> Answer:
@@ -111,7 +111,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     task = trial.Trial(**{name: value for name, value in vars(args).items() if name in names})
     outcomes = []
     for recipe in args.recipes:
-        with console.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
+        with show.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
             outcomes.append(trial.run(task, recipe, exchange=args.exchange, progress=advance))
     head = ["recipe", "test loss", "MB sent by a worker", "fewer", "bytes of the last step", "replicas"]
     rows = [
@@ -126,7 +126,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
         for o in outcomes
     ]
     equal = all(o.replicas_equal for o in outcomes)
-    return console.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
+    return show.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
 
 
 def _plan(args: argparse.Namespace) -> Answer:
@@ -163,4 +163,4 @@ def _plan_text(plan: planner.Plan) -> str:
         f"{job.parameters:,} parameters, {job.workers} workers on {job.hosts} hosts, "
         f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}"
     )
-    return "\n".join([title, "", console.table(head, rows), "", plan.verdict])
+    return "\n".join([title, "", show.table(head, rows), "", plan.verdict])

@@ -15,9 +15,10 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from horovod_onebit import checks, figures
+from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.tools import show
 
 LINE_RATE = 1448 / 1514
 """Of a link's bits, those that are data: TCP over Ethernet with an MTU of 1,500."""
@@ -259,11 +260,11 @@ def plot(job: Job, path: str) -> None:
     """Draw the step time over the number of workers, up to 1,024; needs matplotlib."""
     counts = [job.workers_per_host * 2**k for k in range(11) if job.workers_per_host * 2**k <= max(1024, job.workers)]
     plans = [plan(replace(job, workers=n)) for n in counts]
-    figure = figures.new(6.4, 4.8)
+    figure = show.figure(6.4, 4.8)
     axes = figure.subplots()
     for i, estimate in enumerate(plans[0].estimates):
         axes.plot(counts, [1e3 * one.estimates[i].step for one in plans], marker="o", label=estimate.way)
     axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
     axes.set_xscale("log", base=2)
     axes.legend()
-    figures.save(figure, path)
+    show.save(figure, path)
