@@ -1,9 +1,9 @@
-"""Will 1-bit training of this model work, and with which recipe? Answered from the gradients of a few steps.
+"""Predicts from the gradients of a few steps whether 1-bit training of a model works, and with which recipe.
 
-What makes 1-bit Adam diverge is the spread of magnitudes (Tarasov and Ershov 2022, figs. 3 to 5): the codec gives all
-elements that share a scale one magnitude, and each is then divided by its own D. So for every layer: the spread, the
-share of elements that have had no gradient yet, and how far the first compressed step would throw the worst element,
-as a multiple of an ordinary step of Adam.
+1-bit Adam diverges where magnitudes spread (Tarasov and Ershov 2022, figs. 3 to 5): the codec gives all elements that
+share a scale one magnitude, and each is then divided by its own D. A report therefore gives for every layer the spread,
+the share of elements that have had no gradient yet, and the longest first compressed step of any element, as a multiple
+of an ordinary step of Adam.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.tools import show
 
 RISKY, DIVERGES = 10.0, 1000.0
-"""Steps so many times longer than Adam's slow training down, or end it."""
+"""Steps longer than Adam's by these factors slow training down, or make it diverge."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Report:
         return verdict(self.worst(recipe))
 
     def text(self, table: Callable[[list[str], list[list[str]]], str] = show.plain) -> str:
-        """A table, and what to do. ``table`` draws headers and rows."""
+        """A table and the verdicts. ``table`` draws headers and rows."""
         recipes = list(self.layers[0].blow_up)
         head = ["layer", "size", "mean |g|", "median |g|", "spread", "unseen", *recipes]
         rows = [
@@ -117,7 +117,7 @@ class Report:
 
     @staticmethod
     def load(path: str | Path) -> Report:
-        """What ``save`` wrote. Raises ``ConfigurationError`` if it is not that."""
+        """Read what ``save`` wrote. Raises ``ConfigurationError`` for anything else."""
         try:
             data = json.loads(Path(path).read_text())
             return Report(data["steps"], tuple(Layer(**layer) for layer in data["layers"]))
@@ -126,12 +126,12 @@ class Report:
 
 
 def verdict(blow_up: float) -> str:
-    """What a step so many times Adam's does."""
+    """The verdict on a step that is ``blow_up`` times as long as Adam's."""
     return "fine" if blow_up < RISKY else "risky" if blow_up < DIVERGES else "diverges"
 
 
 class Collector:
-    """Looks at gradients for a few steps. Keeps 8 bytes a parameter. ::
+    """Collects statistics of gradients over a few steps; 8 bytes a parameter. ::
 
         collector = Collector()
         for ...:                      # 20 steps of your training, at any stage of it
@@ -169,7 +169,7 @@ class Collector:
         self.steps += 1
 
     def report(self) -> Report:
-        """What was seen so far. Raises ``ConfigurationError`` before the first step."""
+        """The report on the steps so far. Raises ``ConfigurationError`` before the first one."""
         if not self._sums:
             raise ConfigurationError("no gradients yet: call add() after a backward pass, in some 20 steps")
         return Report(self.steps, tuple(self._layer(name) for name in self._sums if self._sums[name].size))
