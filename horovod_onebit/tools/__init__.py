@@ -1,1 +1,1 @@
-"""What helps before, during and after a training run, and what the training itself does without."""
+"""The command line and what it is made of: checks, estimates and reports. Training does not need them."""

@@ -51,14 +51,14 @@ def _parser() -> argparse.ArgumentParser:
     option = add(
         "diagnose",
         _diagnose,
-        "show a report that Report.save wrote: how well a model's gradients suit each recipe",
+        "show a report on gradients that Report.save wrote",
         "diagnose report.json",
     )
     option("report", help="the JSON file")
     option("--plot", metavar="FILE", help="write the magnitudes by layer to this file (.png, .svg, ...)")
 
     option = add(
-        "plot", _plot, "draw the files that Monitor or a training job has written", "plot run.jsonl --output run.png"
+        "plot", _plot, "draw the files that Monitor or a training job wrote", "plot run.jsonl --output run.png"
     )
     option("runs", nargs="+", metavar="RUN", help="files of JSON lines, one for each run")
     option("--output", default="run.png", metavar="FILE", help="the picture (run.png)")

@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes a JSON object a line to a new file, or to the end of an old one with ``append``; NaN and Inf become null."""
+    """Writes a JSON object a line to a new file, or with ``append`` to an old one; NaN and Inf become null."""
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         try:
