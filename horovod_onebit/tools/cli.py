@@ -48,12 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_plan(add)
     _add_simulate(add)
 
-    option = add(
-        "diagnose",
-        _diagnose,
-        "show a report on gradients that Report.save wrote",
-        "diagnose report.json",
-    )
+    option = add("diagnose", _diagnose, "show a report on gradients that Report.save wrote", "diagnose report.json")
     option("report", help="the JSON file")
     option("--plot", metavar="FILE", help="write the magnitudes by layer to this file (.png, .svg, ...)")
 
