@@ -3,6 +3,8 @@ of folders named torch.
 """
 
 import ast
+import importlib
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -201,8 +203,12 @@ def test_the_wheel_would_hold_this_package_only():
     from setuptools import find_packages
 
     found = find_packages(str(ROOT), include=["horovod_onebit", "horovod_onebit.*"])
-    assert "horovod_onebit.kernels" in found
-    assert all(name.split(".")[0] == "horovod_onebit" for name in found)
+    assert set(found) == {".".join(path.parent.relative_to(ROOT).parts) for _, path in modules()}
+
+
+def test_the_console_script_exists():
+    module, function = re.search(r'"horovod-onebit = ([\w.]+):(\w+)"', (ROOT / "setup.py").read_text()).groups()
+    assert callable(getattr(importlib.import_module(module), function))
 
 
 def test_the_library_does_not_print():
