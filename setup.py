@@ -47,6 +47,6 @@ setup(
     python_requires=">=3.11",
     install_requires=["numpy", "numba"],
     extras_require=EXTRAS,
-    entry_points={"console_scripts": ["horovod-onebit = horovod_onebit.cli:main"]},
+    entry_points={"console_scripts": ["horovod-onebit = horovod_onebit.tools.cli:main"]},
     zip_safe=False,
 )

@@ -19,9 +19,9 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from studies.__main__ import processor
-from tests.cluster.hosts import cluster, unavailable
-from tests.processes import result
+from jobs.cluster import cluster, unavailable
+from jobs.processes import result
+from studies.report import processor
 
 RESULTS = Path(__file__).parent / "results" / "link.json"
 ALL = (

@@ -7,11 +7,77 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from horovod_onebit import planner
+from horovod_onebit.tools import planner
 from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
+PAGE = """# Performance
+
+Made by `make bench` and `python -m benchmarks.report` on {machine}. Hosts are network namespaces of that
+machine, a core for each as far as there are cores; `tc` shapes their links in both directions. All that is compared in
+a table ran in one job, in turns. Times vary with the machine: look at ratios.
+
+## When not to use it
+
+The network must be what you wait for. `horovod-onebit plan` tells, from the number of parameters, the workers, the link
+and the time that a step computes:
+
+    horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
+
+## The exchange alone
+
+{exchanges}
+
+## Training
+
+Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
+single bucket over Gloo, or it crashes.
+
+{trainings}
+
+## Without a slow link
+
+Two processes on one machine (`python -m benchmarks.step`).
+
+| | measured | wanted |
+|---|---|---|
+| compressed step, time to Horovod fp32's | {ratio:.2f} | 1.15 |
+| Python's work for 300 small tensors, a step | {small:.1f} ms | 3 ms |
+| peak memory beyond AdamW's, bytes a parameter | {memory:.1f} | 8 |
+
+## The codec
+
+{elements:,} elements, one thread (`python benchmarks/codec.py`).
+
+{codec}
+
+## Is the planner right?
+
+{foretold}
+
+## On a GPU
+
+Not measured: no card was at hand (`make test-gpu` measures, on one). What bounds the CUDA kernels can be counted
+without: the instructions that a warp executes for 128 elements, by running on the CPU what they compile to (PTX for
+compute capability 9.0; blocks of 1,024, messages of two workers).
+
+    python -m tests.cuda.instructions > benchmarks/results/instructions.json
+
+{instructions}
+
+The last column is arithmetic on the card's data: 132 processors that start four instructions a cycle, at 1.755 GHz, and
+a copy of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can be what bounds a
+kernel only where its instructions are clearly fewer; they are not in a server's second stage, which is about an n-th of
+the elements.
+
+## Looking ahead
+
+110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
+an estimate from its memory's bandwidth, and nothing of this was measured.
+
+{ahead}
+"""
 
 
 def load(name: str) -> dict[str, Any]:
@@ -108,75 +174,20 @@ def ahead() -> str:
 
 def main() -> None:
     link, step, codec = load("link"), load("step"), load("codec")
-    small = 1e3 * (step["small"]["onebit"] - step["small"]["plain"])
     size = step["memory"]["plain"]["parameters"]
-    memory = (step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size
-    text = f"""# Performance
-
-Made by `make bench` and `python -m benchmarks.report` on {link["machine"]}. Hosts are network namespaces of that
-machine, a core for each as far as there are cores; `tc` shapes their links in both directions. All that is compared in
-a table ran in one job, in turns. Times vary with the machine: look at ratios.
-
-## When not to use it
-
-The network must be what you wait for. `horovod-onebit plan` tells, from the number of parameters, the workers, the link
-and the time that a step computes:
-
-    horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
-
-## The exchange alone
-
-{exchanges(link["results"])}
-
-## Training
-
-Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
-single bucket over Gloo, or it crashes.
-
-{trainings(link["results"])}
-
-## Without a slow link
-
-Two processes on one machine (`python -m benchmarks.step`).
-
-| | measured | wanted |
-|---|---|---|
-| compressed step, time to Horovod fp32's | {step["step"]["onebit"] / step["step"]["horovod fp32"]:.2f} | 1.15 |
-| Python's work for 300 small tensors, a step | {small:.1f} ms | 3 ms |
-| peak memory beyond AdamW's, bytes a parameter | {memory:.1f} | 8 |
-
-## The codec
-
-{codec["elements"]:,} elements, one thread (`python benchmarks/codec.py`).
-
-{codec_table(codec)}
-
-## Is the planner right?
-
-{foretold(link["results"])}
-
-## On a GPU
-
-Not measured: no card was at hand (`make test-gpu` measures, on one). What bounds the CUDA kernels can be counted
-without: the instructions that a warp executes for 128 elements, by running on the CPU what they compile to (PTX for
-compute capability 9.0; blocks of 1,024, messages of two workers).
-
-    python -m tests.cuda.instructions > benchmarks/results/instructions.json
-
-{instructions(load("instructions"))}
-
-The last column is arithmetic on the card's data: 132 processors that start four instructions a cycle, at 1.755 GHz, and
-a copy of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can be what bounds a
-kernel only where its instructions are clearly fewer; they are not in a server's second stage, which is about an n-th of
-the elements.
-
-## Looking ahead
-
-110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
-an estimate from its memory's bandwidth, and nothing of this was measured.
-
-{ahead()}
-"""
+    text = PAGE.format(
+        machine=link["machine"],
+        exchanges=exchanges(link["results"]),
+        trainings=trainings(link["results"]),
+        ratio=step["step"]["onebit"] / step["step"]["horovod fp32"],
+        small=1e3 * (step["small"]["onebit"] - step["small"]["plain"]),
+        memory=(step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size,
+        elements=codec["elements"],
+        codec=codec_table(codec),
+        foretold=foretold(link["results"]),
+        instructions=instructions(load("instructions")),
+        ahead=ahead(),
+    )
     (DOCS / "performance.md").write_text(text)
 
 

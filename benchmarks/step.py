@@ -19,8 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from studies.__main__ import processor
-from tests.processes import result, run
+from jobs.processes import result, run
+from studies.report import processor
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import platform
 import time
 from collections.abc import Callable
 
@@ -28,15 +27,6 @@ root, `robust` the default of this project.
 """
 
 
-def processor() -> str:
-    """The name of the processor, as Linux has it."""
-    try:
-        with open("/proc/cpuinfo") as lines:
-            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
-    except (OSError, StopIteration):
-        return platform.processor()
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(STUDIES)}")
@@ -53,7 +43,7 @@ def main() -> None:
     if names:
         print("\n".join(sections))
         return
-    machine = f"{os.cpu_count()} cores of an {processor()}"
+    machine = f"{os.cpu_count()} cores of an {report.processor()}"
     report.DOCS.mkdir(exist_ok=True)
     (report.DOCS / "studies.md").write_text(HEAD.format(machine=machine) + "\n" + "\n".join(sections))
     console.print(f"Wrote {report.DOCS / 'studies.md'}")

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 from statistics import mean
 
+from jobs.processes import run as run_job
 from jobs.report import read
 from studies import report
-from tests.processes import run as run_job
 
 STEPS = 300
 TASKS = ("digits", "vgg", "charlm")

@@ -1,8 +1,9 @@
-"""What all studies share: where results go, tables in Markdown, figures."""
+"""What all studies share: where results go, the name of the machine, tables in Markdown, figures."""
 
 from __future__ import annotations
 
 import math
+import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,15 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 FIGURES = DOCS / "figures"
+
+
+def processor() -> str:
+    """The name of the processor, as Linux has it."""
+    try:
+        with open("/proc/cpuinfo") as lines:
+            return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
+    except (OSError, StopIteration):
+        return platform.processor()
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

@@ -16,8 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from jobs.processes import run
 from tests.horovod_suite import CHECKOUT, environment, fetch
-from tests.processes import run
 
 Edits = tuple[tuple[str, str], ...]
 

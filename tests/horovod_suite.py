@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from tests.processes import ROOT, run
+from jobs.processes import ROOT, run
 
 HOROVOD = "0.28.1"
 REPOSITORY = "https://github.com/horovod/horovod.git"

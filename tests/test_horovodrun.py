@@ -5,12 +5,13 @@ import os
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from tests.processes import ROOT, run
+from jobs.processes import ROOT, run
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
@@ -86,22 +87,29 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(program, tmp_path):
     assert "shared out anew" in output
 
 
+@pytest.fixture(scope="module")
+def uncompressed(tmp_path_factory):
+    """What a framework's job reaches without compression, run once."""
+    return cache(lambda framework: trained(framework, "gloo", "none", tmp_path_factory.mktemp(framework)))
+
+
+def trained(framework, backend, compression, folder):
+    """The last line of a job's metrics; its replicas are equal bit by bit."""
+    metrics, saved = folder / f"{compression}.jsonl", str(folder / f"{compression}-{{rank}}.npz")
+    horovodrun(
+        2, backend, f"{framework}/train.py", "--task", "digits", "--compression", compression, "--steps", 320,
+        "--warmup-steps", 20, "--metrics", metrics, "--save-weights", saved,
+    )  # fmt: skip
+    ranks = [np.load(saved.format(rank=rank)) for rank in range(2)]
+    assert ranks[0].files
+    assert all(np.array_equal(ranks[0][name], ranks[1][name]) for name in ranks[0].files)
+    return json.loads(metrics.read_text().splitlines()[-1])
+
+
 @pytest.mark.parametrize(("framework", "backend"), [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")])
-def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, tmp_path):
+def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, uncompressed, tmp_path):
     """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""
-    finals = {}
-    for compression in ("none", "onebit"):
-        metrics = tmp_path / f"{compression}.jsonl"
-        saved = str(tmp_path / f"{compression}-{{rank}}.npz")
-        horovodrun(
-            2, backend, f"{framework}/train.py", "--task", "digits", "--compression", compression, "--steps", 320,
-            "--warmup-steps", 20, "--metrics", metrics, "--save-weights", saved,
-        )  # fmt: skip
-        finals[compression] = json.loads(metrics.read_text().splitlines()[-1])
-        ranks = [np.load(saved.format(rank=rank)) for rank in range(2)]
-        assert ranks[0].files
-        assert all(np.array_equal(ranks[0][name], ranks[1][name]) for name in ranks[0].files)
-    none, onebit = finals["none"], finals["onebit"]
+    none, onebit = uncompressed(framework), trained(framework, backend, "onebit", tmp_path)
     assert none["accuracy"] > 0.96
     assert onebit["accuracy"] >= none["accuracy"] - 0.01
     small = 4 * (onebit["parameters"] - onebit["compressed_parameters"])

@@ -11,7 +11,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit import monitor
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
@@ -19,6 +18,7 @@ from horovod_onebit.tf.graph import cond
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
+from horovod_onebit.tools import monitor
 
 logger = logging.getLogger("horovod_onebit")
 

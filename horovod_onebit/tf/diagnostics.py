@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from horovod_onebit.diagnostics import Collector, Report
+from horovod_onebit.tools.diagnostics import Collector, Report
 
 __all__ = ["Collector", "Report", "gradients"]
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import torch
 
-from horovod_onebit.diagnostics import Collector, Report
+from horovod_onebit.tools.diagnostics import Collector, Report
 
 __all__ = ["Collector", "Report", "gradients"]
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import os
 from typing import Any
 
-from horovod_onebit import monitor
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tools import monitor
 from horovod_onebit.torch.optimizer import check_ours
 
 

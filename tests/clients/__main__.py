@@ -14,8 +14,8 @@ import sysconfig
 import venv
 from pathlib import Path
 
+from jobs.processes import run
 from tests.horovod_suite import CACHE, environment
-from tests.processes import run
 
 REQUIREMENTS = ("transformers[torch]>=5.23,<6", "accelerate>=1.15,<2", "lightning>=2.6,<3")
 PROGRAMS = {

@@ -4,8 +4,8 @@ from functools import cache
 
 import pytest
 
-from tests.cluster.hosts import cluster, unavailable
-from tests.processes import result
+from jobs.cluster import cluster, unavailable
+from jobs.processes import result
 
 reason = unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]

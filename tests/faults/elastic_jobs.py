@@ -11,7 +11,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.processes import ROOT
+from jobs.processes import ROOT
 
 HOSTS = ("localhost", "127.0.0.1", socket.gethostname())
 """Three names of this machine that Horovod takes for hosts of their own."""

@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.processes import ROOT
+from jobs.processes import ROOT
 
 pytestmark = pytest.mark.horovodrun
 

@@ -7,8 +7,8 @@ import time
 import pytest
 from rich.console import Console
 
+from jobs.processes import ROOT
 from tests.faults import soak
-from tests.processes import ROOT
 
 pytestmark = pytest.mark.horovodrun
 

@@ -1,6 +1,7 @@
 """A Keras model, its batches and what every test of the Keras face needs; each rank imports it."""
 
 import os
+from functools import lru_cache
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -49,15 +50,25 @@ def gradients(model, x, y):
     return tape.gradient(loss, model.trainable_variables), loss
 
 
-def train(model, optimizer, steps, start=0, graph=False):
+def step_of(model, optimizer):
     def step(x, y):
         grads, loss = gradients(model, x, y)
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         return loss
 
+    return step
+
+
+@lru_cache(maxsize=4)
+def graph_of(model, optimizer):
+    """The step as a function of TensorFlow; it takes about a second to trace."""
+    return tf.function(step_of(model, optimizer))
+
+
+def train(model, optimizer, steps, start=0, graph=False):
     if not optimizer.built:
         optimizer.build(model.trainable_variables)
-    step = tf.function(step) if graph else step
+    step = graph_of(model, optimizer) if graph else step_of(model, optimizer)
     for number in range(start, start + steps):
         loss = step(*map(tf.convert_to_tensor, batch(number)))
     return float(loss)

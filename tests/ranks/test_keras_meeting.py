@@ -185,12 +185,12 @@ def excluded_from_decay():
     train(build(), wrap(optimizer), 1)
 
 
-def an_option(**options):
-    return lambda: train(build(), wrap(OPTIMIZERS["adam"](**(options if ODD else {}))), 1, graph=True)
+def an_option(graph=False, **options):
+    return lambda: train(build(), wrap(OPTIMIZERS["adam"](**(options if ODD else {}))), 1, graph=graph)
 
 
-def an_argument(**arguments):
-    return lambda: train(build(), wrap(OPTIMIZERS["adam"](), **(arguments if ODD else {})), 1, graph=True)
+def an_argument(graph=False, **arguments):
+    return lambda: train(build(), wrap(OPTIMIZERS["adam"](), **(arguments if ODD else {})), 1, graph=graph)
 
 
 def state_loaded_by_one():
@@ -234,10 +234,10 @@ DISAGREEMENTS = {
     "broadcast": a_callback(lambda: onebit.callbacks.BroadcastGlobalVariablesCallback(0), run_eagerly=True),
     "broadcast of other variables": broadcast_of_other_variables,
     "excluded from decay": excluded_from_decay,
-    "ema": an_option(use_ema=True),
+    "ema": an_option(use_ema=True, graph=True),
     "clip": an_option(global_clipnorm=1.0),
     "exact": an_argument(exact=["*kernel"]),
-    "fp16": an_argument(compression=hvd.Compression.fp16),
+    "fp16": an_argument(compression=hvd.Compression.fp16, graph=True),
     "predivide": an_argument(gradient_predivide_factor=2.0),
     "state loaded by one": state_loaded_by_one,
     "scaled by one": scaled_by_one,

@@ -5,7 +5,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError
-from horovod_onebit.monitor import read
+from horovod_onebit.tools.monitor import read
 from tests.ranks.torch_common import RANK, SIZE, Net, train, wrap
 
 

@@ -6,10 +6,11 @@ import math
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, cli, console, trial
-from horovod_onebit.diagnostics import Collector
-from horovod_onebit.monitor import JsonLines, Monitor, read
+from horovod_onebit import ConfigurationError
 from horovod_onebit.stats import Stats
+from horovod_onebit.tools import cli, show, trial
+from horovod_onebit.tools.diagnostics import Collector
+from horovod_onebit.tools.monitor import JsonLines, Monitor, read
 
 
 class Optimizer:
@@ -87,12 +88,12 @@ def test_tables_are_plain_in_a_pipe(capsys):
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("recipe")
     assert [line.split()[0] for line in lines[1:]] == ["exact", "robust"]
-    assert console.table(["a", "b"], [["1", "22"]]) == "a   b\n1  22"
+    assert show.table(["a", "b"], [["1", "22"]]) == "a   b\n1  22"
 
 
 def test_a_terminal_gets_a_drawn_table(monkeypatch):
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
-    assert "┃" in console.table(["a", "b"], [["1", "22"]])
+    assert "┃" in show.table(["a", "b"], [["1", "22"]])
 
 
 @pytest.mark.parametrize(

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 
 from horovod_onebit import PRESETS, ConfigurationError, simulation
-from horovod_onebit.cli import main
 from horovod_onebit.diagnostics import Collector, Report
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.tools.cli import main
 
 f32 = np.float32
 SIZE = 4096

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from horovod_onebit import doctor
-from horovod_onebit.cli import main
+from horovod_onebit.tools import doctor
+from horovod_onebit.tools.cli import main
 
 HERE = {"python": "3.11.7", "numpy": "2.4", "numba": "0.68", "horovod": "0.28.1", "torch": "2.13"}
 

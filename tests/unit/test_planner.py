@@ -6,8 +6,8 @@ from dataclasses import replace
 import pytest
 
 from benchmarks import report
-from horovod_onebit import cli, planner
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tools import cli, planner
 
 JOB = planner.Job(parameters=25_000_000, workers=2, link=125e6, compute=0.4)
 

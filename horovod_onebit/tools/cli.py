@@ -1,4 +1,4 @@
-"""``horovod-onebit``: what can be said about a job before it runs, and of one that has run."""
+"""``horovod-onebit``: check and estimate a job before it runs, and show the results of one that has run."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ import sys
 from collections.abc import Sequence
 from typing import Any, get_args
 
-from horovod_onebit import console, doctor, monitor, planner, trial
 from horovod_onebit._version import __version__
-from horovod_onebit.diagnostics import Report
 from horovod_onebit.errors import OnebitError
 from horovod_onebit.recipe import Exchange
+from horovod_onebit.tools import doctor, monitor, planner, show, trial
+from horovod_onebit.tools.diagnostics import Report
 
 Answer = tuple[str, Any, int]
-"""Text for a person, the same for a program, and the exit status."""
+"""Text for a person, the same data for a program, and the exit status."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The exit status: 0; 1 where the answer is bad news; 2 where the question was wrong."""
+    """Returns the exit status: 0; 1 if the answer is bad news; 2 if an argument is wrong."""
     args = _parser().parse_args(argv)
     try:
         text, data, status = args.run(args)
@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    text = "What can be said about a job before it runs, and of one that has run."
+    text = "Check and estimate a job before it runs, and show the results of one that has run."
     parser = argparse.ArgumentParser(prog="horovod-onebit", description=text)
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
@@ -44,22 +44,24 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command.add_argument
 
-    add("doctor", _doctor, "is everything there? Versions, what does not fit together, what to do", "doctor")
+    add("doctor", _doctor, "check the installation: versions, conflicts, and how to resolve them", "doctor")
     _add_plan(add)
     _add_simulate(add)
 
-    option = add("diagnose", _diagnose, "will it work? Show a report that Report.save wrote", "diagnose report.json")
+    option = add("diagnose", _diagnose, "show a report on gradients that Report.save wrote", "diagnose report.json")
     option("report", help="the JSON file")
     option("--plot", metavar="FILE", help="write the magnitudes by layer to this file (.png, .svg, ...)")
 
-    option = add("plot", _plot, "draw what Monitor, or a training job, has written", "plot run.jsonl --output run.png")
+    option = add(
+        "plot", _plot, "draw the files that Monitor or a training job wrote", "plot run.jsonl --output run.png"
+    )
     option("runs", nargs="+", metavar="RUN", help="files of JSON lines, one for each run")
     option("--output", default="run.png", metavar="FILE", help="the picture (run.png)")
     return parser
 
 
 def _add_plan(add: Any) -> None:
-    help = "will it pay? Bytes and time of a step, by way of exchanging"
+    help = "estimate the bytes and the time of a step, with and without compression"
     option = add("plan", _plan, help, "plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250")
     option("--parameters", required=True, metavar="N", help="of the model: 25000000, 110M, 1.3B")
     option("--workers", required=True, type=int, metavar="N", help="processes in all")
@@ -72,14 +74,12 @@ def _add_plan(add: Any) -> None:
 
 
 def _add_simulate(add: Any) -> None:
-    help = "does quality suffer? Train a small network on simulated workers, in this process, by several recipes"
+    help = "compare the quality of recipes: train a small network on simulated workers, in this process"
     option = add("simulate", _simulate, help, "simulate --workers 16 --recipes exact robust paper")
     option("--recipes", nargs="+", default=["exact", "robust"], metavar="RECIPE",
            help="exact, robust, paper, fixed (exact robust)")  # fmt: skip
-    of_small = (
-        "instead of the recipe's own: often direct, for so small a network; large models on many hosts take two_stage"
-    )
-    option("--exchange", choices=get_args(Exchange), help=of_small)
+    help = "instead of the recipe's own, which is often direct for so small a network; large models on many hosts "
+    option("--exchange", choices=get_args(Exchange), help=help + "use two_stage")
     option("--workers", type=int, default=4, metavar="N", help="simulated processes (4)")
     option("--workers-per-host", type=int, default=1, metavar="N", help="of them (1)")
     option("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")
@@ -98,7 +98,7 @@ def _diagnose(args: argparse.Namespace) -> Answer:
     report = Report.load(args.report)
     if args.plot:
         report.plot(args.plot)
-    return report.text(console.table), report.as_dict(), 0
+    return report.text(show.table), report.as_dict(), 0
 
 
 def _plot(args: argparse.Namespace) -> Answer:
@@ -111,7 +111,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
     task = trial.Trial(**{name: value for name, value in vars(args).items() if name in names})
     outcomes = []
     for recipe in args.recipes:
-        with console.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
+        with show.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:
             outcomes.append(trial.run(task, recipe, exchange=args.exchange, progress=advance))
     head = ["recipe", "test loss", "MB sent by a worker", "fewer", "bytes of the last step", "replicas"]
     rows = [
@@ -126,7 +126,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
         for o in outcomes
     ]
     equal = all(o.replicas_equal for o in outcomes)
-    return console.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
+    return show.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
 
 
 def _plan(args: argparse.Namespace) -> Answer:
@@ -163,4 +163,4 @@ def _plan_text(plan: planner.Plan) -> str:
         f"{job.parameters:,} parameters, {job.workers} workers on {job.hosts} hosts, "
         f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}"
     )
-    return "\n".join([title, "", console.table(head, rows), "", plan.verdict])
+    return "\n".join([title, "", show.table(head, rows), "", plan.verdict])

@@ -1,7 +1,7 @@
 """A trial of recipes on simulated workers: ``horovod-onebit simulate``.
 
-A network of two tanh layers learns what another one of random weights says; every worker sees samples and noise of
-its own. All of the algorithm runs as it would between real workers, in one process.
+A network of two tanh layers learns to imitate another one with random weights. Each worker has its own samples and
+noise. The whole algorithm runs as it would between real workers, in one process.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ EXACT = "exact"
 
 @dataclass(frozen=True)
 class Trial:
-    """What is trained.
+    """What is trained, and how.
 
     Attributes:
         workers, workers_per_host: simulated processes in all, and on each host.
         steps, warmup_steps: optimizer steps of a run, and the exact ones among them.
         lr, batch_size: of Adam; of one worker.
-        noise: standard deviation of what each worker's targets are off by.
+        noise: standard deviation of the errors in each worker's targets.
         seed: of weights, samples and noise.
     """
 
@@ -81,9 +81,9 @@ def run(
     exchange: Exchange | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
-    """Train with ``recipe``, or with plain Adam for ``"exact"``. ``progress`` is told the steps taken, now and then.
+    """Train with ``recipe``, or with plain Adam for ``"exact"``. ``progress`` is called with the number of steps done.
 
-    ``exchange`` takes the place of the recipe's own.
+    ``exchange`` replaces the recipe's own.
     """
     exact = recipe == EXACT
     chosen = Recipe() if exact else resolve(recipe)

@@ -1,10 +1,14 @@
-"""Tables and progress: by rich on a terminal that has it, plain text elsewhere."""
+"""Tables and progress (by rich on a terminal that has it, plain text elsewhere), and figures by matplotlib."""
 
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from horovod_onebit.errors import ConfigurationError
 
 Advance = Callable[[int], None]
 
@@ -18,7 +22,7 @@ def table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def plain(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """The same without colours and lines, wherever it goes."""
+    """The same without colours and lines, wherever it is written."""
     widths = [max(len(row[i]) for row in (headers, *rows)) for i in range(len(headers))]
     lines = []
     for first, *others in (headers, *rows):
@@ -44,7 +48,7 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 @contextlib.contextmanager
 def progress(title: str, total: int) -> Iterator[Advance]:
-    """What is called with the number of steps done so far; shows nothing but on a terminal."""
+    """A function that takes the number of steps done so far; it shows them on a terminal only."""
     if not sys.stderr.isatty():
         yield lambda done: None
         return
@@ -57,3 +61,21 @@ def progress(title: str, total: int) -> Iterator[Advance]:
     with Progress(console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task(title, total=total)
         yield lambda done: bar.update(task, completed=done)
+
+
+def figure(width: float, height: float) -> Any:
+    """An empty matplotlib figure, in inches; it needs no window system and changes no global state."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigurationError("matplotlib is not installed: pip install 'horovod-onebit[plot]'") from error
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def save(figure: Any, path: str | os.PathLike[str]) -> None:
+    """Write a figure; the suffix of the name selects the format."""
+    try:
+        figure.savefig(path)
+    except (OSError, ValueError) as error:
+        text = f"{path} cannot be written ({error}): expected a name that ends in .png, .svg or .pdf"
+        raise ConfigurationError(text) from error

@@ -4,7 +4,7 @@
         hosts.horovodrun("mpi", sys.executable, "torch/train.py")
         hosts.received()  # bytes by host, as the network interfaces count them
 
-    python -m tests.cluster.hosts --hosts 4 --rate 1gbit -- horovodrun arguments after the hosts ...
+    python -m jobs.cluster --hosts 4 --rate 1gbit -- horovodrun arguments after the hosts ...
 
 Linux and root only. What is made is taken away at the end, and what an earlier run left behind at the beginning.
 """
@@ -24,7 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tests.processes import ROOT, run
+from jobs.processes import ROOT, run
 
 NAME = "onebit"  # begins the names of the namespaces and of the bridge
 NETWORK = "10.77.0"

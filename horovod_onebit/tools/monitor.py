@@ -1,4 +1,4 @@
-"""What a run costs, step by step, in files: JSON lines, and whatever else a face adds. Worker 0 alone writes."""
+"""Writes what a run costs, step by step, as JSON lines and to what a face adds. Only worker 0 writes."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Protocol
 
-from horovod_onebit import figures
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tools import show
 
 Value = float | int | str | None
 
@@ -27,7 +27,7 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """A JSON object a line, in a file that is made anew, or with ``append`` goes on; NaN and Inf become null."""
+    """Writes a JSON object a line to a new file, or with ``append`` to an old one; NaN and Inf become null."""
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         try:
@@ -45,7 +45,7 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Numbers as scalars whose tags begin with ``horovod_onebit/``; the faces know how one is written."""
+    """Writes numbers as scalars whose tags begin with ``horovod_onebit/``; the faces implement how."""
 
     def add(self, tag: str, value: float, step: int) -> None:
         raise NotImplementedError
@@ -67,7 +67,7 @@ def sinks(
     *,
     append: bool,
 ) -> list[Sink]:
-    """What was asked for, on worker 0; nothing on the others."""
+    """The requested sinks on worker 0; none on the others."""
     opened: list[Sink] = []
     if rank == 0 and jsonl is not None:
         opened.append(JsonLines(jsonl, append=append))
@@ -99,7 +99,7 @@ class Monitor:
         self.close()
 
     def step(self, **values: Any) -> None:
-        """One optimizer step is over. Local: no other worker is asked."""
+        """Call it after each optimizer step. Local: it communicates with no other worker."""
         self.calls += 1
         if not self.sinks or self.calls % self.every:
             return
@@ -121,7 +121,7 @@ class Monitor:
 
 
 def _plain(value: Any) -> Value:
-    """A number of a framework as one of Python's."""
+    """A framework's number as a Python float."""
     if isinstance(value, str) or value is None:
         return value
     return float(value.detach() if hasattr(value, "detach") else value)
@@ -144,18 +144,18 @@ PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("error / momentum", ("error_to_momentum",), "linear"),
     ("seconds of a step", ("step_seconds", "encode_seconds", "exchange_seconds", "decode_seconds"), "log"),
 )
-"""Title, the values shown in it, and the axis, of each part of the plot."""
+"""Title, values shown and axis of each part of the plot."""
 
 
 def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> list[str]:
-    """Draw runs over their steps, what of ``PANELS`` they have; the titles of what was drawn."""
+    """Draw those of ``PANELS`` for which the runs have values, over the steps; returns their titles."""
     runs = {Path(path).stem: read(path) for path in paths}
     known = {name for rows in runs.values() for row in rows for name, value in row.items() if value is not None}
     shown = [panel for panel in PANELS if known & set(panel[1])]
     if not shown:
         names = ", ".join(sorted({name for _, values, _ in PANELS for name in values}))
         raise ConfigurationError(f"{', '.join(map(str, paths))}: nothing to draw; expected lines with any of {names}")
-    figure = figures.new(8, 2.6 * len(shown))
+    figure = show.figure(8, 2.6 * len(shown))
     parts = figure.subplots(len(shown), sharex=True, squeeze=False)[:, 0]
     for (title, values, scale), axes in zip(shown, parts, strict=True):
         for run, rows in runs.items():
@@ -168,5 +168,5 @@ def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
         axes.legend(fontsize="small")
         axes.grid(alpha=0.3)
     parts[-1].set_xlabel("step")
-    figures.save(figure, output)
+    show.save(figure, output)
     return [title for title, _, _ in shown]

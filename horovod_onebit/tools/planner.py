@@ -1,7 +1,7 @@
-"""Will it pay? Bytes and time of a step for a model, a number of workers and a link, by each way of exchanging.
+"""Predicts the bytes and the time of a step for a model, a number of workers and a link, by each way of exchanging.
 
     step     = compute + codec + exposed
-    exposed  = max(what does not fit behind the backward pass, the last bucket)
+    exposed  = max(transfer beyond what the backward pass hides, the last bucket)
     transfer = a host's bytes / (link * efficiency) + waits * latency + the host's work on each byte
 
 The link is a host's network interface, the same in both directions; all of a host's workers share it. A ring allreduce
@@ -15,20 +15,21 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, replace
 
-from horovod_onebit import checks, figures
+from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.tools import show
 
 LINE_RATE = 1448 / 1514
-"""Of a link's bits, those that are data: TCP over Ethernet with an MTU of 1,500."""
+"""The share of a link's bits that is data: TCP over Ethernet with an MTU of 1,500."""
 
 HEADER = 48
-"""Bytes that a message has besides scales and bits, padding included."""
+"""Bytes of a message besides scales and bits, padding included."""
 
 
 @dataclass(frozen=True)
 class Device:
-    """What a worker's processor does to each parameter: nanoseconds.
+    """Nanoseconds that a worker's processor spends on each parameter.
 
     Attributes:
         encode: compress one parameter.
@@ -37,8 +38,8 @@ class Device:
         adam: the optimizer's own step without compression.
         reduce: an allreduce's copies and sums of a float32 parameter, between two workers.
         half: the same for float16.
-        gather: what a message's arrival costs, a parameter.
-        efficiency, half_efficiency: share of the link that an allreduce of float32 or float16 gets out of it.
+        gather: cost of a message's arrival.
+        efficiency, half_efficiency: share of the link's rate that an allreduce of float32 or float16 reaches.
         wait: seconds that a collective takes at least, beyond the link's latency.
     """
 
@@ -122,7 +123,7 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """All estimates of a job, and what follows."""
+    """All estimates of a job, and the conclusion."""
 
     job: Job
     estimates: tuple[Estimate, ...]
@@ -144,7 +145,7 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        """One sentence."""
+        """The conclusion in one sentence."""
         best, plain = self.best, self.uncompressed
         if self.job.workers == 1:
             return "1-bit does not pay: there is one worker, and nothing to send."
@@ -195,7 +196,7 @@ def plan(job: Job) -> Plan:
 
 
 def _codec(device: Device, messages: int) -> float:
-    """Nanoseconds a parameter that a compressed step takes more than the optimizer's own."""
+    """Nanoseconds a parameter that a compressed step takes beyond the optimizer's own."""
     return device.encode + device.apply + device.decode * (messages - 1) - device.adam
 
 
@@ -259,11 +260,11 @@ def plot(job: Job, path: str) -> None:
     """Draw the step time over the number of workers, up to 1,024; needs matplotlib."""
     counts = [job.workers_per_host * 2**k for k in range(11) if job.workers_per_host * 2**k <= max(1024, job.workers)]
     plans = [plan(replace(job, workers=n)) for n in counts]
-    figure = figures.new(6.4, 4.8)
+    figure = show.figure(6.4, 4.8)
     axes = figure.subplots()
     for i, estimate in enumerate(plans[0].estimates):
         axes.plot(counts, [1e3 * one.estimates[i].step for one in plans], marker="o", label=estimate.way)
     axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
     axes.set_xscale("log", base=2)
     axes.legend()
-    figures.save(figure, path)
+    show.save(figure, path)

@@ -1,4 +1,4 @@
-"""Is everything there that a job needs, and does it fit together?"""
+"""Checks the installation: whether all that a job needs is installed, and works together."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class Finding:
 
 
 def versions() -> dict[str, str]:
-    """What is installed, by name; what is not is left out."""
+    """Versions of what is installed, by name."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         for distribution in (name, *OTHER_NAMES.get(name, ())):
@@ -52,7 +52,7 @@ def versions() -> dict[str, str]:
 
 
 def probe(face: str) -> dict[str, Any] | str:
-    """What Horovod was built with for "torch" or "tensorflow", asked in a process of its own; or why it cannot say."""
+    """What Horovod was built with for "torch" or "tensorflow", found out in another process; or why that failed."""
     try:
         command = [sys.executable, "-c", PROBE.format(face=face)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -67,7 +67,7 @@ def probe(face: str) -> dict[str, Any] | str:
 def examine(
     found: dict[str, str] | None = None, ask: Callable[[str], dict[str, Any] | str] = probe
 ) -> tuple[dict[str, str], list[Finding]]:
-    """The versions of everything, and what is to be said about them."""
+    """All versions, and the findings about them."""
     found = versions() if found is None else found
     findings = [Finding("ok", ", ".join(f"{name} {number}" for name, number in found.items()))]
     if "horovod" not in found:

@@ -1,0 +1,1 @@
+"""The command line and what it is made of: checks, estimates and reports. Training does not need them."""
