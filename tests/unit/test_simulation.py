@@ -21,6 +21,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
+from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import ZeroOne
 
@@ -83,6 +84,42 @@ def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
         np.testing.assert_array_equal(weights, fast[0][1])
     np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
     assert np.abs(fast[0][1] - 1).mean() < 0.75
+
+
+@pytest.mark.parametrize(("codec", "server_codec"), [("two_bit", "sign"), ("sign", "two_bit"), ("two_bit", "two_bit")])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+def test_every_codec_at_workers_and_servers(codec, server_codec, exchange):
+    recipe = dataclasses.replace(EVERYTHING, codec=codec, server_codec=server_codec, exchange=exchange, block_size=64)
+    per_host = 2 if exchange == "hierarchical" else 1
+    run = functools.partial(simulation.run, workers=4, workers_per_host=per_host)
+    fast, slow = (run(functools.partial(train, recipe=recipe, kernels=kernels)) for kernels in ("cpu", "reference"))
+    for _, weights in fast:
+        np.testing.assert_array_equal(weights, fast[0][1])
+    np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
+    signs = dataclasses.replace(recipe, codec="sign", server_codec="sign")
+    sent, least = (run(functools.partial(train, recipe=r))[0][0].engine.traffic.total for r in (recipe, signs))
+    assert (sent > least) == (codec == "two_bit" or exchange == "two_stage")
+
+
+def test_a_hierarchy_over_two_stages_with_two_bits_from_the_servers(monkeypatch):
+    """The message of the mean is of another codec than the workers'."""
+    monkeypatch.setattr(hierarchical.Exchange, "between", "two_stage")
+    recipe = dataclasses.replace(EVERYTHING, server_codec="two_bit", exchange="hierarchical")
+    results = simulation.run(functools.partial(train, recipe=recipe), 4, workers_per_host=2)
+    for _, weights in results:
+        np.testing.assert_array_equal(weights, results[0][1])
+    assert np.abs(results[0][1] - 1).mean() < 0.75
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_lion_learns_with_one_bit(exchange):
+    recipe = dataclasses.replace(EVERYTHING, exchange=exchange, block_size=128)
+    run = functools.partial(train, recipe=recipe, rule=Lion(lr=0.01, weight_decay=0.01), steps=150, warmup=5)
+    results = simulation.run(run, 4)
+    exact = simulation.run(functools.partial(run, warmup=10**6), 4)
+    for _, weights in results:
+        np.testing.assert_array_equal(weights, results[0][1])
+    assert np.abs(results[0][1] - 1).mean() < 1.5 * np.abs(exact[0][1] - 1).mean() + 0.01
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (2, 3), (3, 2), (2, 4)])
