@@ -51,15 +51,20 @@ class Codec:
         return whole * self.record_size(block_size) + (self.record_size(rest) if rest else 0)
 
 
+@cache
 def names() -> tuple[str, ...]:
     """All codecs."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
-@cache
 def find(name: str) -> Codec:
     """The codec of the file ``name``."""
-    if name not in names():
+    if not isinstance(name, str) or name not in names():
         raise ConfigurationError(f"codec {name!r} is unknown; expected one of {', '.join(map(repr, names()))}")
+    return _load(name)
+
+
+@cache
+def _load(name: str) -> Codec:
     file = import_module(f"{__name__}.{name}")
     return Codec(name, file.BITS, file.scale, file.code, file.value)

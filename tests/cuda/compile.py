@@ -1,6 +1,7 @@
 """What the CUDA kernels compile to, in PTX, for ``machine`` to run: python -m tests.cuda.compile FOLDER."""
 
 import sys
+from functools import cache
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,6 +11,7 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs
+from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
@@ -77,9 +79,12 @@ def programs():
         kinds = [None] if not coded else CODECS if default else [codecs.find("sign")]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
+    found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
+    found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]
     return [*found, *(Program("decode", codec=codec) for codec in CODECS), Program("pick")]
 
 
+@cache
 def ptx(program, capability):
     """One kernel for GPUs of a compute capability, such as (9, 0); no GPU is needed."""
     # Numba asks the driver which GPU a device function is for.
