@@ -153,7 +153,8 @@ def run(minutes: float, seed: int, console: Console) -> dict[str, Any]:
     found = {
         "minutes": minutes, "exchange": soak.exchange, "injected": dict(soak.injected),
         "survived": soak.survived, "NaN given": log.count("gives NaN"),
-        "worlds": log.count("trains from"), "resumed": log.count("resumes"), "hosts given again": soak.asked_again, "steps compared": soak.steps,
+        "worlds": log.count("trains from"), "resumed": log.count("resumes"), "hosts given again": soak.asked_again,
+        "steps compared": soak.steps,
         "loss": soak.job.state()[2], "error": error,
     }  # fmt: skip
     if not error:
