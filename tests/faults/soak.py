@@ -17,6 +17,7 @@ import signal
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +30,7 @@ from tests.faults.elastic_jobs import HOSTS, Job
 
 COMMIT, SAVE, ENOUGH = 5, 50, 30  # steps between commits and checkpoints, and that show that training goes on
 FOREVER = 10**9
+PATIENCE, PAUSE = 40, 5  # seconds that Horovod has for a host to come back, and that it needs to look at the hosts
 
 
 class Soak:
@@ -40,7 +42,7 @@ class Soak:
         self.folder, self.exchange, self.rng = folder, exchange, rng
         (folder / "checkpoints").touch()
         self.injected: Counter[str] = Counter()
-        self.survived = self.steps = 0
+        self.survived = self.steps = self.asked_again = 0
         self.job = self.start()
 
     def start(self) -> Job:
@@ -62,9 +64,28 @@ class Soak:
 
         self.job.wait(begun, "first steps")
 
+    def gather(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for workers; where Horovod forgets a host whose worker has died, tell it of the hosts once more.
+
+        Training goes on meanwhile, without that host.
+        """
+        asked = time.monotonic()
+
+        def gathered() -> bool:
+            nonlocal asked
+            if not condition() and time.monotonic() - asked > PATIENCE:
+                self.asked_again += 1
+                self.job.give(sorted(self.job.workers()))
+                time.sleep(PAUSE)
+                self.job.give(HOSTS)
+                asked = time.monotonic()
+            return condition()
+
+        self.job.wait(gathered, what)
+
     def kill(self) -> None:
         """One worker; another must be left."""
-        self.job.wait(lambda: len(self.job.workers()) > 1, "second worker to be left after a kill")
+        self.gather(lambda: len(self.job.workers()) > 1, "second worker to be left after a kill")
         self.job.kill(self.rng.choice(sorted(self.job.workers())))
 
     def delay(self) -> None:
@@ -81,7 +102,7 @@ class Soak:
 
     def resize(self) -> None:
         """Other hosts, in any number; one of those before must be left, or Horovod gives up: nobody knows the state."""
-        self.job.wait(lambda: self.job.state()[1] == len(HOSTS), "world of all hosts before a resize")
+        self.gather(lambda: self.job.state()[1] == len(HOSTS), "world of all hosts before a resize")
         self.job.give(self.rng.sample(HOSTS, self.rng.randint(1, len(HOSTS))))
 
     def restart(self) -> None:
@@ -132,7 +153,8 @@ def run(minutes: float, seed: int, console: Console) -> dict[str, Any]:
     found = {
         "minutes": minutes, "exchange": soak.exchange, "injected": dict(soak.injected),
         "survived": soak.survived, "NaN given": log.count("gives NaN"),
-        "worlds": log.count("trains from"), "resumed": log.count("resumes"), "steps compared": soak.steps,
+        "worlds": log.count("trains from"), "resumed": log.count("resumes"), "hosts given again": soak.asked_again,
+        "steps compared": soak.steps,
         "loss": soak.job.state()[2], "error": error,
     }  # fmt: skip
     if not error:
