@@ -81,7 +81,7 @@ def uses_kernels(optimizer):
     """Whether all tensors are the kernels', and all messages theirs, too."""
     compressor = optimizer._compressor
     places = {not isinstance(b.tensor.weight, np.ndarray) for b in compressor.bindings.values()}
-    places |= {not isinstance(message.out_bits, np.ndarray) for message in compressor.engine._messages}
+    places |= {not isinstance(message.row, np.ndarray) for message in compressor.engine._messages}
     assert len(places) == 1
     return places.pop()
 
