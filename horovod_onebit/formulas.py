@@ -28,6 +28,26 @@ NAMES = ("absolute", "maximum", "minimum", "sign", "sqrt", "where")
 """What formulas may call besides each other; NaN in the first argument of ``maximum`` and ``minimum`` stays NaN."""
 
 
+def _maximum(a: Number, b: Number) -> Number:
+    return b if b > a else a
+
+
+def _minimum(a: Number, b: Number) -> Number:
+    return b if b < a else a
+
+
+def _sign(a: Number) -> Number:
+    return f32(1) if a > f32(0) else (f32(-1) if a < f32(0) else a)
+
+
+def _where(condition: Any, a: Number, b: Number) -> Number:
+    return a if condition else b
+
+
+OF_ONE: dict[str, Formula] = {"maximum": _maximum, "minimum": _minimum, "sign": _sign, "where": _where}
+"""Those of ``NAMES`` that compilers do not know, for one element."""
+
+
 def denominator(p: Any, v: Number) -> Number:
     """``D``: what Adam divides by, the bias of ``v`` corrected, never zero. One of the two epsilons in ``p`` is 0."""
     return maximum(sqrt(v * p.correction + p.eps_inside) + p.eps, TINY)

@@ -118,8 +118,8 @@ class Message:
         """Write the header; the message is then ready to be sent. ``finite`` is found out unless it is given."""
         scales = self._twin.scales if self._stays else scales_of(self.buffer[None], self.bucket)[0]
         self.finite = bool(np.isfinite(scales).all()) if finite is None else finite
-        covered = scales.view(np.uint8)[None] if self._stays else self.buffer[None, RECORDS:]
-        _seal(self.buffer[None], covered, self.bucket.blocks, self.bucket.index, stamp, self.finite)
+        covered = scales.view(np.uint8)[None] if self._stays else None
+        seal_rows(self.buffer[None], self.bucket.blocks, self.bucket.index, stamp, self.finite, covered)
         return self.buffer
 
 
@@ -137,24 +137,17 @@ def seal_rows(
     index: int,
     stamp: Stamp,
     finite: NDArray[np.bool_] | bool,
+    covered: NDArray[np.uint8] | None = None,
 ) -> None:
-    """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` blocks each."""
-    _seal(rows, rows[:, RECORDS:], blocks, index, stamp, finite)
+    """Write the headers of messages of one bucket, (messages, bytes) uint8, with ``blocks`` blocks each.
 
-
-def _seal(
-    rows: NDArray[np.uint8],
-    covered: NDArray[np.uint8],
-    blocks: NDArray[np.integer] | int,
-    index: int,
-    stamp: Stamp,
-    finite: NDArray[np.bool_] | bool,
-) -> None:
+    ``covered`` is what of each message the checksum covers, all after the header unless it is given.
+    """
     headers = rows[:, :RECORDS].view(HEADER)[:, 0]
     headers["magic"], headers["version"], headers["flags"] = MAGIC, VERSION, np.where(finite, FINITE, 0)
     headers["step"], headers["layout"] = stamp.step % STEPS, stamp.layout
     headers["bucket"], headers["blocks"] = index, blocks
-    headers["checksum"] = checksums(covered) + headers["flags"]
+    headers["checksum"] = checksums(rows[:, RECORDS:] if covered is None else covered) + headers["flags"]
 
 
 def pack(messages: Gathered, stamp: Stamp, *, size: int) -> NDArray[np.uint8]:
@@ -240,9 +233,7 @@ def read_shares(
     rows, finite = rows.reshape(count, hosts, size), finite.reshape(count, hosts)
     whole = np.zeros((hosts, RECORDS + bucket.bytes), np.uint8)
     for row, share in zip(rows, shares, strict=True):
-        whole[:, RECORDS + share.bytes.start : RECORDS + share.bytes.stop] = row[
-            :, RECORDS : RECORDS + share.bucket.bytes
-        ]
+        whole[:, RECORDS:][:, share.bytes] = row[:, RECORDS : RECORDS + share.bucket.bytes]
     scales = scales_of(whole, bucket)
     if _corrupt(scales, stamp).any():
         for j, share in enumerate(shares):

@@ -25,15 +25,13 @@ def _own() -> frozenset[str]:
     return frozenset(map(str, [package / "formulas.py", *(file for folder in folders for file in folder.glob("*.py"))]))
 
 
-_sources: dict[int, frozenset[str]] = {}
-
-
-def _of(function: Any) -> frozenset[str]:
+def _sources(function: Any) -> frozenset[str]:
     """The files that ``function`` is made of: ours, and those of others' formulas that it calls, themselves or not."""
     called = (function.__globals__.get(name) for name in function.__code__.co_names)
-    return _own().union({function.__code__.co_filename}, *(_sources.get(id(value), ()) for value in called))
+    return _own().union({function.__code__.co_filename}, *(getattr(value, "sources", ()) for value in called))
 
 
+@cache
 def _stamp(files: frozenset[str]) -> tuple[tuple[str, int, int], ...]:
     """Numba looks at the file of the called function only, and a formula of another may have been changed."""
     found = [(name, Path(name).stat()) for name in sorted(files)]
@@ -68,14 +66,14 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
 
     def decorate(function: Callable[..., Any]) -> Any:
         dispatcher = njit(**options)(function)
-        files = _sources[id(dispatcher)] = _of(function)
+        dispatcher.sources = _sources(function)
         try:
             dispatcher.enable_caching()
         except RuntimeError as error:  # no folder can be written to
             logger.debug("kernels are compiled anew in every process: %s", error)
             return dispatcher
         with suppress(AttributeError):  # inside of Numba
-            dispatcher._cache._cache_file._source_stamp = _stamp(files)
+            dispatcher._cache._cache_file._source_stamp = _stamp(dispatcher.sources)
         dispatcher._cache = _ForgivingCache(dispatcher._cache)
         return dispatcher
 

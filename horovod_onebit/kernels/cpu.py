@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import Formula, bound, label, named
+from horovod_onebit.formulas import OF_ONE, Formula, bound, label, named
 from horovod_onebit.kernels.compiling import exact, reordered
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, batch, copy, host, twin, write
 from horovod_onebit.kernels.threads import over_blocks, set_num_threads
@@ -57,29 +57,7 @@ mean_of_block: Any = None
 BITS: Any = None
 
 
-@exact
-def _maximum(a, b):
-    return b if b > a else a
-
-
-@exact
-def _minimum(a, b):
-    return b if b < a else a
-
-
-@exact
-def _sign(a):
-    return f32(1) if a > f32(0) else (f32(-1) if a < f32(0) else a)
-
-
-@exact
-def _where(condition, a, b):
-    return a if condition else b
-
-
-NAMES = {
-    "absolute": np.abs, "maximum": _maximum, "minimum": _minimum, "sign": _sign, "sqrt": np.sqrt, "where": _where,
-}  # fmt: skip
+NAMES = {"absolute": np.abs, "sqrt": np.sqrt} | {name: exact(function) for name, function in OF_ONE.items()}
 
 
 @exact
@@ -310,18 +288,22 @@ def _of_codec(codec: Codec) -> dict[str, Any]:
 
 
 @cache
+def _inner(template: Any, function: Formula) -> Any:
+    """``_fill`` or ``_step`` of a formula, which several loops call."""
+    return _loop(template, label(function), formula=_formula(function))
+
+
+@cache
 def _compiled(template: Any, codec: Codec | None = None, function: Formula | None = None) -> Any:
     """The loop of a formula and a codec."""
-    names, name = {}, ""
-    if codec is not None:
-        names, name = dict(_of_codec(codec)), codec.name
-    if function is not None:
-        name = f"{name}_{label(function)}"
+    names: dict[str, Any] = {} if codec is None else dict(_of_codec(codec))
+    if template is _sums:
         names["formula"] = _formula(function)
+    elif function is not None:
         inner = _fill if template in (_encode, _restore) else _step
-        if template is not _sums:
-            names[inner.__name__[1:]] = _loop(inner, label(function), formula=names["formula"])
-    return _loop(template, name, **names)
+        names[inner.__name__[1:]] = _inner(inner, function)
+    kinds = [] if codec is None else [codec.name]
+    return _loop(template, "_".join(kinds if function is None else [*kinds, label(function)]), **names)
 
 
 def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -99,7 +99,10 @@ class Use(NamedTuple):
     p: Any
 
 
-def scalars(kind: type[Any], **values: float) -> Any:
+P = TypeVar("P", bound=tuple[Any, ...])
+
+
+def scalars(kind: type[P], **values: float) -> P:
     """``kind``, a NamedTuple, of ``values`` as float32."""
     return kind(**{name: np.float32(value) for name, value in values.items()})
 

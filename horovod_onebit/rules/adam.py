@@ -55,14 +55,16 @@ def momentum_l2(p: Scalars, g: Number, m: Number, _v: Number, w: Number, _a: Num
     return p.beta1 * m + p.grad * (g + p.l2 * w)
 
 
+def _update(p: Scalars, m: Number, v: Number) -> Number:
+    return clipped(p, m / denominator(p, v)) + m * ZERO  # NaN stays NaN, Inf becomes NaN
+
+
 def update(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
-    of_all = momentum(p, g, m, v, w, a)
-    return clipped(p, of_all / denominator(p, v)) + of_all * ZERO  # NaN stays NaN, Inf becomes NaN
+    return _update(p, momentum(p, g, m, v, w, a), v)
 
 
 def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
-    of_all = momentum_l2(p, g, m, v, w, a)
-    return clipped(p, of_all / denominator(p, v)) + of_all * ZERO
+    return _update(p, momentum_l2(p, g, m, v, w, a), v)
 
 
 def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16
@@ -74,7 +76,7 @@ def move_by_momentum(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a
 
 
 class Exact(NamedTuple):
-    """Of an exact step: ``keep1`` and ``keep2`` are beta1 and beta2, ``take1`` and ``take2`` what they leave."""
+    """Of an exact step: ``keep2`` is beta2, ``take1`` and ``take2`` are what beta1 and beta2 leave."""
 
     grad: Number
     l2: Number
@@ -136,21 +138,23 @@ class Adam(Rule):
         """The learning rate, with the momentum's bias corrected, of the step after ``tensor.step``."""
         return self.lr / (1 - self.beta1 ** (tensor.step + 1))
 
-    def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
+    def epsilons(self, context: Context) -> dict[str, float]:
+        """Epsilon as scalars: inside of the root or outside."""
         inside = context.recipe.eps_inside_sqrt
+        return {"eps_inside": self.eps if inside else 0.0, "eps": 0.0 if inside else self.eps}
+
+    def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
         values = {
             "beta1": self.beta1,
             "grad": (1 - self.beta1) * self.grad_scale,
             "l2": self.l2,
             "correction": self.correction(tensor),
-            "eps_inside": self.eps if inside else 0.0,
-            "eps": 0.0 if inside else self.eps,
+            **self.epsilons(context),
             "clip": context.recipe.clip_for(context.workers),
             "decay": self.decay,
             "step": self.step_size(tensor),
         }
-        found: Scalars = scalars(Scalars, **(values | changes))
-        return found
+        return scalars(Scalars, **(values | changes))
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         p = self.scalars(tensor, context)

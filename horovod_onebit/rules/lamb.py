@@ -132,18 +132,15 @@ class LAMB(Adam):
         return Use(formula, self.scalars(tensor, context))
 
     def _step(self, tensor: Tensor, context: Context, coefficient: float = 0.0) -> Step:
-        inside = context.recipe.eps_inside_sqrt
         values = {
             "first": 1 / (1 - self.beta1 ** (tensor.step + 1)) if self.bias_correction else 1.0,
             "inside": self.inside,
             "correction": self.correction(tensor),
-            "eps_inside": self.eps if inside else 0.0,
-            "eps": 0.0 if inside else self.eps,
+            **self.epsilons(context),
             "decay": self.decay,
             "step": self.lr * coefficient,
         }
-        found: Step = scalars(Step, **values)
-        return found
+        return scalars(Step, **values)
 
     def lengths(self, tensor: Tensor, context: Context) -> Use:
         return Use(lengths, self._step(tensor, context))
@@ -175,8 +172,7 @@ class LAMB(Adam):
             "decay": decay,
             "step": self.lr * coefficient,
         }
-        found: ExactStep = scalars(ExactStep, **values)
-        return found
+        return scalars(ExactStep, **values)
 
     def _exact_coefficient(self, tensor: Tensor, context: Context, decay: float) -> float:
         (found,) = sums([Use(exact_lengths, self._exact_step(tensor, decay))], [tensor], context)

@@ -64,8 +64,7 @@ class Lion(Rule):
 
     def _scalars(self, keep: float, take: float) -> Scalars:
         values = {"grad": (1 - self.beta1) * self.grad_scale, "decay": 1 - self.lr * self.weight_decay, "step": self.lr}
-        found: Scalars = scalars(Scalars, beta1=self.beta1, keep=keep, take=take, **values)
-        return found
+        return scalars(Scalars, beta1=self.beta1, keep=keep, take=take, **values)
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(contribute, self._scalars(0.0, 0.0))

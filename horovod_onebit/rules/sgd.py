@@ -108,8 +108,7 @@ class SGD(Rule):
             "look_back": self.lr * ahead,
             "step": self.lr * (1 + ahead),
         }
-        found: Scalars = scalars(Scalars, **values)
-        return found
+        return scalars(Scalars, **values)
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         p = self.scalars()

@@ -48,6 +48,15 @@ def check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process
         raise ConfigurationError("groups: a parameter can only appear once")
 
 
+def check_interval(every: int | None, schedule: ZeroOne | None) -> None:
+    """``check_replicas_every``."""
+    if every is None:
+        return
+    whole("check_replicas_every", every, "None or a whole number of steps")
+    if schedule is not None:
+        raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
+
+
 def check_compression(compression: Any) -> None:
     if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
         raise ConfigurationError(

@@ -13,19 +13,19 @@ import horovod.torch as hvd
 import torch
 from torch._compile import _disable_dynamo as untraced  # as torch.optim has it: imports the compiler when it must
 
-from horovod_onebit.checks import flag, mapping, matching, positive, whole
+from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import progress
-from horovod_onebit.torch.arguments import check_arguments, check_compression, names_of, warmup_of
+from horovod_onebit.torch.arguments import check_arguments, check_compression, check_interval, names_of, warmup_of
 from horovod_onebit.torch.binding import Placement
 from horovod_onebit.torch.clipping import clip_grad_norm_
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.replicas import check_replicas
-from horovod_onebit.torch.rules import adapter_for, check_parameter
+from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
 from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import Phase
 
@@ -352,17 +352,8 @@ def DistributedOptimizer(
     names = names_of(optimizer, named_parameters)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
-    for group in optimizer.param_groups:
-        adapter.check(group)
-    for p, name in names.items():
-        if p.requires_grad:
-            check_parameter(name, p)
-
-    every = check_replicas_every
-    if every is not None:
-        whole("check_replicas_every", every, "None or a whole number of steps")
-    if every is not None and schedule is not None:
-        raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
+    _check_supported(optimizer, adapter, names)
+    check_interval(check_replicas_every, schedule)
 
     if process_set.size() == 1:
         logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
@@ -395,11 +386,20 @@ def DistributedOptimizer(
         traffic=compressor.engine.traffic,
     )
     wrapped._participates = process_set.included()
-    compressor.check_replicas_every = every
+    compressor.check_replicas_every = check_replicas_every
     lineage = progress.digest(optimizer.state_dict(), compressor) if optimizer.state else ""
     compressor.check_groups()
     compressor.lineage = lineage
     return wrapped
+
+
+def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str]) -> None:
+    """Its groups' options, and its parameters."""
+    for group in optimizer.param_groups:
+        adapter.check(group)
+    for p, name in names.items():
+        if p.requires_grad:
+            check_parameter(name, p)
 
 
 def _instance(optimizer: torch.optim.Optimizer) -> Any:

@@ -124,7 +124,8 @@ def bucket_and_messages(workers=3, size=3000, place=np.asarray, scale=None):
         messages.append(message.seal(stamp, finite=True).copy())
         if place is Distant:  # the checksum of such a message is of its scales
             scales = wire.scales_of(messages[-1][None], bucket)
-            wire._seal(messages[-1][None], scales.view(np.uint8), bucket.blocks, bucket.index, stamp, finite=True)
+            covered = scales.view(np.uint8)
+            wire.seal_rows(messages[-1][None], bucket.blocks, bucket.index, stamp, finite=True, covered=covered)
     return bucket, stamp, messages
 
 

@@ -23,7 +23,7 @@ from numba import cuda
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import Formula, Multiplications, bound, label
+from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, bound, label
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
@@ -74,7 +74,7 @@ class Column(IntEnum):
     NEW_RESIDUAL = 16
     ROWS = 17
     OUT = 18
-    UNUSED = 19
+    PADDING = 19  # rows are multiples of 16 bytes
     SHARE = 20  # 1 / WORKERS, and 1 / BLOCK_SIZE: where a multiplication by it is exact, else 0
     PORTION = 21
     GUARD = 22
@@ -119,30 +119,8 @@ def _row_of(table, rows):
     )  # fmt: skip
 
 
-@inlined
-def _maximum(a, b):
-    return b if b > a else a
-
-
-@inlined
-def _minimum(a, b):
-    return b if b < a else a
-
-
-@inlined
-def _sign(a):
-    return f32(1) if a > f32(0) else (f32(-1) if a < f32(0) else a)
-
-
-@inlined
-def _where(condition, a, b):
-    return a if condition else b
-
-
-NAMES = {
-    "absolute": abs, "maximum": _maximum, "minimum": _minimum, "mul": mul, "sign": _sign,
-    "sqrt": np.sqrt if SIMULATED else math.sqrt, "where": _where,
-}  # fmt: skip
+NAMES = {"absolute": abs, "mul": mul, "sqrt": np.sqrt if SIMULATED else math.sqrt}
+NAMES |= {name: inlined(function) for name, function in OF_ONE.items()}
 
 
 @cache
