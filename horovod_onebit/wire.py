@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import JOINED, WireError
 from horovod_onebit.kernels.checksum import checksums
-from horovod_onebit.layout import Bucket, Share
+from horovod_onebit.layout import Bucket, shares
 
 MAGIC = 0x5449_4231  # "1BIT"
 VERSION = 3
@@ -50,6 +50,21 @@ def message_size(bucket: Bucket) -> int:
     """Bytes of the message that carries ``bucket``."""
     size = RECORDS + bucket.bytes
     return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+class Cut:
+    """A bucket cut into shares, one for each of ``workers``.
+
+    Attributes:
+        shares: what ``layout.shares`` gives.
+        blocks: of each share, (workers,).
+        size: bytes of a share's message, the same for all.
+    """
+
+    def __init__(self, bucket: Bucket, workers: int) -> None:
+        self.bucket, self.shares = bucket, shares(bucket, workers)
+        self.blocks = np.array([share.bucket.blocks for share in self.shares])
+        self.size = max(message_size(share.bucket) for share in self.shares)
 
 
 @dataclass(frozen=True)
@@ -219,24 +234,21 @@ def read(
     return Gathered(bucket, rows, finite)
 
 
-def read_shares(
-    gathered: NDArray[np.uint8], bucket: Bucket, shares: Sequence[Share], stamp: Stamp, *, hosts: int, size: int
-) -> Gathered:
+def read_shares(gathered: NDArray[np.uint8], cut: Cut, stamp: Stamp, *, hosts: int) -> Gathered:
     """Check and put together the shares of a bucket: (shares * hosts * size,) uint8, for each share one a host.
 
     ``finite`` is that of each share of each host, (hosts * shares,). Raises as ``read``.
     """
-    count = len(shares)
+    bucket, count = cut.bucket, len(cut.shares)
     senders = np.arange(hosts * count).reshape(hosts, count).T.reshape(-1)
-    blocks = np.repeat([share.bucket.blocks for share in shares], hosts)
-    rows, finite = _open(gathered, bucket.index, blocks, stamp, size, senders)
-    rows, finite = rows.reshape(count, hosts, size), finite.reshape(count, hosts)
+    rows, finite = _open(gathered, bucket.index, np.repeat(cut.blocks, hosts), stamp, cut.size, senders)
+    rows, finite = rows.reshape(count, hosts, cut.size), finite.reshape(count, hosts)
     whole = np.zeros((hosts, RECORDS + bucket.bytes), np.uint8)
-    for row, share in zip(rows, shares, strict=True):
+    for row, share in zip(rows, cut.shares, strict=True):
         whole[:, RECORDS:][:, share.bytes] = row[:, RECORDS : RECORDS + share.bucket.bytes]
     scales = scales_of(whole, bucket)
     if _corrupt(scales, stamp).any():
-        for j, share in enumerate(shares):
+        for j, share in enumerate(cut.shares):
             bad = finite[j] & _corrupt(scales[:, share.blocks], stamp)
             if bad.any():
                 raise _corruption(bucket.index, stamp, senders[j * hosts + np.flatnonzero(bad)[0]])

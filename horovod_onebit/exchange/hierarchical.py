@@ -34,7 +34,7 @@ class _Shared:
     own: wire.Message
     part: int  # elements of a share, the same for all
     offsets: dict[tuple[int, int], int]  # where a piece of the own share begins
-    back: tuple[Bucket, tuple[Share, ...]] | None = None  # what the hosts' messages are shares of
+    back: wire.Cut | None = None  # what the hosts' messages are shares of
 
 
 class Exchange(exchange.Exchange):
@@ -91,12 +91,10 @@ class Exchange(exchange.Exchange):
         arrived = yield from self._between.travel(shared.own, share_gradient, encode, stamp, f"{name}.between")
         # Whatever the other exchange has made of it: one message a host, or their mean, of another codec perhaps.
         if shared.back is None:
-            bucket = message.bucket.coded(arrived.bucket.codec)
-            shared.back = bucket, shares(bucket, local.size)
-        bucket, cut = shared.back
-        size = max(wire.message_size(share.bucket) for share in cut)
-        gathered = yield local.allgather(wire.pack(arrived, stamp, size=size), f"{name}.share")
-        return wire.read_shares(gathered, bucket, cut, stamp, hosts=len(arrived.rows), size=size)
+            shared.back = wire.Cut(message.bucket.coded(arrived.bucket.codec), local.size)
+        packed = wire.pack(arrived, stamp, size=shared.back.size)
+        gathered = yield local.allgather(packed, f"{name}.share")
+        return wire.read_shares(gathered, shared.back, stamp, hosts=len(arrived.rows))
 
     def _parts(self, shared: _Shared, gradient: Gradient) -> Array:
         """The gradients, share by share."""

@@ -25,7 +25,7 @@ from horovod_onebit import codecs, exchange, wire
 from horovod_onebit.exchange import Collectives, Encode, Gradient, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.layout import Bucket, Share, shares
+from horovod_onebit.layout import Bucket
 from horovod_onebit.rules import Context
 from horovod_onebit.wire import RECORDS
 
@@ -35,12 +35,9 @@ class _Served:
     """What this worker keeps for one bucket."""
 
     name: str  # of the residual
-    shares: tuple[Share, ...]
-    blocks: NDArray[np.integer]  # of each share
-    size: int  # bytes of one part, the same for all
-    outgoing: NDArray[np.uint8]  # a part to each server
-    again: tuple[Share, ...]  # of what the servers send
-    again_size: int  # bytes of one of these
+    cut: wire.Cut  # of what the workers send
+    again: wire.Cut  # of what the servers send
+    outgoing: NDArray[np.uint8]  # a share to each server
     own: wire.Message  # from this server
     error: Array
     next_error: Array
@@ -63,41 +60,37 @@ class Exchange(exchange.Exchange):
 
     def _serve(self, bucket: Bucket, digest: int, feedback: ErrorFeedback) -> _Served:
         n, rank = self.collectives.size, self.collectives.rank
-        cut = shares(bucket, n)
-        size = max(wire.message_size(share.bucket) for share in cut)
-        outgoing = np.zeros(n * size, np.uint8)
-        again = shares(bucket.coded(codecs.find(self.context.recipe.server_codec)), n)
-        again_size = max(wire.message_size(share.bucket) for share in again)
-        own = wire.Message(again[rank].bucket, np.zeros(again_size, np.uint8))
+        cut = wire.Cut(bucket, n)
+        again = wire.Cut(bucket.coded(codecs.find(self.context.recipe.server_codec)), n)
+        own = wire.Message(again.shares[rank].bucket, np.zeros(again.size, np.uint8))
         name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
-        error = feedback.residual(name, cut[rank].bucket.size)
-        blocks = np.array([share.bucket.blocks for share in cut])
-        return _Served(name, cut, blocks, size, outgoing, again, again_size, own, error, np.zeros_like(error))
+        error = feedback.residual(name, own.bucket.size)
+        return _Served(name, cut, again, np.zeros(n * cut.size, np.uint8), own, error, np.zeros_like(error))
 
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}
 
     def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
         served, n = self._served[message.bucket.index], self.collectives.size
+        cut = served.cut
         yield from encoded(message, gradient, encode, stamp)
         # To every server its share of the message.
-        rows = served.outgoing.reshape(-1, served.size)
-        for row, share in zip(rows, served.shares, strict=True):
+        rows = served.outgoing.reshape(-1, cut.size)
+        for row, share in zip(rows, cut.shares, strict=True):
             records = message.buffer[RECORDS + share.bytes.start : RECORDS + share.bytes.stop]
             row[RECORDS : RECORDS + len(records)] = records
-        wire.seal_rows(rows, served.blocks, message.bucket.index, stamp, message.finite)
+        wire.seal_rows(rows, cut.blocks, message.bucket.index, stamp, message.finite)
         scattered = yield self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         # The mean of this worker's share, compressed again, to all.
-        own = served.shares[self.collectives.rank].bucket
-        received = wire.read(scattered, own, stamp, workers=n, size=served.size)
+        share = cut.shares[self.collectives.rank]
+        received = wire.read(scattered, share.bucket, stamp, workers=n, size=cut.size)
         finite = bool(received.finite.all())
         if finite:
             self._recode(served, received)
         served.own.seal(stamp, finite=finite)
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
-        bucket = message.bucket.coded(served.own.bucket.codec)
-        whole = wire.read_shares(gathered, bucket, served.again, stamp, hosts=1, size=served.again_size)
+        whole = wire.read_shares(gathered, served.again, stamp, hosts=1)
         return replace(whole, finite=received.finite)
 
     def _recode(self, served: _Served, received: wire.Gathered) -> None:
@@ -123,4 +116,4 @@ class Exchange(exchange.Exchange):
 
     def bytes_sent(self, bucket: Bucket) -> int:
         served = self._served[bucket.index]
-        return (self.collectives.size - 1) * (served.size + served.again_size)
+        return (self.collectives.size - 1) * (served.cut.size + served.again.size)
