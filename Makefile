@@ -35,7 +35,8 @@ endif
 
 # pip shows its progress bars on a terminal only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-INSTALL := $(PIP) install $(shell test -t 2 || echo --quiet --quiet)
+# What is imported is compiled then; all of it would take minutes.
+INSTALL := $(PIP) install --no-compile $(shell test -t 2 || echo --quiet --quiet)
 
 PACKAGES_DONE := $(VENV)/.packages-$(MPI)
 HOROVOD_DONE := $(VENV)/.horovod-$(MPI)

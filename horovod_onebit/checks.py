@@ -63,9 +63,10 @@ def folder(value: Any) -> Path:
 
 
 def one_of(name: str, value: Any, choices: Any) -> None:
-    """Raise unless ``value`` is one of the ``Literal`` called ``choices``."""
-    if value not in get_args(choices):
-        raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, get_args(choices)))}")
+    """Raise unless ``value`` is one of ``choices``, a ``Literal`` or a tuple."""
+    expected = get_args(choices) or choices
+    if value not in expected:
+        raise ConfigurationError(f"{name}={value!r}: expected one of {', '.join(map(repr, expected))}")
 
 
 def matching(field: str, patterns: Any, names: Iterable[str], *, all_match: bool = True) -> set[str]:

@@ -10,6 +10,8 @@ import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
+from pkgutil import iter_modules
 from typing import Any, Literal
 
 from horovod_onebit.checks import flag, one_of, whole
@@ -20,7 +22,6 @@ logger = logging.getLogger("horovod_onebit")
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "guarded"]
-Exchange = Literal["auto", "direct", "two_stage", "hierarchical"]
 OnNonfinite = Literal["skip", "raise"]
 
 GATHER_LIMIT = 2**31 - 2**20
@@ -28,6 +29,13 @@ GATHER_LIMIT = 2**31 - 2**20
 
 REMOVED: dict[str, Any] = {"floor": None, "rescale_error": False, "refresh": None}
 """Options that recipes of earlier versions had, and their defaults."""
+
+
+def exchanges() -> tuple[str, ...]:
+    """``"auto"`` and the files of ``horovod_onebit.exchange``, which itself needs recipes."""
+    package = find_spec("horovod_onebit.exchange")
+    assert package is not None
+    return ("auto", *sorted(module.name for module in iter_modules(package.submodule_search_locations)))
 
 
 def _is_int(value: Any) -> bool:
@@ -67,7 +75,7 @@ class Recipe:
     block_size: int | None = 1024
     clip: float | None = 3.0
     eps_inside_sqrt: bool = False
-    exchange: Exchange = "auto"
+    exchange: str = "auto"
     min_compressed_size: int = 1024
     bucket_size: int = 4 * 2**20
     on_nonfinite: OnNonfinite = "skip"
@@ -78,7 +86,7 @@ class Recipe:
         one_of("space", self.space, Space)
         one_of("scale", self.scale, Scale)
         find(self.codec), find(self.server_codec)
-        one_of("exchange", self.exchange, Exchange)
+        one_of("exchange", self.exchange, exchanges())
         one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
         if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8):
             raise ConfigurationError(

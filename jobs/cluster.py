@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -77,10 +77,13 @@ class Cluster:
         command = ["ip", "netns", "exec", f"{NAME}{host}", "cat", path]
         return int(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
 
-    def horovodrun(self, backend: str, *command: str, slots: int = 1, timeout: float = 600) -> str:
+    def horovodrun(
+        self, backend: str, *command: str, slots: int = 1, timeout: float = 600, variables: Mapping[str, str] = {}
+    ) -> str:
         """Run ``command`` on ``slots`` processes of every host by horovodrun over ``"mpi"`` or ``"gloo"``.
 
-        Returns its output; raises ``RuntimeError`` with the end of it if it fails or does not end in time.
+        ``variables`` are added to the environment. Returns its output; raises ``RuntimeError`` with the end of it if it
+        fails or does not end in time.
         """
         runner = str(Path(sys.executable).with_name("horovodrun"))
         hosts = ",".join(f"{address}:{slots}" for address in self.addresses)
@@ -91,9 +94,10 @@ class Cluster:
         else:
             arguments = [*_on(0, 'exec "$@"'), "sh", *arguments]
         path = f"{self.folder}:{Path(sys.executable).parent}:{os.environ['PATH']}"
-        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+        env = os.environ | {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", **variables}
         if slots * len(self.addresses) > (os.cpu_count() or 1):
             env.setdefault("OMPI_MCA_mpi_yield_when_idle", "1")
+            env.setdefault("HOROVOD_GLOO_TIMEOUT_SECONDS", "120")
         return run([*arguments, *command], env, timeout)
 
 

@@ -51,7 +51,6 @@ class Codec:
         return whole * self.record_size(block_size) + (self.record_size(rest) if rest else 0)
 
 
-@cache
 def names() -> tuple[str, ...]:
     """All codecs."""
     return tuple(sorted(module.name for module in iter_modules(__path__)))

@@ -6,6 +6,7 @@ or there is no folder that can be written to. Then the kernels are compiled anew
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from contextlib import suppress
@@ -32,10 +33,14 @@ def _sources(function: Any) -> frozenset[str]:
 
 
 @cache
-def _stamp(files: frozenset[str]) -> tuple[tuple[str, int, int], ...]:
-    """Numba looks at the file of the called function only, and a formula of another may have been changed."""
-    found = [(name, Path(name).stat()) for name in sorted(files)]
-    return tuple((name, status.st_mtime_ns, status.st_size) for name, status in found)
+def _stamp(files: frozenset[str]) -> str:
+    """Numba looks at the date of the called function's file only: a formula of another may have been changed, and a
+    file that was installed again may be the same."""
+    found = hashlib.sha256()
+    for name in sorted(files):
+        content = Path(name).read_bytes()
+        found.update(f"{name} {len(content)} ".encode() + content)
+    return found.hexdigest()
 
 
 class _ForgivingCache:

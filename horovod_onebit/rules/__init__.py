@@ -5,13 +5,19 @@ scalars. It sees one tensor at a time and says what to send (``contribution``), 
 (``motion``, then ``finish``), and what the exact, uncompressed step is (``exact``). All formulas take the scalars
 ``p``, then gradient ``g``, momentum ``m``, second moment ``v``, weight ``w`` and anchor ``a``; those that move return
 momentum, second moment and weight, None for what stays.
+
+Its file says besides, in ``TORCH`` and ``KERAS``, which optimizer of a framework takes these steps (see ``Wraps``):
+that is all that the frameworks' packages need in order to wrap it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from importlib import import_module
+from pkgutil import iter_modules
 from types import ModuleType
 from typing import Any, ClassVar, NamedTuple, TypeVar
 
@@ -192,6 +198,48 @@ class Rule:
     def apply(self, tensor: Tensor, rows: Bytes, at: int, coding: Coding, context: Context) -> None:
         """Take step number ``tensor.step + 1`` with the mean of all messages, (k, bytes)."""
         context.kernels.apply(*self.motion(tensor, context), tensor.arrays(), rows, at, coding)
+
+
+@dataclass(frozen=True)
+class Wraps:
+    """An optimizer of a framework whose steps a rule takes, and where it keeps what the rule needs.
+
+    Attributes:
+        optimizer: the class, such as ``"torch.optim.Adam"``; a name without a module is any class of that name.
+        rule: the rule's class.
+        momentum, variance: keys of the state in PyTorch, attributes that list variables in Keras; None if it has none.
+            A PyTorch state with a second moment counts its steps under ``"step"``.
+        options: by field of the rule, the option that it is: ``"betas.0"`` is the first of ``betas``. Keras's learning
+            rate and weight decay, which differ between steps and variables, are not among them.
+        fixed: fields of the rule that no option changes.
+        requires: options that have a 1-bit form with this value only.
+        also: subclasses that take the same steps.
+    """
+
+    optimizer: str
+    rule: type[Rule]
+    momentum: str
+    variance: str | None = None
+    options: Mapping[str, str] = field(default_factory=dict)
+    fixed: Mapping[str, Any] = field(default_factory=dict)
+    requires: Mapping[str, Any] = field(default_factory=dict)
+    also: tuple[str, ...] = ()
+
+
+@cache
+def wrapped(framework: str) -> tuple[Wraps, ...]:
+    """The optimizers of ``"torch"`` or ``"keras"`` that have a rule."""
+    files = [import_module(f"{__name__}.{module.name}") for module in iter_modules(__path__)]
+    return tuple(getattr(file, framework.upper()) for file in files if hasattr(file, framework.upper()))
+
+
+def listed(framework: str) -> str:
+    """Their names, for users: ``"torch.optim.Adam, AdamW, SGD; classes named Lion"``."""
+    by_module: dict[str, list[str]] = {}
+    for wraps in wrapped(framework):
+        module, _, name = wraps.optimizer.rpartition(".")
+        by_module.setdefault(f"{module}." if module else "classes named ", []).extend((name, *wraps.also))
+    return "; ".join(module + ", ".join(names) for module, names in by_module.items())
 
 
 def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context) -> list[NDArray[np.float64] | None]:

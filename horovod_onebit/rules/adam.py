@@ -28,7 +28,7 @@ from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.formulas import Number, clipped, denominator, f32, sqrt
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
 ZERO = f32(0)
 
@@ -189,3 +189,31 @@ class Adam(Rule):
             "step": self.lr / (1 - self.beta1**tensor.step),
         }
         return Use(exact, scalars(Exact, **values))
+
+
+TORCH = Wraps(
+    "torch.optim.Adam",
+    Adam,
+    momentum="exp_avg",
+    variance="exp_avg_sq",
+    options={
+        "lr": "lr",
+        "beta1": "betas.0",
+        "beta2": "betas.1",
+        "eps": "eps",
+        "weight_decay": "weight_decay",
+        "decoupled": "decoupled_weight_decay",
+    },
+    requires={"amsgrad": False, "capturable": False, "differentiable": False},
+    also=("AdamW",),
+)
+KERAS = Wraps(
+    "keras.optimizers.Adam",
+    Adam,
+    momentum="_momentums",
+    variance="_velocities",
+    options={"beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon"},
+    fixed={"decoupled": True},
+    requires={"amsgrad": False},
+    also=("AdamW",),
+)

@@ -14,6 +14,7 @@ instead by how the second moment would have changed, which needs a second second
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,7 +23,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.formulas import Number, denominator, sqrt
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.rules import Context, Tensor, Use, scalars, sums
+from horovod_onebit.rules import Context, Tensor, Use, Wraps, scalars, sums
 from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments
 
 COEFFICIENT = 0
@@ -196,3 +197,22 @@ def _length(squares: float) -> float:
     """The root of a sum of squares, to 20 bits: machines whose sums round differently must still agree."""
     mantissa, exponent = np.frexp(np.sqrt(squares))
     return float(np.ldexp(np.round(mantissa * 2**20), exponent - 20))
+
+
+OPTIONS = ("lr", "eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "coeff_beta")
+TORCH = Wraps(
+    "horovod_onebit.torch.LAMB",
+    LAMB,
+    momentum="exp_avg",
+    variance="exp_avg_sq",
+    options={name: name for name in OPTIONS} | {"beta1": "betas.0", "beta2": "betas.1"},
+)
+KERAS = Wraps(
+    "keras.optimizers.Lamb",
+    LAMB,
+    momentum="_momentums",
+    variance="_velocities",
+    options={"beta1": "beta_1", "beta2": "beta_2", "eps": "epsilon"},
+    # Keras bounds the coefficients by nothing, and leaves weight decay out of them.
+    fixed={"decoupled": True, "min_coeff": 0.0, "max_coeff": math.inf},
+)

@@ -19,7 +19,7 @@ import numpy as np
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.formulas import Number, sign
-from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
 
 class Scalars(NamedTuple):
@@ -75,3 +75,24 @@ class Lion(Rule):
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(exact, self._scalars(self.beta2, (1 - self.beta2) * self.grad_scale))
+
+
+TORCH = Wraps(
+    "Lion",  # PyTorch has none: lion-pytorch's, timm's, pytorch_optimizer's
+    Lion,
+    momentum="exp_avg",
+    options={"lr": "lr", "beta1": "betas.0", "beta2": "betas.1", "weight_decay": "weight_decay"},
+    requires={
+        "cautious_factor": 1.0,
+        "weight_decouple": True,
+        "decoupled_wd": False,
+        "capturable": False,
+        "differentiable": False,
+    },
+)
+KERAS = Wraps(
+    "keras.optimizers.Lion",
+    Lion,
+    momentum="_momentums",
+    options={"beta1": "beta_1", "beta2": "beta_2"},
+)

@@ -21,7 +21,7 @@ import numpy as np
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.formulas import Number
-from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
 
 class Scalars(NamedTuple):
@@ -130,3 +130,19 @@ class SGD(Rule):
             "step": self.lr,
         }
         return Use(exact if self.momentum else exact_without_momentum, scalars(Exact, **values))
+
+
+TORCH = Wraps(
+    "torch.optim.SGD",
+    SGD,
+    momentum="momentum_buffer",
+    options={name: name for name in ("lr", "momentum", "dampening", "weight_decay", "nesterov")},
+    requires={"differentiable": False},
+)
+KERAS = Wraps(
+    "keras.optimizers.SGD",
+    SGD,
+    momentum="momentums",
+    options={"momentum": "momentum", "nesterov": "nesterov"},
+    fixed={"decoupled": True},
+)

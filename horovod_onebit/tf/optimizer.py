@@ -19,7 +19,7 @@ from horovod_onebit.tf.agreement import next_name
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
 from horovod_onebit.tf.loss_scale import around, refuse_copy
-from horovod_onebit.tf.rules import adapter_for
+from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase
@@ -395,5 +395,5 @@ def _copied(kind: type, config: dict[str, Any]) -> Any:
     return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
-for _kind in (keras.optimizers.Adam, keras.optimizers.AdamW, keras.optimizers.SGD, keras.optimizers.Lamb):
+for _kind in kinds():
     _class_of(_kind)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
+from importlib import import_module
 from typing import Any
 
 import keras
@@ -12,22 +12,29 @@ import numpy as np
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.kernels import reference
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor
-from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.lamb import COEFFICIENT, LAMB
-from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.rules import Context, Rule, Tensor, Wraps, listed, wrapped
+from horovod_onebit.rules.lamb import COEFFICIENT
 
 
 class Adapter:
     """How one family of Keras optimizers keeps its state, and which rule takes its steps."""
 
-    kind: Any
+    def __init__(self, wraps: Wraps) -> None:
+        self.wraps = wraps
 
     def check(self, optimizer: Any) -> None:
         """Refuse what the rule cannot do."""
+        for name, value in self.wraps.requires.items():
+            found = getattr(optimizer, name, value)
+            if found != value:
+                raise UnsupportedError(
+                    f"{type(optimizer).__name__}({name}={found!r}) has no 1-bit form: "
+                    + (f"leave {name} out" if value is False else f"expected {name}={value!r}")
+                )
 
     def init(self, tensor: Tensor) -> None:
         """Give ``tensor`` what the rule keeps besides the moments."""
+        self.wraps.rule(lr=0.0).init(tensor)  # type: ignore[call-arg]
 
     def build(self, optimizer: Any) -> None:
         """Add the variables that the rule needs and the wrapped optimizer has not; called once it is built."""
@@ -39,82 +46,54 @@ class Adapter:
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         """The Keras variable that holds the momentum of variable number ``index``, or None."""
-        raise NotImplementedError
+        return getattr(optimizer, self.wraps.momentum)[index]
 
     def variance(self, optimizer: Any, index: int) -> Any:
         """The Keras variable that holds the second moment, or None."""
-        return None
+        return None if self.wraps.variance is None else getattr(optimizer, self.wraps.variance)[index]
 
     def first_momentum(self, value: np.ndarray, learning_rate: float) -> np.ndarray:
         """The rule's momentum from what the exact steps left, when compression starts."""
         return value
 
+    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
+        """The rule's fields, besides those that differ between steps and variables."""
+        return {name: getattr(optimizer, option) for name, option in self.wraps.options.items()}
+
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
         """The rule with the hyperparameters of this step; ``scale`` multiplies the gradient."""
-        raise NotImplementedError
+        values = self.options(optimizer, exact_steps) | dict(self.wraps.fixed)
+        return self.wraps.rule(  # type: ignore[call-arg]
+            lr=learning_rate, weight_decay=weight_decay, grad_scale=scale, **values
+        )
 
 
 class AdamAdapter(Adapter):
     """Adam and AdamW. Keras adds epsilon to the root of the *uncorrected* second moment: it is scaled to match."""
 
-    kind: Any = keras.optimizers.Adam
-
-    def check(self, optimizer: Any) -> None:
-        if optimizer.amsgrad:
-            raise UnsupportedError(f"{type(optimizer).__name__}(amsgrad=True) has no 1-bit form: leave amsgrad out")
-
-    def momentum(self, optimizer: Any, index: int) -> Any:
-        return optimizer._momentums[index]
-
-    def variance(self, optimizer: Any, index: int) -> Any:
-        return optimizer._velocities[index]
-
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Adam:
+    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
+        values = super().options(optimizer, exact_steps)
         correction = 1 / (1 - optimizer.beta_2 ** max(exact_steps, 1))
-        return Adam(
-            lr=learning_rate,
-            beta1=optimizer.beta_1,
-            beta2=optimizer.beta_2,
-            eps=optimizer.epsilon * correction**0.5,
-            weight_decay=weight_decay,
-            decoupled=True,
-            grad_scale=scale,
-        )
+        return values | {"eps": values["eps"] * correction**0.5}
 
 
 class SGDAdapter(Adapter):
     """SGD. Keras keeps ``m = momentum * m - lr * g``; from the first compressed step on, the variable holds the
     rule's momentum instead, a mean gradient without learning rate or sign."""
 
-    kind = keras.optimizers.SGD
-
     def momentum(self, optimizer: Any, index: int) -> Any:
-        return optimizer.momentums[index] if optimizer.momentum else None
+        return super().momentum(optimizer, index) if optimizer.momentum else None
 
     def first_momentum(self, value: np.ndarray, learning_rate: float) -> np.ndarray:
         return value / np.float32(-learning_rate) if learning_rate else np.zeros_like(value)
 
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> SGD:
-        return SGD(
-            lr=learning_rate,
-            momentum=float(optimizer.momentum),
-            nesterov=bool(optimizer.nesterov and optimizer.momentum),
-            weight_decay=weight_decay,
-            decoupled=True,
-            grad_scale=scale,
-        )
+    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
+        momentum = float(optimizer.momentum)
+        return {"momentum": momentum, "nesterov": bool(optimizer.nesterov and momentum)}
 
 
-class LambAdapter(AdamAdapter):
-    """Lamb. Keras bounds the coefficients by nothing, and leaves weight decay out of them."""
-
-    kind: Any = keras.optimizers.Lamb
-
-    def check(self, optimizer: Any) -> None:
-        """It has no ``amsgrad``."""
-
-    def init(self, tensor: Tensor) -> None:
-        LAMB(lr=0.0).init(tensor)
+class LambAdapter(Adapter):
+    """Lamb; the mean of its coefficients becomes a variable."""
 
     def build(self, optimizer: Any) -> None:
         shape = (len(optimizer._trainable_variables),)
@@ -133,24 +112,27 @@ class LambAdapter(AdamAdapter):
         if first:
             optimizer._coefficients.assign(known)
 
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> LAMB:
-        return LAMB(
-            lr=learning_rate,
-            beta1=optimizer.beta_1,
-            beta2=optimizer.beta_2,
-            eps=optimizer.epsilon,
-            weight_decay=weight_decay,
-            decoupled=True,
-            grad_scale=scale,
-            min_coeff=0.0,
-            max_coeff=math.inf,
-        )
-
 
 ON_HOST = Context(reference, Recipe(), 1)
 """For ``Rule.begin``, which looks at nothing but where the arrays are."""
 
-ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LambAdapter)
+ADAPTERS = {
+    "keras.optimizers.Adam": AdamAdapter,
+    "keras.optimizers.SGD": SGDAdapter,
+    "keras.optimizers.Lamb": LambAdapter,
+}
+"""For those whose state or options are not just what the rule has."""
+
+
+def _named(wraps: Wraps) -> Any:
+    module, _, name = wraps.optimizer.rpartition(".")
+    return getattr(import_module(module), name)
+
+
+def kinds() -> list[Any]:
+    """All classes of Keras that have a rule, subclasses included."""
+    modules = [(wraps.optimizer.rpartition(".")[0], wraps) for wraps in wrapped("keras")]
+    return [k for module, w in modules for k in (_named(w), *(getattr(import_module(module), name) for name in w.also))]
 
 
 def adapter_for(optimizer: Any) -> Adapter:
@@ -164,10 +146,11 @@ def adapter_for(optimizer: Any) -> Adapter:
             f"optimizer={optimizer!r}: expected an optimizer itself, such as keras.optimizers.Adam(1e-3); not its "
             "name, its class or its configuration"
         )
-    for adapter in ADAPTERS:
-        if isinstance(optimizer, adapter.kind) and kind.update_step is adapter.kind.update_step:
-            return adapter()
+    for wraps in wrapped("keras"):
+        wrapped_kind = _named(wraps)
+        if isinstance(optimizer, wrapped_kind) and kind.update_step is wrapped_kind.update_step:
+            return ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
     raise UnsupportedError(
-        f"{name} has no 1-bit form. Optimizers that have one: keras.optimizers.Adam, AdamW, SGD, Lamb (a subclass "
-        "must not override update_step)"
+        f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
+        "update_step)"
     )

@@ -6,11 +6,11 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
-from typing import Any, get_args
+from typing import Any
 
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import OnebitError
-from horovod_onebit.recipe import Exchange
+from horovod_onebit.recipe import exchanges
 from horovod_onebit.tools import doctor, monitor, planner, show, trial
 from horovod_onebit.tools.diagnostics import Report
 
@@ -79,7 +79,7 @@ def _add_simulate(add: Any) -> None:
     option("--recipes", nargs="+", default=["exact", "robust"], metavar="RECIPE",
            help="exact, robust, paper, fixed (exact robust)")  # fmt: skip
     help = "instead of the recipe's own, which is often direct for so small a network; large models on many hosts "
-    option("--exchange", choices=get_args(Exchange), help=help + "use two_stage")
+    option("--exchange", choices=exchanges(), help=help + "use two_stage")
     option("--workers", type=int, default=4, metavar="N", help="simulated processes (4)")
     option("--workers-per-host", type=int, default=1, metavar="N", help="of them (1)")
     option("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")

@@ -18,7 +18,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.recipe import Exchange, Recipe, resolve
+from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules.adam import Adam
 
 WIDTHS = (32, 64, 64, 8)
@@ -78,7 +78,7 @@ def run(
     trial: Trial,
     recipe: str | Recipe,
     *,
-    exchange: Exchange | None = None,
+    exchange: str | None = None,
     progress: Callable[[int], None] | None = None,
 ) -> Outcome:
     """Train with ``recipe``, or with plain Adam for ``"exact"``. ``progress`` is called with the number of steps done.

@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Mapping
+from importlib import import_module
 from typing import Any
 
 import torch
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.rules import Rule
-from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.lamb import LAMB as LAMBRule
-from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.schedule import ZeroOne
-from horovod_onebit.torch.lamb import LAMB, init_state, modernize
+from horovod_onebit.torch.lamb import init_state, modernize
 from horovod_onebit.torch.plain import factor
 
 ParamGroup = dict[str, Any]
@@ -22,15 +20,23 @@ HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening"
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
+def option(values: Mapping[str, Any], path: str) -> Any:
+    """``"betas.0"`` of ``values`` is the first of its ``betas``; numbers as Python's."""
+    name, _, position = path.partition(".")
+    value = values[name][int(position)] if position else values[name]
+    return value if isinstance(value, bool) else float(value)
+
+
 class Adapter:
     """How one family of PyTorch optimizers keeps its state, and which rule takes its steps."""
 
-    kind: Any
-    momentum_key: str
-    variance_key: str | None = None
-    anchor_key: str | None = None
     layer_key: str | None = None
+    anchor_key: str | None = None
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
+
+    def __init__(self, wraps: Wraps) -> None:
+        self.wraps = wraps
+        self.momentum_key, self.variance_key = wraps.momentum, wraps.variance
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""
@@ -40,12 +46,15 @@ class Adapter:
             if value is not None and value.dtype is torch.float32 and p.dtype is not torch.float32:
                 state[key] = value.detach().clone()
 
-    def check(self, group: ParamGroup) -> None:
-        """Refuse what the rule cannot do."""
-        for option in ("amsgrad", "capturable", "differentiable"):
-            if group.get(option):
+    def check(self, options: Mapping[str, Any]) -> None:
+        """Refuse what the rule cannot do, of a parameter group's options or others."""
+        for name, value in self.wraps.requires.items():
+            found = options.get(name, value)
+            if found != value:
+                kind = self.wraps.optimizer.rpartition(".")[2]
                 raise UnsupportedError(
-                    f"{self.kind.__name__}({option}=True) has no 1-bit form: build the optimizer without {option}"
+                    f"{kind}({name}={found!r}) has no 1-bit form: build the optimizer "
+                    + (f"without {name}" if value is False else f"with {name}={value!r}")
                 )
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool | None:
@@ -53,7 +62,12 @@ class Adapter:
 
         True if it has a momentum now that must not be there at its first step.
         """
-        raise NotImplementedError
+        if self.momentum_key not in state:
+            for key in filter(None, (self.momentum_key, self.variance_key)):
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
+            if self.variance_key is not None:
+                state["step"] = torch.zeros((), dtype=torch.float32)
+        return None
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         """See ``plain.factor``."""
@@ -64,14 +78,12 @@ class Adapter:
 
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
         """The rule with the hyperparameters that ``group`` has now."""
-        raise NotImplementedError
+        values = {field: option(group, path) for field, path in self.wraps.options.items()}
+        scale = -grad_scale if group.get("maximize") else grad_scale
+        return self.wraps.rule(**values, **self.wraps.fixed, grad_scale=scale)  # type: ignore[call-arg]
 
 
 class AdamAdapter(Adapter):
-    kind: Any = torch.optim.Adam
-    momentum_key = "exp_avg"
-    variance_key = "exp_avg_sq"
-
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         if "exp_avg" in state:
             return
@@ -92,23 +104,8 @@ class AdamAdapter(Adapter):
             state["exp_avg"].mul_((1 - beta1**steps) / (1 - beta1**taken))
             state["step"].fill_(steps)
 
-    def rule(self, group: ParamGroup, grad_scale: float) -> Adam:
-        beta1, beta2 = group["betas"]
-        return Adam(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            eps=group["eps"],
-            weight_decay=group["weight_decay"],
-            decoupled=group["decoupled_weight_decay"],
-            grad_scale=-grad_scale if group["maximize"] else grad_scale,
-        )
-
 
 class SGDAdapter(Adapter):
-    kind = torch.optim.SGD
-    momentum_key = "momentum_buffer"
-
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool:
         if group["momentum"] == 0:
             state["momentum_buffer"] = None
@@ -118,22 +115,8 @@ class SGDAdapter(Adapter):
             return group["dampening"] != 0
         return False
 
-    def rule(self, group: ParamGroup, grad_scale: float) -> SGD:
-        return SGD(
-            lr=float(group["lr"]),
-            momentum=group["momentum"],
-            dampening=group["dampening"],
-            weight_decay=float(group["weight_decay"]),
-            nesterov=group["nesterov"],
-            grad_scale=-grad_scale if group["maximize"] else grad_scale,
-        )
-
-
-LAMB_OPTIONS = ["eps", "weight_decay", "bias_correction", "min_coeff", "max_coeff", "coeff_beta"]
-
 
 class LAMBAdapter(AdamAdapter):
-    kind = LAMB
     layer_key = "layer"
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
@@ -150,23 +133,6 @@ class LAMBAdapter(AdamAdapter):
         if group["bias_correction"]:
             super().rewind(group, state, steps)
 
-    def rule(self, group: ParamGroup, grad_scale: float) -> LAMBRule:
-        beta1, beta2 = group["betas"]
-        return LAMBRule(
-            lr=float(group["lr"]),
-            beta1=float(beta1),
-            beta2=float(beta2),
-            grad_scale=-grad_scale if group["maximize"] else grad_scale,
-            **{name: group[name] for name in LAMB_OPTIONS},
-        )
-
-
-ADAPTERS: tuple[type[Adapter], ...] = (AdamAdapter, SGDAdapter, LAMBAdapter)
-
-
-def _unwrapped_step(kind: type[torch.optim.Optimizer]) -> Callable[..., Any]:
-    return inspect.unwrap(kind.step)
-
 
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
@@ -182,20 +148,58 @@ class ZeroOneAdapter(AdamAdapter):
             state["local"] = torch.tensor([0.0, 1.0, 0.0])
 
 
+ADAPTERS = {
+    "torch.optim.Adam": AdamAdapter,
+    "torch.optim.SGD": SGDAdapter,
+    "horovod_onebit.torch.LAMB": LAMBAdapter,
+}
+"""For those whose state is more than a momentum."""
+COMMON = {"maximize", "foreach", "fused"}
+"""Options that all may have, and that the step here takes into account."""
+
+
+def _unwrapped_step(kind: type) -> Any:
+    return inspect.unwrap(kind.step)  # type: ignore[attr-defined]
+
+
+def _base(kind: type, wraps: Wraps) -> type | None:
+    """The class that ``wraps`` means, among the bases of ``kind``; None if it is not there."""
+    module, _, name = wraps.optimizer.rpartition(".")
+    if module:
+        named = getattr(import_module(module), name)
+        return named if issubclass(kind, named) else None
+    return next((base for base in kind.__mro__ if base.__name__ == name and hasattr(base, "step")), None)
+
+
+def _check_options(optimizer: torch.optim.Optimizer, wraps: Wraps) -> None:
+    """Refuse what a class of some other package does besides."""
+    kind, needed = type(optimizer).__qualname__, {path.partition(".")[0] for path in wraps.options.values()}
+    if missing := needed - optimizer.defaults.keys():
+        raise UnsupportedError(f"{kind} has no option {', '.join(sorted(missing))}: expected one like lion-pytorch's")
+    for name in optimizer.defaults.keys() - needed - wraps.requires.keys() - COMMON:
+        if value := optimizer.defaults[name]:
+            raise UnsupportedError(f"{kind}({name}={value!r}) has no 1-bit form: build the optimizer without {name}")
+
+
 def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = None) -> Adapter:
     """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
-    for adapter in ADAPTERS:
-        same_step = _unwrapped_step(type(optimizer)) is _unwrapped_step(adapter.kind)
-        if isinstance(optimizer, adapter.kind) and same_step:
-            if schedule is None:
-                return adapter()
-            if adapter is AdamAdapter:
-                return ZeroOneAdapter()
-            raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {type(optimizer).__name__}")
+    kind = type(optimizer)
+    for wraps in wrapped("torch"):
+        base = _base(kind, wraps)
+        if base is None or _unwrapped_step(kind) is not _unwrapped_step(base):
+            continue
+        adapter = ADAPTERS.get(wraps.optimizer, Adapter)
+        if "." not in wraps.optimizer:
+            _check_options(optimizer, wraps)
+            adapter(wraps).check(vars(optimizer))
+        if schedule is None:
+            return adapter(wraps)
+        if adapter is AdamAdapter:
+            return ZeroOneAdapter(wraps)
+        raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
-        f"{type(optimizer).__module__}.{type(optimizer).__qualname__} has no 1-bit form. Optimizers that have one: "
-        "torch.optim.Adam, AdamW, SGD, horovod_onebit.torch.LAMB (a subclass must not override step()). Use "
-        "horovod.torch.DistributedOptimizer for others"
+        f"{kind.__module__}.{kind.__qualname__} has no 1-bit form. Optimizers that have one: {listed('torch')} (a "
+        "subclass must not override step()). Use horovod.torch.DistributedOptimizer for others"
     )
 
 

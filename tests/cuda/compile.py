@@ -1,7 +1,11 @@
 """What the CUDA kernels compile to, in PTX, for ``machine`` to run: python -m tests.cuda.compile FOLDER."""
 
+import hashlib
+import os
+import shutil
 import sys
 from functools import cache
+from importlib.metadata import version
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -11,6 +15,7 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs
+from horovod_onebit.formulas import label
 from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.cuda.loops import Program
@@ -21,6 +26,7 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Kind
 
+PARTS = ("codecs", "kernels", "rules")
 CODECS = [codecs.find(name) for name in codecs.names()]
 
 
@@ -67,7 +73,7 @@ def uses():
         rule.finish(tensor, np.ones(2), context)
         if isinstance(rule, zero_one_adam.ZeroOneAdam):
             rule.local_step(tensor, numbers, context)
-    return sorted(set(backend.found), key=str)
+    return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
 
 def programs():
@@ -85,8 +91,33 @@ def programs():
 
 
 @cache
+def _folder():
+    """Where kernels are kept between processes: compiling all takes a minute."""
+    found = hashlib.sha256(f"{version('numba')} {version('numba-cuda')}".encode())
+    package = Path(kernels.__file__).parents[2]
+    for path in sorted([package / "formulas.py", *(p for name in PARTS for p in (package / name).glob("**/*.py"))]):
+        found.update(path.read_bytes())
+    caches = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[2] / "build") / "ptx"
+    folder = caches / found.hexdigest()[:16]
+    folder.mkdir(parents=True, exist_ok=True)
+    for other in caches.iterdir():  # of another source
+        if other != folder:
+            shutil.rmtree(other, ignore_errors=True)
+    return folder
+
+
+@cache
 def ptx(program, capability):
     """One kernel for GPUs of a compute capability, such as (9, 0); no GPU is needed."""
+    kept = _folder() / f"{program.name}-{capability[0]}{capability[1]}.ptx"
+    if not kept.exists():
+        partial = kept.with_suffix(f".{os.getpid()}")
+        partial.write_text(_compile(program, capability))
+        partial.replace(kept)
+    return kept.read_text()
+
+
+def _compile(program, capability):
     # Numba asks the driver which GPU a device function is for.
     known = dispatcher.get_current_device
     dispatcher.get_current_device = lambda: SimpleNamespace(compute_capability=capability)

@@ -22,17 +22,12 @@ RANK, SIZE = hvd.rank(), hvd.size()
 LOSS = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 
 
-def build(seed=0):
+def build(seed=0, hidden=(128,)):
+    """Layers whose kernels are compressed and whose biases are not; few, since TensorFlow traces each for long."""
     keras.utils.set_random_seed(seed)
     layers = keras.layers
-    return keras.Sequential(
-        [
-            layers.Input((32,)),
-            layers.Dense(96, activation="relu"),
-            layers.Dense(48, activation="relu"),
-            layers.Dense(10),
-        ]
-    )
+    dense = [layers.Dense(units, activation="relu") for units in hidden]
+    return keras.Sequential([layers.Input((32,)), *dense, layers.Dense(10)])
 
 
 def batch(step, rank=None):
@@ -89,5 +84,6 @@ OPTIMIZERS = {
     "adamw": lambda **k: keras.optimizers.AdamW(1e-3, **({"weight_decay": 0.01} | k)),
     "sgd": lambda **k: keras.optimizers.SGD(0.05, momentum=0.9, nesterov=True, **k),
     "lamb": lambda **k: keras.optimizers.Lamb(1e-2, **k),
+    "lion": lambda **k: keras.optimizers.Lion(1e-3, **k),
     "plain sgd": lambda **k: keras.optimizers.SGD(0.05, **k),
 }

@@ -324,10 +324,10 @@ def test_variables_that_the_user_keeps_exact(tmp_path):
     model = build()
     model = compiled(wrap(OPTIMIZERS["adam"](), 2, exact=(model.trainable_variables[0].path,)), model)
     model.fit(*data(4), batch_size=16, verbose=0)
-    assert model.optimizer.stats().compressed_parameters == 96 * 48
+    assert model.optimizer.stats().compressed_parameters == 128 * 10
     model.save(tmp_path / f"model-{RANK}.keras")
     again = keras.models.load_model(tmp_path / f"model-{RANK}.keras")
-    assert again.optimizer.stats().compressed_parameters == 96 * 48
+    assert again.optimizer.stats().compressed_parameters == 128 * 10
     for bad in ("kernel", 5, [3]):
         with pytest.raises(ConfigurationError, match="exact"):
             wrap(OPTIMIZERS["adam"](), exact=bad).build(model.trainable_variables)
@@ -381,7 +381,7 @@ def test_models_that_are_built_by_their_first_batch(kind):
 
 
 def test_variables_that_stay_each_workers_own():
-    model = compiled(wrap(OPTIMIZERS["adam"]()), build(seed=RANK))
+    model = compiled(wrap(OPTIMIZERS["adam"]()), build(RANK, hidden=(96, 48)))
     local = model.layers[0].kernel
     before = np.array(local)
     callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0, "", local_variables=local)

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -140,13 +140,25 @@ class OwnStep(torch.optim.AdamW):
         return super().step(closure)
 
 
+def of_lion_pytorch(p):
+    optimizer = Lion(p)
+    optimizer.decoupled_wd = True  # its option of that name is no option of a group
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
         (lambda p: torch.optim.Adam(p, amsgrad=True), "without amsgrad"),
         (lambda p: torch.optim.AdamW(p, capturable=True), "without capturable"),
         (lambda p: torch.optim.SGD(p, lr=0.1, differentiable=True), "without differentiable"),
-        (lambda p: torch.optim.RMSprop(p), "torch.optim.Adam, AdamW, SGD"),
+        (lambda p: Lion(p, cautious_factor=0.5), "with cautious_factor=1.0"),
+        (lambda p: of_lion_pytorch(p), "without decoupled_wd"),
+        (lambda p: Lion(p, use_gc=True), "without use_gc"),
+        (
+            lambda p: torch.optim.RMSprop(p),
+            "torch.optim.Adam, AdamW, SGD; horovod_onebit.torch.LAMB; classes named Lion",
+        ),
         (lambda p: OwnStep(p), "must not override step"),
     ],
 )

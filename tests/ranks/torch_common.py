@@ -17,6 +17,30 @@ REPEATABLE = SIZE == 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
 two_ranks_only = pytest.mark.skipif(SIZE != 2, reason="float32 sums of more than two depend on how they are sent")
 repeatable_sums_only = pytest.mark.skipif(not REPEATABLE, reason="float32 sums depend on what Horovod fuses")
 
+
+class Lion(torch.optim.Optimizer):
+    """Chen et al. 2023, Algorithm 2, with the options and the state of the packages that have it; PyTorch has none."""
+
+    def __init__(self, params, lr=1e-4, betas=(0.9, 0.99), weight_decay=0.0, **more):
+        super().__init__(params, {"lr": lr, "betas": betas, "weight_decay": weight_decay, **more})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        loss = closure() if closure else None
+        for group in self.param_groups:
+            (beta1, beta2), lr = group["betas"], group["lr"]
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["exp_avg"] = torch.zeros_like(p)
+                momentum = self.state[p]["exp_avg"]
+                p.mul_(1 - lr * group["weight_decay"])
+                p.sub_(lr * torch.sign(beta1 * momentum + (1 - beta1) * p.grad))
+                momentum.mul_(beta2).add_(p.grad, alpha=1 - beta2)
+        return loss
+
+
 OPTIMIZERS = [
     (torch.optim.Adam, {"lr": 1e-3, "weight_decay": 0.01}),
     (torch.optim.AdamW, {"lr": 1e-3, "maximize": False, "foreach": True}),
@@ -25,6 +49,7 @@ OPTIMIZERS = [
     (torch.optim.SGD, {"lr": 0.05, "momentum": 0.9, "dampening": 0.5}),
     (torch.optim.SGD, {"lr": 0.1}),
     (onebit.LAMB, {"lr": 1e-2, "weight_decay": 0.01}),
+    (Lion, {"lr": 3e-4, "weight_decay": 0.01}),
 ]
 
 

@@ -36,6 +36,12 @@ def test_a_change_in_another_file_compiles_anew(tmp_path):
     shutil.copytree(Path(horovod_onebit.__file__).parent, tmp_path / "horovod_onebit")
     here = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
     assert float(run(tmp_path, **here)) == -1
+    kept = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbi")}
+    assert kept
+    for path in (tmp_path / "horovod_onebit").rglob("*.py"):
+        os.utime(path)  # installed again: nothing has changed
+    assert float(run(tmp_path, **here)) == -1
+    assert kept == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*.nbi")}
     file = tmp_path / "horovod_onebit" / "codecs" / "sign.py"
     text = file.read_text()
     file.write_text(text.replace("where(code != 0, -s, s)", "where(code != 0, 4 * s, s)"))
