@@ -17,7 +17,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from jobs.processes import ROOT, result, run
+ROOT = Path(__file__).resolve().parents[1]
 
 
 def follow() -> None:
@@ -65,6 +65,8 @@ def main() -> None:
     if options.follow:
         follow()
         return
+    from jobs.processes import result, run  # of this clone: the other one may lack it
+
     runner = Path(sys.executable).with_name("horovodrun")
     environment = os.environ | {
         "PATH": f"{runner.parent}:{os.environ['PATH']}",
