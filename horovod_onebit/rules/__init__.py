@@ -225,6 +225,16 @@ class Wraps:
     requires: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
 
+    @property
+    def module(self) -> str:
+        """That of ``optimizer`` and ``also``; empty if any will do."""
+        return self.optimizer.rpartition(".")[0]
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """Of the classes, without their module."""
+        return (self.optimizer.rpartition(".")[2], *self.also)
+
 
 @cache
 def wrapped(framework: str) -> tuple[Wraps, ...]:
@@ -237,8 +247,7 @@ def listed(framework: str) -> str:
     """Their names, for users: ``"torch.optim.Adam, AdamW, SGD; classes named Lion"``."""
     by_module: dict[str, list[str]] = {}
     for wraps in wrapped(framework):
-        module, _, name = wraps.optimizer.rpartition(".")
-        by_module.setdefault(f"{module}." if module else "classes named ", []).extend((name, *wraps.also))
+        by_module.setdefault(f"{wraps.module}." if wraps.module else "classes named ", []).extend(wraps.names)
     return "; ".join(module + ", ".join(names) for module, names in by_module.items())
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import keras
@@ -124,15 +124,9 @@ ADAPTERS = {
 """For those whose state or options are not just what the rule has."""
 
 
-def _named(wraps: Wraps) -> Any:
-    module, _, name = wraps.optimizer.rpartition(".")
-    return getattr(import_module(module), name)
-
-
 def kinds() -> list[Any]:
     """All classes of Keras that have a rule, subclasses included."""
-    modules = [(wraps.optimizer.rpartition(".")[0], wraps) for wraps in wrapped("keras")]
-    return [k for module, w in modules for k in (_named(w), *(getattr(import_module(module), name) for name in w.also))]
+    return [resolve_name(f"{wraps.module}.{name}") for wraps in wrapped("keras") for name in wraps.names]
 
 
 def adapter_for(optimizer: Any) -> Adapter:
@@ -147,7 +141,7 @@ def adapter_for(optimizer: Any) -> Adapter:
             "name, its class or its configuration"
         )
     for wraps in wrapped("keras"):
-        wrapped_kind = _named(wraps)
+        wrapped_kind = resolve_name(wraps.optimizer)
         if isinstance(optimizer, wrapped_kind) and kind.update_step is wrapped_kind.update_step:
             return ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
     raise UnsupportedError(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping
-from importlib import import_module
+from pkgutil import resolve_name
 from typing import Any
 
 import torch
@@ -51,9 +51,8 @@ class Adapter:
         for name, value in self.wraps.requires.items():
             found = options.get(name, value)
             if found != value:
-                kind = self.wraps.optimizer.rpartition(".")[2]
                 raise UnsupportedError(
-                    f"{kind}({name}={found!r}) has no 1-bit form: build the optimizer "
+                    f"{self.wraps.names[0]}({name}={found!r}) has no 1-bit form: build the optimizer "
                     + (f"without {name}" if value is False else f"with {name}={value!r}")
                 )
 
@@ -63,11 +62,15 @@ class Adapter:
         True if it has a momentum now that must not be there at its first step.
         """
         if self.momentum_key not in state:
+            if self.variance_key is not None:
+                state["step"] = self.counter(group, p)
             for key in filter(None, (self.momentum_key, self.variance_key)):
                 state[key] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            if self.variance_key is not None:
-                state["step"] = torch.zeros((), dtype=torch.float32)
         return None
+
+    def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
+        """The count of steps that comes with a second moment, before the first."""
+        return torch.zeros((), dtype=torch.float32)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         """See ``plain.factor``."""
@@ -84,14 +87,10 @@ class Adapter:
 
 
 class AdamAdapter(Adapter):
-    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
-        if "exp_avg" in state:
-            return
+    def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
         device = p.device if group["fused"] else "cpu"
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
-        state["step"] = torch.zeros((), dtype=dtype, device=device)
-        state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
+        return torch.zeros((), dtype=dtype, device=device)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         return factor(float(group["betas"][1]), taken, seen)
@@ -164,11 +163,10 @@ def _unwrapped_step(kind: type) -> Any:
 
 def _base(kind: type, wraps: Wraps) -> type | None:
     """The class that ``wraps`` means, among the bases of ``kind``; None if it is not there."""
-    module, _, name = wraps.optimizer.rpartition(".")
-    if module:
-        named = getattr(import_module(module), name)
+    if wraps.module:
+        named: type = resolve_name(wraps.optimizer)
         return named if issubclass(kind, named) else None
-    return next((base for base in kind.__mro__ if base.__name__ == name and hasattr(base, "step")), None)
+    return next((base for base in kind.__mro__ if base.__name__ in wraps.names and hasattr(base, "step")), None)
 
 
 def _check_options(optimizer: torch.optim.Optimizer, wraps: Wraps) -> None:
@@ -188,13 +186,13 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = Non
         base = _base(kind, wraps)
         if base is None or _unwrapped_step(kind) is not _unwrapped_step(base):
             continue
-        adapter = ADAPTERS.get(wraps.optimizer, Adapter)
-        if "." not in wraps.optimizer:
+        adapter = ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
+        if not wraps.module:
             _check_options(optimizer, wraps)
-            adapter(wraps).check(vars(optimizer))
+            adapter.check(vars(optimizer))
         if schedule is None:
-            return adapter(wraps)
-        if adapter is AdamAdapter:
+            return adapter
+        if type(adapter) is AdamAdapter:
             return ZeroOneAdapter(wraps)
         raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(

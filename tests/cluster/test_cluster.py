@@ -19,7 +19,9 @@ SLOW_CYCLES = {"HOROVOD_CYCLE_TIME": "10"}
 def job(hosts, backend, slots=1):
     """What each process found."""
     with cluster(hosts, "1gbit") as made:
-        output = made.horovodrun(backend, "python", "tests/cluster/job.py", slots=slots, variables=SLOW_CYCLES)
+        output = made.horovodrun(
+            backend, "python", "tests/cluster/job.py", slots=slots, timeout=300, variables=SLOW_CYCLES
+        )
     return result(output)
 
 

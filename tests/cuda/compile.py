@@ -1,6 +1,5 @@
 """What the CUDA kernels compile to, in PTX, for ``machine`` to run: python -m tests.cuda.compile FOLDER."""
 
-import hashlib
 import os
 import shutil
 import sys
@@ -16,8 +15,8 @@ from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs
 from horovod_onebit.formulas import label
+from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
-from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam, move_by_update, update
@@ -26,7 +25,6 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Kind
 
-PARTS = ("codecs", "kernels", "rules")
 CODECS = [codecs.find(name) for name in codecs.names()]
 
 
@@ -93,12 +91,10 @@ def programs():
 @cache
 def _folder():
     """Where kernels are kept between processes: compiling all takes a minute."""
-    found = hashlib.sha256(f"{version('numba')} {version('numba-cuda')}".encode())
-    package = Path(kernels.__file__).parents[2]
-    for path in sorted([package / "formulas.py", *(p for name in PARTS for p in (package / name).glob("**/*.py"))]):
-        found.update(path.read_bytes())
+    sources = compiling._own().union(map(str, Path(kernels.__file__).parent.glob("*.py")))
+    versions = f"{version('numba')}-{version('numba-cuda')}"
     caches = Path(os.environ.get("NUMBA_CACHE_DIR") or Path(__file__).parents[2] / "build") / "ptx"
-    folder = caches / found.hexdigest()[:16]
+    folder = caches / f"{versions}-{compiling._stamp(sources)[:16]}"
     folder.mkdir(parents=True, exist_ok=True)
     for other in caches.iterdir():  # of another source
         if other != folder:
