@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from horovod_onebit import handshake, wire
-from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, WireError
+from horovod_onebit.averages import start_sum
+from horovod_onebit.errors import NonFiniteError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Gradient, Handle, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import ErrorFeedback
@@ -33,6 +34,20 @@ from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
 
 logger = logging.getLogger("horovod_onebit")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One step, as it is decided before anything of it is sent: its number, its kind, and the rules by tensor."""
+
+    number: int
+    kind: Kind
+    rules: tuple[Rule, ...]
+
+    @property
+    def sends(self) -> bool:
+        """Whether its messages may leave before the workers have agreed: they are encoded of gradients alone."""
+        return self.kind in (Kind.ONEBIT, Kind.GRADIENT)
 
 
 class _Sent:
@@ -78,8 +93,9 @@ class _Sent:
 class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
-    ``prepare`` says which tensors there are; ``step`` takes a step. Buckets may be sent before it by ``send``, in any
-    order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the collectives.
+    ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
+    workers, ``receive``. Buckets may be sent before it by ``send``, in any order, by any of the workers; the rest is
+    done by all workers alike. ``name`` begins the names of the collectives.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -174,16 +190,21 @@ class Engine:
         self.traffic.end_step()
         self.times.end_step()
 
-    def send(self, bucket_index: int, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
-        """Encode a bucket and start its message. ``grads`` (flat float32) and ``rules`` are by tensor number.
+    def plan(self, kind: Kind, rules: Sequence[Rule]) -> Plan:
+        """The next step."""
+        return Plan(self.exchanges, kind, tuple(rules))
 
-        The gradients must stay as they are until ``step`` is over. Local, not collective.
+    def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
+        """Encode a bucket and start its message. ``grads`` (flat float32) are by tensor number.
+
+        The gradients must stay as they are until the step is over. Local, not collective.
         """
         assert self.layout is not None
         self._progress()
+        rules = plan.rules
         message = self._messages[bucket_index]
         parts = [(rules[p.tensor], self.tensors[p.tensor], p.block_size) for p in message.bucket.pieces]
-        stamp = wire.Stamp(self.exchanges, self.layout.digest, largest_scale(parts, self.context))
+        stamp = wire.Stamp(plan.number, self.layout.digest, largest_scale(parts, self.context))
 
         def gradient(piece: Piece) -> Array:
             return grads[piece.tensor][piece.start : piece.stop]
@@ -205,67 +226,54 @@ class Engine:
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
-    def step(
-        self,
-        kind: Kind,
-        grads: Mapping[int, Array],
-        rules: Sequence[Rule],
-        *,
-        agreed: Callable[[], Verdict],
-        others: Callable[[], bool],
-    ) -> bool:
-        """One whole step of ``kind``, whatever of it was sent before.
+    def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
+        """Send what of ``plan`` was not sent before, if it may leave now."""
+        if plan.sends:
+            self._send_all(grads, plan)
 
-        ``agreed`` waits for what all workers must say before anything else is waited for. ``others`` waits for the
-        exact means of what is not compressed, and returns whether all of them are finite. Returns whether the step was
-        taken; if any worker had NaN or Inf, none takes it, momentum and weights stay as they were, and the error
-        feedback comes back to rounding. Raises ``NonFiniteError`` then if the recipe says so.
+    def receive(self, grads: Mapping[int, Array], plan: Plan, *, finite: bool = True, certain: bool = False) -> bool:
+        """The rest of the step, after all workers have agreed on it. Collective.
+
+        ``finite`` False says that something all workers know alike (an exact mean, a worker's own word) is not finite;
+        ``certain`` that all messages are. Returns whether the step was taken; if any worker had NaN or Inf, none takes
+        it, momentum and weights stay as they were, and the error feedback comes back to rounding. Raises
+        ``NonFiniteError`` then if the recipe says so.
         """
         assert self.layout is not None
-        if kind in (Kind.ONEBIT, Kind.GRADIENT):
-            self._send_all(grads, rules)
-            try:
-                verdict = agreed()
-            except (DesyncError, ConfigurationError):
-                self.restore_all()
-                raise
-            finite = others() and verdict.finite
-            return self._receive(rules, finite=finite, certain=verdict.certain)
-        finite = agreed().finite & others()
-        if kind is Kind.EXACT:
-            return self.exact(grads, rules, finite=finite)
+        if plan.sends:
+            return self._receive(plan, finite=finite, certain=certain)
+        if plan.kind is Kind.EXACT:
+            return self._exact(grads, plan.rules, finite=finite)
         if not finite:
             self.exchanges += 1
             self.say_skipped("the gradients of some worker")
             return False
         with self.times.measure("decode"), self.context.kernels.batch():
             for index, tensor in enumerate(self.tensors):
-                rules[index].local_step(tensor, grads[index], self.context)
-        if kind is Kind.SYNC:
-            self._send_all(grads, rules)
-            return self._receive(rules)
+                plan.rules[index].local_step(tensor, grads[index], self.context)
+        if plan.kind is Kind.SYNC:
+            self._send_all(grads, plan)
+            return self._receive(plan)
         self.exchanges += 1
         self.traffic.add(0, allreduce_bytes(4 * self.layout.size, self.collectives.size))
         for tensor in self.tensors:
             tensor.step += 1
         return True
 
-    def exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool = True) -> bool:
-        """Take a full-precision step: the mean gradients travel as float32. Returns and raises as ``step``."""
+    def _exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool) -> bool:
+        """A full-precision step: the mean gradients travel as float32."""
         assert self.layout is not None
         self.exchanges += 1
-        handles, host = [], self.context.kernels.host
+        host, arriving = self.context.kernels.host, []
         for bucket in self.layout.buckets:
-            fused = np.concatenate([host(grads[piece.tensor][piece.start : piece.stop]) for piece in bucket.pieces])
-            handles.append(self.collectives.allreduce(fused, f"{self.name}.exact.{bucket.index}"))
-            sent = allreduce_bytes(fused.nbytes, self.collectives.size)
-            self.traffic.add(sent, sent)
+            pieces = [host(grads[piece.tensor][piece.start : piece.stop]) for piece in bucket.pieces]
+            arriving.append(start_sum(pieces, self.collectives, f"{self.name}.exact.{bucket.index}", self.traffic))
         with self.times.measure("exchange"):
-            totals = [handle.wait() for handle in handles]
-        if not (finite and all(np.isfinite(total).all() for total in totals)):
+            totals = [arrive() for arrive in arriving]
+        if not (finite and all(np.isfinite(total).all() for bucket in totals for total in bucket)):
             self.say_skipped("the mean gradient")
             return False
-        means, workers = self.layout.unfuse(totals), np.float32(self.collectives.size)
+        means, workers = self.layout.assemble(totals), np.float32(self.collectives.size)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
                 rules[index].exact_step(tensor, means[index] / workers, self.context)
@@ -289,9 +297,9 @@ class Engine:
             return Finite.NO
         return Finite.YES if all(encoded) else Finite.UNKNOWN
 
-    def recall(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
+    def recall(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""
-        self._send_all(grads, rules)
+        self._send_all(grads, plan)
         self._progress(block=True)
         for item in self._sent.values():
             item.arrive()
@@ -314,11 +322,11 @@ class Engine:
         self._refused = self._forgotten = 0
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 
-    def _send_all(self, grads: Mapping[int, Array], rules: Sequence[Rule]) -> None:
+    def _send_all(self, grads: Mapping[int, Array], plan: Plan) -> None:
         assert self.layout is not None
         for bucket in self.layout.buckets:
             if bucket.index not in self._sent:
-                self.send(bucket.index, grads, rules)
+                self.send(bucket.index, grads, plan)
         for item in self._sent.values():
             if item.arriving:
                 item.advance()
@@ -337,12 +345,9 @@ class Engine:
         for item in sent.values():
             self._restore(item)
 
-    def _receive(self, rules: Sequence[Rule], *, finite: bool = True, certain: bool = False) -> bool:
-        """Wait for all buckets and move the weights; returns and raises as ``step``.
-
-        ``finite`` False says that something all workers know alike (an exact mean, say) was not finite. ``certain``
-        says that all messages are, so that each bucket is applied as soon as it is here.
-        """
+    def _receive(self, plan: Plan, *, finite: bool = True, certain: bool = False) -> bool:
+        """Wait for all buckets and move the weights; with ``certain``, each as soon as it is here."""
+        rules = plan.rules
         self.exchanges += 1
         with self.times.measure("exchange"):
             self._progress(block=True)

@@ -101,15 +101,12 @@ class Layout:
     def size(self) -> int:
         return sum(spec.size for spec in self.tensors)
 
-    def unfuse(self, fused: Sequence[Array]) -> list[Array]:
-        """The tensors of which the elements of each bucket lie together in ``fused``: flat float32."""
+    def assemble(self, pieces: Sequence[Sequence[Array]]) -> list[Array]:
+        """The tensors, flat float32, from the pieces of each bucket."""
         tensors = [np.empty(spec.size, np.float32) for spec in self.tensors]
-        for bucket, values in zip(self.buckets, fused, strict=True):
-            start = 0
-            for piece in bucket.pieces:
-                size = piece.stop - piece.start
-                tensors[piece.tensor][piece.start : piece.stop] = values[start : start + size]
-                start += size
+        for bucket, values in zip(self.buckets, pieces, strict=True):
+            for piece, value in zip(bucket.pieces, values, strict=True):
+                tensors[piece.tensor][piece.start : piece.stop] = value
         return tensors
 
 

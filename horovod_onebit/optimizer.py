@@ -6,23 +6,21 @@ exact part.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
 
 from horovod_onebit import warmup as warmups
+from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError, NonFiniteError
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
-from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.warmup import Phase
 
 
@@ -132,63 +130,49 @@ class NumpyOptimizer:
         """After local steps of 0/1 Adam, bring all workers to the same weights. Collective."""
         self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
 
-    def _mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> dict[str, Array]:
-        """The exact mean gradients of ``tensors`` in one allreduce."""
-        if not tensors:
-            return {}
-        collectives = self.engine.collectives
-        fused = np.concatenate([flat[t.name] for t in tensors])
-        total = collectives.allreduce(fused, f"{self.engine.name}.exact").wait()
-        sent = allreduce_bytes(fused.nbytes, collectives.size)
-        self.engine.traffic.add(sent, sent)
-        mean = total / np.float32(collectives.size)
-        edges = np.cumsum([t.weight.size for t in tensors])[:-1]
-        return {t.name: part for t, part in zip(tensors, np.split(mean, edges), strict=True)}
+    def _start_mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> Callable[[], dict[str, Array]]:
+        """Start averaging the gradients of ``tensors``, exactly, in one allreduce; what is returned waits for it."""
+        engine, workers = self.engine, np.float32(self.engine.collectives.size)
+        grads = [flat[t.name] for t in tensors]
+        arrive = start_sum(grads, engine.collectives, f"{engine.name}.exact", engine.traffic)
+        return lambda: {t.name: total / workers for t, total in zip(tensors, arrive(), strict=True)}
 
     def _warmup_step(self, flat: Mapping[str, Array]) -> bool:
-        means = self._mean(self._tensors, flat)
-        if not all(np.isfinite(mean).all() for mean in means.values()):
-            self.engine.skipped += 1
-            if self.engine.recipe.on_nonfinite == "raise":
-                raise NonFiniteError("NaN or Inf in the mean gradient; nothing was changed")
+        means = self._start_mean(self._tensors, flat)()
+        if not all_finite(list(means.values())):
+            self.engine.say_skipped("the mean gradient")
             return False
         for tensor in self._tensors:
             self.rule.exact_step(tensor, means[tensor.name], self.engine.context)
-        if self.warmup.wants(self.step_count + 1):
-            self._observe(self.step_count + 1)
-        if self.warmup.phase(self.step_count + 1) is Phase.COMPRESSED:
+        step = self.step_count + 1
+        if self.warmup.wants(step):
+            self.warmup.observe(step, self._variance_norm(step), self.rule.lr, getattr(self.rule, "beta2", 0.0))
+        if self.warmup.phase(step) is Phase.COMPRESSED:
             for tensor in self._large:
                 self.rule.begin(tensor, self.engine.context)
         return True
 
-    def _observe(self, step: int) -> None:
+    def _variance_norm(self, step: int) -> float | None:
         beta2 = getattr(self.rule, "beta2", None)
-        norm = None
-        if beta2 is not None:
-            variances = [t.variance for t in self._large if t.variance is not None]
-            squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
-            norm = math.sqrt(squares) / (1 - beta2**step)
-        self.warmup.observe(step, norm, self.rule.lr, beta2 or 0.0)
+        if beta2 is None:
+            return None
+        variances = [t.variance for t in self._large if t.variance is not None]
+        squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
+        return warmups.variance_norm(squares, beta2, step)
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
-        step = self.engine.exchanges + 1
+        engine, step = self.engine, self.engine.exchanges + 1
         kind = kind_of(self.schedule, step)
         if self.schedule is not None and self.schedule.starts_local(step):
-            self.engine.feedback.reset()
-        rules = [self._rule(kind)] * len(self._large)
-        self.engine.prepare(self._large, rules)
+            engine.feedback.reset()
+        plan = engine.plan(kind, [self._rule(kind)] * len(self._large))
+        engine.prepare(self._large, plan.rules)
         grads = {i: flat[t.name] for i, t in enumerate(self._large)}
-        means: dict[str, Array] = {}
-
-        def others() -> bool:
-            means.update(self._mean(self._small, flat))
-            return all(np.isfinite(mean).all() for mean in means.values())
-
-        def agreed() -> Verdict:
-            return Verdict(finite=self._all_finite(flat))
-
-        if not self.engine.step(kind, grads, rules, agreed=agreed, others=others):
+        engine.send_rest(grads, plan)
+        finite = self._all_finite(flat)
+        means = self._start_mean(self._small, flat)()
+        if not engine.receive(grads, plan, finite=finite and all_finite(list(means.values()))):
             return False
         for tensor in self._small:
-            self.rule.exact_step(tensor, means[tensor.name], self.engine.context)
+            self.rule.exact_step(tensor, means[tensor.name], engine.context)
         return True

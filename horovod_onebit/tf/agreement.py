@@ -4,37 +4,19 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections import Counter
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tensorflow as tf
 
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.tf.collectives import Handle
+from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.meeting import meet
 from horovod_onebit.world import workers_changed
 
-if TYPE_CHECKING:
-    from horovod_onebit.tf.compressor import Compressor
-
 NOT_COMPARED = {"name", "learning_rate"}
 """Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
-
-_used: Counter[tuple] = Counter()
-
-
-def next_name(process_set: Any, label: str, *, loaded: bool) -> str:
-    """Begins the names of an optimizer's collectives: the same on all workers of the set.
-
-    By the order in which optimizers are built, so that two models that one worker trains in another order are told
-    apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to go on with it where the
-    others build theirs.
-    """
-    key = (tuple(process_set.ranks or ()), label, loaded)
-    number = _used[key]
-    _used[key] += 1
-    return f"onebit.{process_set.process_set_id}.{label}.{number}"
 
 
 def role(variable: Any) -> str:

@@ -15,22 +15,21 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit.averages import all_finite, mean_norms, start_sum
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.face import agreement_name
 from horovod_onebit.feedback import SERVER_PREFIX
-from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, allreduce_bytes
-from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
-from horovod_onebit.tf.meeting import name_for
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import AutoWarmup, Phase
+from horovod_onebit.warmup import AutoWarmup, Phase, variance_norm
 
 
 @dataclass(frozen=True)
@@ -62,11 +61,10 @@ class Compressor:
         self.optimizer = optimizer
         self.adapter = adapter
         self.process_set = wrapping.process_set
-        self.sum_gradients = wrapping.op == hvd.Sum
+        self.sum_gradients = wrapping.sums
         self.collectives = HorovodCollectives(self.process_set, name)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        self.engine.meeting = name_for(self.process_set)
-        self.agreement = Agreement(self)
+        self.engine.meeting = agreement_name(self.process_set)
         self.coroutine = Coroutine()
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
@@ -104,7 +102,8 @@ class Compressor:
         """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
         beta2, step = getattr(self.optimizer, "beta_2", 0.0), int(steps)
         if warmup.wants(step):
-            warmup.observe(step, None if norm is None else float(norm) / (1 - beta2**step), float(learning_rate), beta2)
+            corrected = None if norm is None else variance_norm(float(norm) ** 2, beta2, step)
+            warmup.observe(step, corrected, float(learning_rate), beta2)
         return warmup.steps
 
     def average(self, indices: tuple[int, ...], grads: Sequence[Any], wrapping: Wrapping) -> tuple[list[Any], Any]:
@@ -196,15 +195,11 @@ class Compressor:
         ]
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
-        arrive, means = self._start_average(exact, factors[len(grads) :]), []
-
-        def others() -> bool:
-            with self.engine.times.measure("exchange"):  # a whole round, messages and all
-                means.extend(arrive())
-            return all(np.isfinite(mean).all() for mean in means)
-
-        taken = self.engine.step(Kind.ONEBIT, dict(enumerate(grads)), rules, agreed=Verdict, others=others)
-        return taken, means
+        plan, arrive = self.engine.plan(Kind.ONEBIT, rules), self._start_average(exact, factors[len(grads) :])
+        self.engine.send_rest(dict(enumerate(grads)), plan)
+        with self.engine.times.measure("exchange"):  # a whole round, messages and all
+            means = arrive()
+        return self.engine.receive(dict(enumerate(grads)), plan, finite=all_finite(means)), means
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer
@@ -223,26 +218,19 @@ class Compressor:
         squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * factor**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
-        total = self.engine.collectives.allreduce(squares.astype(np.float32), f"{self.engine.name}.norms").wait()
-        norms = np.sqrt(total / self.engine.collectives.size)
+        norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
         scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, len(grads))]
 
     def _start_average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
         """Start one allreduce of exact gradients, in float32; the result waits for their means (or sums)."""
-        if not grads:
-            return list
-        scaled = [np.float32(f) * g.reshape(-1).astype(np.float32) for g, f in zip(grads, factors, strict=True)]
-        fused = np.concatenate(scaled)
-        handle = self.engine.collectives.allreduce(fused, f"{self.engine.name}.exact")
-        sent = allreduce_bytes(fused.nbytes, self.engine.collectives.size)
-        self.engine.traffic.add(sent, sent)
+        engine = self.engine
+        scaled = [np.float32(f) * g.astype(np.float32) for g, f in zip(grads, factors, strict=True)]
+        totals = start_sum(scaled, engine.collectives, f"{engine.name}.exact", engine.traffic)
+        by = np.float32(1 if self.sum_gradients else engine.collectives.size)
 
         def arrive() -> list[Array]:
-            total = handle.wait()
-            mean = total if self.sum_gradients else total / np.float32(self.engine.collectives.size)
-            parts = np.split(mean, np.cumsum([g.size for g in grads])[:-1])
-            return [part.reshape(g.shape).astype(g.dtype) for part, g in zip(parts, grads, strict=True)]
+            return [(total / by).astype(grad.dtype) for total, grad in zip(totals(), grads, strict=True)]
 
         return arrive
 
@@ -290,14 +278,6 @@ def _aligned_copy(array: Array) -> Array:
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:
-    predivide = wrapping.gradient_predivide_factor
-    factors = {"prescale_factor": 1.0 / predivide, "postscale_factor": predivide} if wrapping.op == hvd.Average else {}
     return hvd.allreduce(
-        grad,
-        name=name,
-        op=wrapping.op,
-        compression=wrapping.compression,
-        process_set=wrapping.process_set,
-        ignore_name_scope=True,
-        **factors,
+        grad, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
     )

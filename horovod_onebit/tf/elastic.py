@@ -21,7 +21,6 @@ Horovod's own ``KerasState`` fails under Keras 3.
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -30,12 +29,13 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
+from horovod.common.exceptions import HorovodInternalError
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import broadcast_object
 
 from horovod_onebit import world
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
@@ -117,16 +117,7 @@ class KerasState(ObjectState):
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call ``function(state, ...)`` again whenever the workers have changed, each time after ``state.sync()``."""
 
-    @functools.wraps(function)
-    def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            with _lost_workers():
-                return function(state, *args, **kwargs)
-        except HostsUpdatedInterrupt as interrupt:
-            # Horovod lets survivors skip sync(), and a worker that joins at that moment waits for ever.
-            raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
-
-    return run_fn(in_step, _reset)
+    return run_fn(always_synchronizing(_lost_workers()(function)), _reset)
 
 
 @contextlib.contextmanager

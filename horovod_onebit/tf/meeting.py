@@ -15,14 +15,10 @@ import tensorflow as tf
 
 from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
+from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.tf.collectives import Handle, HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value
-
-
-def name_for(process_set: Any) -> str:
-    """The one name of the agreements of ``process_set``."""
-    return f"onebit.{process_set.process_set_id}.agreement"
 
 
 def meet(
@@ -59,7 +55,7 @@ def meet(
         except DesyncError as error:
             raise DesyncError(f"{error}. This worker was about to do this: {call}") from None
 
-    gather = collectives.sum_integers(name_for(collectives.process_set))
+    gather = collectives.sum_integers(agreement_name(collectives.process_set))
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):
@@ -97,7 +93,7 @@ def _start(collectives: HorovodCollectives, call: str, setup: str, finite: Finit
         early=False,
         edited=False,
     )
-    return collectives.allreduce(record, name_for(collectives.process_set))
+    return collectives.allreduce(record, agreement_name(collectives.process_set))
 
 
 def _read(handle: Handle) -> Verdict:

@@ -13,9 +13,10 @@ import tensorflow as tf
 
 from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.face import next_name
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.stats import Stats
-from horovod_onebit.tf.agreement import next_name
+from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
 from horovod_onebit.tf.loss_scale import around, refuse_copy
@@ -54,6 +55,7 @@ class _DistributedOptimizer:
     _checked: bool  # whether the callers of an eager step were
     _warned: bool
     _compressor: Compressor
+    _agreement: Agreement
 
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
@@ -128,7 +130,7 @@ class _DistributedOptimizer:
         with in_order():
             now = [tf.convert_to_tensor(v) for v in (self.learning_rate, *(counter.value for counter in counters))]
             # What follows depends on the answer: no other collective may be started before it.
-            agreed = self._compressor.agreement.reach(trained, now)
+            agreed = self._agreement.reach(trained, now)
             warm = tf.logical_and(now[2] < now[3], agreed)
             cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
 
@@ -365,6 +367,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped._checked = wrapped._warned = False
     name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
     wrapped._compressor = Compressor(wrapped, adapter, wrapping, name)
+    wrapped._agreement = Agreement(wrapped._compressor)
     counters = {
         "_exact_steps": "onebit_exact_steps",
         "_compressed_steps": "onebit_compressed_steps",

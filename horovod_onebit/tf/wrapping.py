@@ -9,7 +9,8 @@ from typing import Any
 
 import horovod.tensorflow as hvd
 
-from horovod_onebit.checks import flag, positive, whole
+from horovod_onebit import face
+from horovod_onebit.checks import flag
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.warmup import AutoWarmup, Warmup
@@ -40,17 +41,26 @@ class Wrapping:
         if isinstance(self.exact, str) or not isinstance(self.exact, Iterable):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
-        if self.op not in (hvd.Average, hvd.Sum):
-            raise UnsupportedError(f"op={self.op!r}: expected hvd.Average or hvd.Sum")
-        whole("backward_passes_per_step", self.backward_passes_per_step)
-        flag("sparse_as_dense", self.sparse_as_dense)
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
-        if positive("gradient_predivide_factor", self.gradient_predivide_factor) != 1.0 and self.op != hvd.Average:
-            raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
-        if not isinstance(self.process_set, hvd.ProcessSet):
-            raise ConfigurationError(f"process_set={self.process_set!r}: expected what hvd.add_process_set returned")
-        if self.process_set.process_set_id is None:
-            raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
+        face.check_arguments(
+            hvd,
+            op=self.op,
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            backward_passes_per_step=self.backward_passes_per_step,
+            sparse_as_dense=self.sparse_as_dense,
+            process_set=self.process_set,
+        )
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are added up, and not averaged."""
+        return self.op == hvd.Sum
+
+    @property
+    def reduction(self) -> dict[str, Any]:
+        """The arguments of Horovod's allreduce."""
+        factors = face.scaling(hvd, self.op, self.gradient_predivide_factor)
+        return {"op": self.op, "process_set": self.process_set, **factors}
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
@@ -63,7 +73,7 @@ class Wrapping:
             "recipe": dataclasses.asdict(self.recipe),
             "fp16": self.compression is hvd.Compression.fp16,
             "sparse_as_dense": self.sparse_as_dense,
-            "sum": self.op == hvd.Sum,
+            "sum": self.sums,
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "backward_passes_per_step": self.backward_passes_per_step,
             "average_aggregated_gradients": self.average_aggregated_gradients,

@@ -6,19 +6,20 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import horovod.torch as hvd
 
 from horovod_onebit import handshake
+from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.exchange import Handle
+from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.hooks import Gradients
+from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
-
-if TYPE_CHECKING:
-    from horovod_onebit.torch.compressor import Compressor
 
 
 class _Threads:
@@ -47,14 +48,9 @@ class _Threads:
 _threads: dict[int, _Threads] = {}
 
 
-def name_for(process_set: Any) -> str:
-    """The one name of the agreements of ``process_set``."""
-    return f"onebit.{process_set.process_set_id}.agreement"
-
-
 def meet(call: str) -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
-    handshake.meet(HorovodCollectives(), name_for(hvd.global_process_set), call, "")
+    handshake.meet(HorovodCollectives(), agreement_name(hvd.global_process_set), call, "")
 
 
 class Agreement:
@@ -62,17 +58,24 @@ class Agreement:
 
     It rests on one rule: whatever a worker believes, it starts the agreement before every call that needs the others,
     under the same name, and waits for it before it waits for any collective that depends on what it believes.
+
+    ``options`` are arguments of ``DistributedOptimizer`` that must be the same on all workers, besides those that
+    ``parameters`` and ``gradients`` describe.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
-        self._compressor = compressor
-        self.name = compressor.engine.meeting = name_for(compressor.process_set)
+    def __init__(
+        self, engine: Engine, parameters: Parameters, gradients: Gradients, process_set: Any, options: str
+    ) -> None:
+        self._engine = engine
+        self._parameters = parameters
+        self._gradients = gradients
+        self._options = options
+        self.name = engine.meeting = agreement_name(process_set)
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._begun = False  # since ``told``
         self.thread: weakref.ref[threading.Thread] | None = None  # the one that used it last
-        self._threads = _threads.setdefault(compressor.process_set.process_set_id, _Threads())
-        self._described: tuple[Any, str] = (None, "")
+        self._threads = _threads.setdefault(process_set.process_set_id, _Threads())
 
     def start(self, call: str, finite: Finite = Finite.UNKNOWN, options: str = "", gradients: str = "") -> None:
         """Tell the others.
@@ -80,13 +83,13 @@ class Agreement:
         ``call`` is one of ``handshake.CALLS``, ``finite`` whether this worker's gradients are, ``options`` what else
         must be the same on all workers, ``gradients`` what averaged gradients are now.
         """
-        compressor = self._compressor
-        edited = compressor.overlap.edited()
-        setup, options = self._setup(), f"{self._hyperparameters()} {options}"
+        edited = self._gradients.edited()
+        setup = f"{self._parameters.describe()} {self._gradients.describe()} {self._options}"
+        options = f"{self._parameters.hyperparameters()} {options}"
         self._threads.enter(self)
         self._begun = True
         try:
-            self._handle = compressor.engine.start_agreement(
+            self._handle = self._engine.start_agreement(
                 call=call, setup=setup, options=options, finite=finite, edited=edited, gradients=gradients
             )
         except BaseException:
@@ -104,7 +107,7 @@ class Agreement:
             if not self._begun:
                 with suppress(DesyncError):
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
-                    self._compressor.abandon_step()  # all workers have found the same
+                    self._gradients.refuse()  # all workers have found the same
             raise
 
     def finish(self) -> Verdict:
@@ -113,16 +116,16 @@ class Agreement:
         if handle is None:
             return self._verdict
         try:
-            verdict = self._verdict = self._compressor.engine.finish_agreement(handle)
+            verdict = self._verdict = self._engine.finish_agreement(handle)
         except DesyncError:
-            self._compressor.abandon_step()
+            self._gradients.refuse()
             raise
         finally:
             self._threads.leave()
         if verdict.edited:
-            self._compressor.overlap.disable("gradients change between backward() and step()", averages=True)
-            if self._compressor.phase is Phase.COMPRESSED:
-                self._compressor.abandon_step()
+            self._gradients.send_late("gradients change between backward() and step()", averages=True)
+            if self._parameters.phase is Phase.COMPRESSED:
+                self._gradients.refuse()
                 raise ConfigurationError(
                     f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
                     "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
@@ -133,12 +136,12 @@ class Agreement:
 
     def meet(self, call: str, setup: str | None = None) -> None:
         """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""
-        engine = self._compressor.engine
+        engine = self._engine
         self._threads.enter(self)
         try:
             handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup)
         except DesyncError:
-            self._compressor.abandon_step()
+            self._gradients.refuse()
             raise
         finally:
             self._threads.leave()
@@ -149,31 +152,3 @@ class Agreement:
         if self._handle is not None:
             self._handle = None
             self._threads.leave()
-
-    def _hyperparameters(self) -> str:
-        """The rule of each group, and what else the exact step depends on (``fused`` rounds differently)."""
-        compressor = self._compressor
-        return repr(
-            [
-                (compressor.adapter.rule(group, 1.0), group.get("fused"), group.get("foreach"))
-                for group in compressor.optimizer.param_groups
-            ]
-        )
-
-    def _setup(self) -> str:
-        """What is trained and how far it is, in one text that is the same on all workers."""
-        compressor = self._compressor
-        known = [(p, compressor.names[p]) for p in compressor.ordered() if p in compressor.names]
-        key = (compressor.version, *(p.requires_grad for p, _ in known))
-        if key != self._described[0]:
-            rows = [
-                (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in compressor.bindings)
-                for p, name in known
-            ]
-            never = [name for p, name in known if p in compressor.never]
-            self._described = (
-                key,
-                f"{compressor.phase} {compressor.warmup} {compressor.schedule} {rows} {never}",
-            )
-        arguments = f"{compressor.check_replicas_every} {compressor.synchronizer.description()}"
-        return f"{self._described[1]} {arguments} {compressor.lineage} {sum(compressor.exact_steps.values())}"

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit.checks import positive, whole
+from horovod_onebit import face
+from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.warmup import Warmup
@@ -27,25 +30,63 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> 
     return make_warmup(schedule.var_update_scaler)
 
 
-def check_arguments(passes: Any, op: Any, predivide: float, groups: Any, process_set: Any) -> None:
-    if not hvd.is_initialized():
-        raise ConfigurationError("call hvd.init() before DistributedOptimizer")
-    whole("backward_passes_per_step", passes)
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
-    if positive("gradient_predivide_factor", predivide) != 1.0 and op != hvd.Average:
-        raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
-    if not isinstance(process_set, hvd.ProcessSet):
-        raise ConfigurationError(f"process_set={process_set!r}: expected what hvd.add_process_set returned")
-    if process_set.process_set_id is None:
-        raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
+@dataclass(frozen=True)
+class Arguments:
+    """Those of Horovod's own ``DistributedOptimizer``, checked; ``groups`` by the parameters' names."""
+
+    compression: Any
+    backward_passes_per_step: int
+    op: Any
+    gradient_predivide_factor: float
+    groups: int | list[list[str | None]] | None
+    sparse_as_dense: bool
+    process_set: Any
+
+    def __post_init__(self) -> None:
+        face.check_arguments(
+            hvd,
+            op=self.op,
+            gradient_predivide_factor=self.gradient_predivide_factor,
+            backward_passes_per_step=self.backward_passes_per_step,
+            sparse_as_dense=self.sparse_as_dense,
+            process_set=self.process_set,
+        )
+        if not all(callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")):
+            raise ConfigurationError(
+                f"compression={self.compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for the "
+                "warm-up"
+            )
+
+    def __str__(self) -> str:
+        """What must be the same on all workers."""
+        compression = getattr(self.compression, "__name__", type(self.compression).__name__)
+        return f"{compression} {self.op} {self.gradient_predivide_factor} {self.groups} {self.sparse_as_dense}"
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are added up, and not averaged."""
+        return self.op == hvd.Sum
+
+    @property
+    def reduction(self) -> dict[str, Any]:
+        """The arguments of Horovod's allreduce."""
+        factors = face.scaling(hvd, self.op, self.gradient_predivide_factor)
+        return {"op": self.op, "process_set": self.process_set, **factors}
+
+
+def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> int | list[list[str | None]] | None:
+    """Horovod's ``groups``, which may be called by its old name, with parameters by their names."""
+    if num_groups:
+        warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=3)
+        groups = num_groups if groups is None else groups
     if groups is None or (isinstance(groups, int) and not isinstance(groups, bool) and groups >= 0):
-        return
+        return groups
     if not isinstance(groups, list) or not all(isinstance(p, torch.Tensor) for group in groups for p in group):
         raise ConfigurationError("groups: expected a whole number >= 0, or a list of lists of torch.Tensor")
     members = [id(p) for group in groups for p in group]
     if len(set(members)) != len(members):
         raise ConfigurationError("groups: a parameter can only appear once")
+    return [[names.get(p) for p in group] for group in groups]
 
 
 def check_interval(every: int | None, schedule: ZeroOne | None) -> None:
@@ -55,13 +96,6 @@ def check_interval(every: int | None, schedule: ZeroOne | None) -> None:
     whole("check_replicas_every", every, "None or a whole number of steps")
     if schedule is not None:
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
-
-
-def check_compression(compression: Any) -> None:
-    if not all(callable(getattr(compression, name, None)) for name in ("compress", "decompress")):
-        raise ConfigurationError(
-            f"compression={compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for the warm-up"
-        )
 
 
 def names_of(

@@ -20,8 +20,8 @@ from horovod_onebit.checkpoints import FORMAT, Shared
 from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.agreement import meet
-from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
+from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
 from horovod_onebit.world import Owed, owed_by
@@ -91,10 +91,6 @@ class _Torch(checkpoints.Face):
                 "checkpoints are of the whole world, and this optimizer's process_set is a part of it"
             )
 
-    @property
-    def _compressor(self) -> Compressor:
-        return self.optimizer._compressor
-
     def gather(self, value: Any) -> list[Any]:
         return hvd.allgather_object(value, name="onebit.checkpoint")
 
@@ -104,9 +100,7 @@ class _Torch(checkpoints.Face):
             raise ConfigurationError(f"model is {type(self.model).__name__}: expected a torch.nn.Module")
 
     def check_saving(self, extra: Any) -> None:
-        optimizer = self.optimizer
-        averages = optimizer._synchronizer
-        if averages.pending() or averages.asked or averages.arrived:
+        if self.optimizer._gradients.where is not Where.NOWHERE:
             raise ConfigurationError(
                 "save_checkpoint was called between backward() and step(), with gradients that no checkpoint holds: "
                 "call it after step()"
@@ -118,14 +112,14 @@ class _Torch(checkpoints.Face):
         self.optimizer.flush()
 
     def steps(self) -> int:
-        return self._compressor.steps
+        return self.optimizer._parameters.steps
 
     def owner(self) -> tuple[object, str]:
-        names = self._compressor.names
-        return self.optimizer, str([(names.get(p), tuple(p.shape)) for p in self._compressor.ordered()])
+        parameters = self.optimizer._parameters
+        return self.optimizer, str([(parameters.names.get(p), tuple(p.shape)) for p in parameters.ordered()])
 
     def write_own(self, path: Path, key: str, extra: Any) -> None:
-        own = owed_by(self._compressor.engine)
+        own = owed_by(self.optimizer._compressor.engine)
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         _write({"format": FORMAT, "key": key, "worker": self.rank, **own, "feedback": feedback}, path)
 
@@ -149,8 +143,8 @@ class _Torch(checkpoints.Face):
 
     def check(self, about: Any, feedback: Any) -> None:
         check_model(self.model, about["model"])
-        check_optimizer(self._compressor, about["optimizer"])
-        check_feedback(self._compressor, feedback)
+        check_optimizer(self.optimizer._parameters, about["optimizer"])
+        check_feedback(self.optimizer._parameters, feedback)
 
     def take_over(self, shared: Shared | None, about: Any) -> None:
         model, optimizer = self.model, self.optimizer

@@ -5,7 +5,6 @@ Where Horovod has NCCL, messages are gathered where the CUDA kernels write them,
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import horovod.torch as hvd
@@ -120,15 +119,3 @@ def _process_set(ranks: tuple[int, ...]) -> Any:
         return hvd.add_process_set(found)
     found.process_set_id = numbers[0]
     return found
-
-
-_created: Counter[tuple[int, ...]] = Counter()
-
-
-def next_name(process_set: Any) -> str:
-    """Begins the names of this optimizer's collectives: the same on all workers of the set."""
-    # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members.
-    members = tuple(process_set.ranks or ())
-    number = _created[members]
-    _created[members] += 1
-    return f"onebit.{process_set.process_set_id}.{number}"

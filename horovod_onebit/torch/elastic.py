@@ -21,17 +21,15 @@ of here does not hang when one worker leaves while another joins.
 from __future__ import annotations
 
 import copy
-import functools
 from collections.abc import Callable
 from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
-from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch import progress, world
+from horovod_onebit.face import always_synchronizing
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
@@ -55,14 +53,14 @@ class _OptimizerHandler(StateHandler):
 
     def restore(self) -> None:
         self.value.load_state_dict(self._state)
-        progress.load_feedback(self.value._compressor, self._feedback)
+        self.value._parameters.load_feedback(self._feedback)
 
     def sync(self) -> None:
         """After Horovod was started anew: worker 0's state, and what all still owe. Collective."""
         compressor = self.value._compressor
-        world.leave(compressor)
+        compressor.leave_world()
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
-        world.settle(compressor)
+        compressor.share_out()
         self.save()
 
 
@@ -70,20 +68,9 @@ set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_r
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
-    """``horovod.torch.elastic.run``: call ``function(state, ...)`` again whenever the workers have changed.
-
-    Horovod's own lets workers that were told of a removal skip ``state.sync()``; if another worker joins them in the
-    same moment, it waits there for ever. Here all of them synchronize every time.
-    """
-
-    @functools.wraps(function)
-    def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
-        try:
-            return function(state, *args, **kwargs)
-        except HostsUpdatedInterrupt as interrupt:
-            raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
-
-    return hvd_elastic.run(in_step)
+    """``horovod.torch.elastic.run``: call ``function(state, ...)`` again whenever the workers have changed, each time
+    after ``state.sync()``."""
+    return hvd_elastic.run(always_synchronizing(function))
 
 
 class TorchState(hvd_elastic.TorchState):

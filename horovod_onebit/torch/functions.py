@@ -14,7 +14,6 @@ import torch
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch import progress
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
 
@@ -43,12 +42,12 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     if isinstance(optimizer, _DistributedOptimizer) and process_set is optimizer._compressor.process_set:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
-        optimizer._compressor.abandon_step()
+        optimizer._gradients.refuse()
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}
     if is_root and isinstance(optimizer, _DistributedOptimizer):
-        optimizer._compressor.lineage = progress.digest(state, optimizer._compressor)  # as the others that load it
+        optimizer._parameters.lineage = optimizer._parameters.digest(state)  # as the others that load it
     structure = _take_out(state, tensors) if is_root else None
     structure = hvd.broadcast_object(structure, root_rank, name="onebit.state", process_set=process_set)
     own = [len(group["params"]) for group in optimizer.param_groups]

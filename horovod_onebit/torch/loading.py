@@ -14,8 +14,8 @@ import torch
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.torch import progress
-from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.progress import Progress
+from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS
 
 
@@ -31,28 +31,27 @@ def check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
             raise ConfigurationError(f"it is of another model: {name} is {found} there, expected {expected}")
 
 
-def check_optimizer(compressor: Compressor, saved: Mapping[str, Any]) -> None:
+def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
     """Raise ``ConfigurationError`` unless ``saved`` is the state of such an optimizer with such parameter groups."""
-    groups, own = saved["param_groups"], compressor.optimizer.param_groups
+    groups, own = saved["param_groups"], parameters.optimizer.param_groups
     found, expected = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
     if found != expected:
         raise ConfigurationError(f"the state has groups of {found} parameters, expected {expected}")
     for mine, group in zip(own, groups, strict=True):
-        compressor.adapter.check(group)
+        parameters.adapter.check(group)
         for what, names in (("has no", mine.keys() - group.keys()), ("has", group.keys() - mine.keys())):
             if names := names & HYPERPARAMETERS:
                 raise ConfigurationError(f"the state {what} {', '.join(sorted(names))}: it is of another optimizer")
-    before = groups[0].get(progress.STATE_KEY) if groups else None
-    progress.check(before, sum(expected))
+    progress = Progress.of(groups[0].get(STATE_KEY) if groups else None, sum(expected))
     ids = [i for group in groups for i in group["params"]]
-    counts = chain([] if before is None else before["exact_steps"], repeat(0))
-    for i, p, count in zip(ids, compressor.ordered(), counts, strict=False):
+    counts = chain(progress.exact_steps, repeat(0))
+    for i, p, count in zip(ids, parameters.ordered(), counts, strict=False):
         started = p.requires_grad and count > 0
-        _check_state(compressor, p, saved["state"].get(i, {}), started=started)
+        _check_state(parameters, p, saved["state"].get(i, {}), started=started)
 
 
-def _check_state(compressor: Compressor, p: torch.Tensor, state: Mapping[str, Any], *, started: bool) -> None:
-    adapter, name = compressor.adapter, compressor.names.get(p, "a parameter")
+def _check_state(parameters: Parameters, p: torch.Tensor, state: Mapping[str, Any], *, started: bool) -> None:
+    adapter, name = parameters.adapter, parameters.names.get(p, "a parameter")
     for key in filter(None, (adapter.momentum_key, adapter.variance_key, adapter.anchor_key)):
         value = state.get(key)
         if value is not None and tuple(value.shape) != tuple(p.shape):
@@ -63,11 +62,11 @@ def _check_state(compressor: Compressor, p: torch.Tensor, state: Mapping[str, An
             raise ConfigurationError(f"the state has no {key} of {name}: it is of another optimizer")
 
 
-def check_feedback(compressor: Compressor, feedback: Mapping[str, Array]) -> None:
+def check_feedback(parameters: Parameters, feedback: Mapping[str, Array]) -> None:
     """Raise ``ConfigurationError`` unless ``feedback`` is what ``ErrorFeedback.state_dict`` of such a worker gives."""
-    progress.check_feedback_names(compressor, feedback)
-    sizes = {compressor.names[p]: p.numel() for p in compressor.ordered() if p in compressor.names}
-    compressor.engine.feedback.check(feedback)
+    parameters.check_feedback_names(feedback)
+    sizes = {parameters.names[p]: p.numel() for p in parameters.ordered() if p in parameters.names}
+    parameters.engine.feedback.check(feedback)
     for name, value in feedback.items():
         if not name.startswith(SERVER_PREFIX) and value.size != sizes.get(name, value.size):
             raise ConfigurationError(f"error feedback of {name!r}: got {value.size} elements, expected {sizes[name]}")

@@ -15,18 +15,17 @@ from torch._compile import _disable_dynamo as untraced  # as torch.optim has it:
 
 from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.face import next_name
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch import progress
-from horovod_onebit.torch.arguments import check_arguments, check_compression, check_interval, names_of, warmup_of
-from horovod_onebit.torch.binding import Placement
-from horovod_onebit.torch.clipping import clip_grad_norm_
+from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of, warmup_of
+from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
+from horovod_onebit.torch.hooks import Gradients, Where
 from horovod_onebit.torch.loading import check_optimizer
-from horovod_onebit.torch.replicas import check_replicas
+from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
-from horovod_onebit.torch.synchronizer import Synchronizer
 from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
@@ -37,25 +36,35 @@ class _DistributedOptimizer:
 
     param_groups: list[dict[str, Any]]
     state: Any
-    _synchronizer: Synchronizer
     _compressor: Compressor
-    _participates: bool
+
+    @property
+    def _gradients(self) -> Gradients:
+        return self._compressor.gradients
+
+    @property
+    def _parameters(self) -> Parameters:
+        return self._compressor.parameters
+
+    @property
+    def _participates(self) -> bool:
+        return self._compressor.process_set.included()
 
     # -- Horovod's interface --------------------------------------------------------------------------------------
 
     @property
     def backward_passes_per_step(self) -> int:
         """Backward passes whose gradients are added up before one exchange."""
-        return self._synchronizer.backward_passes_per_step
+        return self._gradients.passes
 
     @property
     def _parameter_names(self) -> dict[torch.Tensor, str]:
         """Parameter -> name, where Horovod's optimizer has it."""
-        return self._synchronizer.names
+        return self._parameters.names
 
     def set_backward_passes_per_step(self, passes: int) -> None:
         """Change the number of backward passes that precede a step."""
-        self._synchronizer.set_backward_passes_per_step(passes)
+        self._gradients.set_passes(passes)
 
     @untraced
     def synchronize(self) -> None:
@@ -65,17 +74,17 @@ class _DistributedOptimizer:
         until ``step()``, so what is done to them in between is done to them alone; to clip, ``clip_grad_norm_``.
         """
         if self._participates:
-            self._compressor.synchronize(settled=self._settled())
-        self._synchronizer.asked = self._synchronizer.arrived = True
+            self._compressor.synchronize()
+        self._gradients.where = Where.SYNCHRONIZED
 
     @contextmanager
     def skip_synchronize(self) -> Iterator[None]:
         """``step()`` inside this context does not synchronize: for ``synchronize(); clip...; step()``."""
-        self._synchronizer.automatic = False
+        self._gradients.automatic = False
         try:
             yield
         finally:
-            self._synchronizer.automatic = True
+            self._gradients.automatic = True
 
     @untraced
     def clip_grad_norm_(self, max_norm: float) -> float:
@@ -88,23 +97,18 @@ class _DistributedOptimizer:
         positive("max_norm", max_norm)
         if not self._participates:
             return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
-        self._compressor.synchronize("clip_grad_norm_", f"max_norm={float(max_norm)}", settled=self._settled())
-        self._synchronizer.arrived = True
-        return clip_grad_norm_(self._compressor, max_norm)
-
-    def _settled(self) -> bool:
-        """Whether the gradients of now were synchronized."""
-        return self._synchronizer.arrived and not self._synchronizer.pending()
+        self._compressor.synchronize("clip_grad_norm_", f"max_norm={float(max_norm)}")
+        return self._compressor.clip_grad_norm_(max_norm)
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
-        if self._synchronizer.pending():
+        if self._gradients.where is Where.LOCAL:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
-        self._synchronizer.asked = self._synchronizer.arrived = False
+        self._gradients.where = Where.NOWHERE
         super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
 
     @untraced
@@ -117,14 +121,13 @@ class _DistributedOptimizer:
         if not self._participates:
             self._exact_step()
             return loss
-        if self._synchronizer.automatic and self._synchronizer.asked:
+        gradients = self._gradients
+        if gradients.automatic and gradients.where is Where.SYNCHRONIZED:
             warnings.warn(
                 "optimizer.step() called without optimizer.skip_synchronize() context after "
                 "optimizer.synchronize(). This can cause training slowdown.",
                 stacklevel=2,
             )
-        settled = self._settled()
-        synchronize = self._synchronizer.automatic and not settled
         # GradScaler leaves these for the time of the call; the wrapped optimizer must not act on them a second time.
         scaling: dict[str, Any] = {
             key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__
@@ -133,20 +136,17 @@ class _DistributedOptimizer:
         try:
             with torch.no_grad(), self._compressor.agreement.told("step"):
                 self._compressor.step(
-                    self._exact_step,
-                    synchronize=synchronize,
-                    averaged=settled,
-                    loss_scale=None if scale is None else float(scale),
-                    scaled=bool(scaling),
+                    self._exact_step, loss_scale=None if scale is None else float(scale), scaled=bool(scaling)
                 )
         finally:
             self.__dict__.update(scaling)
-            self._synchronizer.asked = self._synchronizer.arrived = False
+            if gradients.where.settled:
+                gradients.where = Where.NOWHERE
         return loss
 
     def _exact_step(self) -> None:
         """The wrapped optimizer's own step, without running its hooks a second time."""
-        self._compressor.start_momentum()
+        self._parameters.start_momentum()
         step = super().step  # type: ignore[misc]
         function = step.__func__
         while getattr(function, "hooked", False):
@@ -168,9 +168,8 @@ class _DistributedOptimizer:
         # it leaves it to step() to skip, so that all workers skip alike. Lightning asks too, and would not clip.
         if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
             return False
-        if self._participates and self._synchronizer.automatic and self._synchronizer.pending():
-            self._compressor.synchronize(settled=False)
-            self._synchronizer.arrived = True
+        if self._participates and self._gradients.automatic and self._gradients.where is Where.LOCAL:
+            self._compressor.synchronize()
         return self._participates
 
     @_step_supports_amp_scaling.setter
@@ -205,7 +204,7 @@ class _DistributedOptimizer:
         """
         if self._participates:
             self._compressor.agreement.meet("check_replicas")
-            check_replicas(self._compressor)
+            self._compressor.check_replicas()
 
     def stats(self, *, norms: bool = True) -> Stats:
         """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective.
@@ -223,7 +222,7 @@ class _DistributedOptimizer:
         """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``."""
         mapping("state", state, "names to tensors")
         arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in state.items()}
-        progress.load_feedback(self._compressor, arrays)
+        self._parameters.load_feedback(arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
 
@@ -240,7 +239,7 @@ class _DistributedOptimizer:
         ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
-        self._compressor.export(state)
+        self._parameters.export(state)
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -250,10 +249,10 @@ class _DistributedOptimizer:
     def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
         if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
             raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
-        check_optimizer(self._compressor, state_dict)
-        loaded = progress.digest(state_dict, self._compressor)
+        check_optimizer(self._parameters, state_dict)
+        loaded = self._parameters.digest(state_dict)
         # Trainers that move state between devices load what they have just saved.
-        same = not keep_feedback and loaded == progress.digest(self.state_dict(), self._compressor)
+        same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
         # In place: schedulers that were made before wrapping hold the old objects.
@@ -265,11 +264,10 @@ class _DistributedOptimizer:
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
-        self._synchronizer.asked = self._synchronizer.arrived = False
-        self._synchronizer.automatic = True
-        own = self.param_groups[0].pop(progress.STATE_KEY, None)
-        self._compressor.load_state_dict(own, state_dict, keep_feedback=keep_feedback or same)
-        self._compressor.lineage = loaded
+        self._gradients.automatic = True
+        own = self.param_groups[0].pop(STATE_KEY, None)
+        self._compressor.load(own, state_dict, keep_feedback=keep_feedback or same)
+        self._parameters.lineage = loaded
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
@@ -340,56 +338,39 @@ def DistributedOptimizer(
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
     _check_plain(optimizer)
-    if num_groups:
-        warnings.warn("num_groups is Horovod's old name for groups", DeprecationWarning, stacklevel=2)
-        groups = num_groups if groups is None else groups
-    check_arguments(backward_passes_per_step, op, gradient_predivide_factor, groups, process_set)
-    check_compression(compression)
-    flag("sparse_as_dense", sparse_as_dense)
-    flag("overlap", overlap)
+    if not hvd.is_initialized():
+        raise ConfigurationError("call hvd.init() before DistributedOptimizer")
+    adapter, names = adapter_for(optimizer, schedule), names_of(optimizer, named_parameters)
+    arguments = Arguments(
+        compression, backward_passes_per_step, op, gradient_predivide_factor, groups_of(groups, num_groups, names),
+        sparse_as_dense, process_set,
+    )  # fmt: skip
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
-    adapter = adapter_for(optimizer, schedule)
-    names = names_of(optimizer, named_parameters)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
-    _check_supported(optimizer, adapter, names)
+    flag("overlap", overlap)
     check_interval(check_replicas_every, schedule)
-
+    _check_supported(optimizer, adapter, names)
     if process_set.size() == 1:
         logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
     wrapped = _instance(optimizer)
-    compressor = Compressor(
+    compressor = wrapped._compressor = Compressor(
         wrapped,
-        adapter,
-        names,
+        arguments,
+        name=next_name(process_set),
         recipe=chosen,
+        overlap=overlap,
+        check_replicas_every=check_replicas_every,
+        adapter=adapter,
+        names=names,
         warmup=warmup,
         schedule=schedule,
-        process_set=process_set,
-        sum_gradients=op == hvd.Sum,
-        overlap=overlap,
         placement=Placement(kernels),
         exact=patterns or (),
     )
-    wrapped._compressor = compressor
-    wrapped._synchronizer = compressor.synchronizer = Synchronizer(
-        names=names,
-        prefix=compressor.engine.name,
-        on_ready=compressor.overlap.ready,
-        compression=compression,
-        backward_passes_per_step=backward_passes_per_step,
-        op=op,
-        gradient_predivide_factor=gradient_predivide_factor,
-        groups=groups,
-        sparse_as_dense=sparse_as_dense,
-        process_set=process_set,
-        traffic=compressor.engine.traffic,
-    )
-    wrapped._participates = process_set.included()
-    compressor.check_replicas_every = check_replicas_every
-    lineage = progress.digest(optimizer.state_dict(), compressor) if optimizer.state else ""
+    lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     compressor.check_groups()
-    compressor.lineage = lineage
+    compressor.parameters.lineage = lineage
     return wrapped
 
 

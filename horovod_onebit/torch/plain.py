@@ -8,12 +8,7 @@ rounded off when it is frozen, 2^-20 of its value, and what multiplication and d
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
 import torch
-
-if TYPE_CHECKING:
-    from horovod_onebit.torch.compressor import Compressor
 
 SPARE = 16  # units in the last place of a float32
 
@@ -32,20 +27,3 @@ def factor(beta2: float, taken: int, seen: int) -> float:
 def restored(value: torch.Tensor, factor: float) -> torch.Tensor:
     """v, of which ``value`` is ``factor`` times as much: the same bits if v was coarse. A new tensor."""
     return coarsen(value.float() / factor).to(value.dtype)
-
-
-def export(compressor: Compressor, packed: dict[int, dict[str, Any]]) -> dict[torch.Tensor, torch.Tensor]:
-    """Put into ``packed``, the state by position, second moments as plain optimizers need them; returns these.
-
-    They are new tensors: those of the running optimizer stay what they are.
-    """
-    key, exported = compressor.adapter.variance_key, {}
-    for group, position, p in compressor.enumerated():
-        seen = compressor.variance_steps.get(p)
-        if key is None or seen is None or key not in packed.get(position, ()):
-            continue
-        by = compressor.adapter.variance_factor(group, compressor.taken(p), seen)
-        if by != 1.0:
-            exported[p] = packed[position][key] * by
-            packed[position] = {**packed[position], key: exported[p]}
-    return exported

@@ -15,7 +15,6 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import SERVER_PREFIX
-from horovod_onebit.torch import world as torch_world
 from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
 
@@ -405,17 +404,17 @@ def test_other_workers_owe_together_what_these_did(recipe):
     optimizer = wrap(model, warmup_steps=2, recipe=recipe)
     train(model, optimizer, 6)
     compressor = optimizer._compressor
-    torch_world.leave(compressor)
-    torch_world.leave(compressor)  # twice is once
+    compressor.leave_world()
+    compressor.leave_world()  # twice is once
     assert not any(name.startswith(SERVER_PREFIX) for name in compressor.engine.feedback.state_dict())
     train(model, optimizer, 1, start=6)  # settles
     assert compressor.left is None
     train(model, optimizer, 3, start=7)
     assert_replicas_equal(model)
 
-    torch_world.leave(compressor)
+    compressor.leave_world()
     expected = world.owed(hvd.allgather_object(compressor.left, name="saved again"))
-    torch_world.settle(compressor)
+    compressor.share_out()
     for name, residual in compressor.engine.feedback.state_dict().items():
         np.testing.assert_allclose(residual, expected[name], rtol=1e-5, atol=1e-7)
     assert expected

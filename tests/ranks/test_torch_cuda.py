@@ -80,7 +80,7 @@ def train(model, optimizer, steps, start=0):
 def uses_kernels(optimizer):
     """Whether all tensors are the kernels', and all messages theirs, too."""
     compressor = optimizer._compressor
-    places = {not isinstance(b.tensor.weight, np.ndarray) for b in compressor.bindings.values()}
+    places = {not isinstance(b.tensor.weight, np.ndarray) for b in compressor.parameters.bindings.values()}
     places |= {not isinstance(message.row, np.ndarray) for message in compressor.engine._messages}
     assert len(places) == 1
     return places.pop()
@@ -245,14 +245,14 @@ def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 4)
     assert uses_kernels(optimizer)
-    placement = optimizer._compressor.placement
+    placement = optimizer._parameters.placement
     for host in (True, False):
         with monkeypatch.context() as patch:
             if host:
                 patch.setattr(placement, "of", lambda p: None)
-            for p, binding in list(optimizer._compressor.bindings.items()):
+            for p, binding in list(optimizer._parameters.bindings.items()):
                 binding.release()
-                optimizer._compressor._bind(p)
+                optimizer._parameters.bind(p)
             train(model, optimizer, 2, start=4 + 2 * (not host))
         assert uses_kernels(optimizer) != host
         assert_replicas_equal(model)

@@ -70,7 +70,7 @@ def test_a_group_that_stays_exact():
     before = copy.deepcopy(optimizer.state_dict())
     optimizer.add_param_group({"params": model.embedding.parameters(), "exact": True})
     read(model, optimizer, 8)
-    assert model.embedding.weight not in optimizer._compressor.bindings
+    assert model.embedding.weight not in optimizer._parameters.bindings
     assert not padding(model).any()
 
     def again(exact):

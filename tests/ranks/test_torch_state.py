@@ -369,7 +369,7 @@ def test_the_automatic_warm_up(kind):
     train(model, optimizer, 15)
     state = copy.deepcopy([model.state_dict(), optimizer.state_dict()])
     train(model, optimizer, 185, start=15)
-    steps = optimizer._compressor.warmup.steps
+    steps = optimizer._parameters.warmup.steps
     assert 20 <= steps < 200
     assert optimizer.phase is Phase.COMPRESSED
     assert_replicas_equal(model)
@@ -377,7 +377,7 @@ def test_the_automatic_warm_up(kind):
     again.load_state_dict(state[0])
     resumed.load_state_dict(state[1])
     train(again, resumed, 185, start=15)
-    assert resumed._compressor.warmup.steps == steps
+    assert resumed._parameters.warmup.steps == steps
     assert torch.equal(weights(model), weights(again))
 
 

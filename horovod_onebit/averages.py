@@ -1,0 +1,46 @@
+"""Exact sums over the workers, of many arrays in one allreduce."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from horovod_onebit.exchange import Collectives
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.stats import Traffic, allreduce_bytes
+
+
+def start_sum(
+    arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
+) -> Callable[[], list[Array]]:
+    """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers.
+
+    The function that is returned waits; it gives the sums, in the shapes of ``arrays``. Collective.
+    """
+    if not arrays:
+        return list
+    fused = np.concatenate([array.reshape(-1) for array in arrays])
+    handle = collectives.allreduce(fused, name)
+    sent = allreduce_bytes(fused.nbytes, collectives.size)
+    traffic.add(sent, sent)
+
+    def arrive() -> list[Array]:
+        parts = np.split(handle.wait(), np.cumsum([array.size for array in arrays])[:-1])
+        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+
+    return arrive
+
+
+def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
+    """The root mean square, over the workers, of norms whose ``squares`` this worker has. Collective.
+
+    Clipping after the warm-up goes by it: the norm of the averaged gradient is not known to anybody, and this one is
+    not smaller.
+    """
+    return np.sqrt(collectives.allreduce(squares, name).wait() / collectives.size)
+
+
+def all_finite(arrays: Sequence[Array]) -> bool:
+    """Whether every element of ``arrays`` is finite."""
+    return all(bool(np.isfinite(array).all()) for array in arrays)

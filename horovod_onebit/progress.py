@@ -1,0 +1,76 @@
+"""How far a run is, in plain numbers: the same on all workers, and a part of what is saved."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from horovod_onebit.errors import ConfigurationError
+
+VERSION = 2
+READABLE = (1, 2)  # 1 has second moments as they are, and neither "taken" nor "unstarted"
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Counts of steps, and by position of the parameter where they are lists.
+
+    Attributes:
+        steps: optimizer steps taken.
+        skipped: steps that all workers skipped.
+        exchanges: compressed steps.
+        warmup: the state of the warm-up's policy.
+        exact_steps: exact steps that each parameter has had.
+        variance_steps: steps that its second moment has seen; 0 while it is not frozen.
+        taken: steps that its optimizer counts, where the second moment is frozen; else 0.
+        unstarted: parameters whose momentum is there and must not be at their first step.
+        version: of this format.
+    """
+
+    steps: int = 0
+    skipped: int = 0
+    exchanges: int = 0
+    warmup: Mapping[str, Any] = field(default_factory=dict)
+    exact_steps: Sequence[int] = ()
+    variance_steps: Sequence[int] = ()
+    taken: Sequence[int] = ()
+    unstarted: Sequence[int] = ()
+    version: int = VERSION
+
+    def state_dict(self) -> dict[str, Any]:
+        """As plain values."""
+        return asdict(self)
+
+    @classmethod
+    def of(cls, state: Any, parameters: int, *, added: bool = False) -> Progress:
+        """What ``state_dict`` was called on, for so many parameters; None is the progress of a plain optimizer.
+
+        ``added``: some of the parameters, the last ones, may have been added since. Raises ``ConfigurationError`` for
+        anything else.
+        """
+        if state is None:
+            return cls()
+        version = state.get("version") if isinstance(state, Mapping) else None
+        if version not in READABLE:
+            raise ConfigurationError(f"this optimizer state has format {version!r}, expected {VERSION}")
+        wrong = [name for name in ("steps", "skipped", "exchanges") if not _is_count(state.get(name))]
+        for name in ("exact_steps", "variance_steps"):
+            counts = state.get(name)
+            fits = isinstance(counts, (list, tuple)) and (
+                len(counts) == parameters or (added and len(counts) < parameters)
+            )
+            if not fits or not all(map(_is_count, counts)):
+                wrong.append(name)
+        if not isinstance(state.get("warmup"), Mapping):
+            wrong.append("warmup")
+        if wrong:
+            raise ConfigurationError(
+                f"the progress in this optimizer state is damaged, or of other parameters: {', '.join(wrong)}; "
+                f"expected counts for {parameters} parameters"
+            )
+        return cls(**{name: state[name] for name in cls.__dataclass_fields__ if name in state})
+
+
+def _is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

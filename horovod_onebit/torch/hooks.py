@@ -1,0 +1,445 @@
+"""The gradients of one optimizer, from the hook that sees them to where they are averaged or sent.
+
+In warm-up this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its
+gradient is ready. Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, so that it can be changed
+in between. Afterwards the hook counts down to buckets, which are encoded and sent when their last gradient is there.
+
+When to send is each worker's own affair: a message that leaves during backward and one that leaves in ``step`` are the
+same collective by the same name. What must not happen is that something changes after it was sent. So every gradient
+is remembered as it was when it was final; ``step`` compares, and tells all workers.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import logging
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+from torch._compile import _disable_dynamo as untraced
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from horovod_onebit.checks import whole
+from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.layout import Layout
+from horovod_onebit.rules import Rule
+from horovod_onebit.schedule import Kind
+from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.torch.arguments import Arguments
+from horovod_onebit.torch.arrays import Binding, is_dense
+from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.warmup import Phase
+from horovod_onebit.world import workers_changed
+
+logger = logging.getLogger("horovod_onebit")
+
+SAMPLE = 16
+"""Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
+_owners: Any = WeakTensorKeyDictionary()
+"""Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
+
+
+class Where(Enum):
+    """Where the gradients of the next step are."""
+
+    NOWHERE = "none was computed since the last step"
+    LOCAL = "computed, averages or messages perhaps on their way"
+    AGREED = "averaged in warm-up, or local by agreement of all workers: for clipping, or a GradScaler"
+    SYNCHRONIZED = "the same, because the user called synchronize()"
+
+    @property
+    def settled(self) -> bool:
+        return self in (Where.AGREED, Where.SYNCHRONIZED)
+
+
+@dataclass(frozen=True)
+class _Mark:
+    """A gradient when it was final."""
+
+    grad: torch.Tensor
+    version: int
+    sample: bytes
+
+    @classmethod
+    def of(cls, grad: torch.Tensor) -> _Mark:
+        return cls(grad, grad._version, _sample(grad))
+
+    def differs(self, grad: torch.Tensor | None) -> bool:
+        return grad is not self.grad or grad._version != self.version or _sample(grad) != self.sample
+
+
+class Gradients:
+    """Belongs to one ``DistributedOptimizer``.
+
+    Attributes:
+        automatic: ``step()`` synchronizes.
+        passes: backward passes that make a step.
+    """
+
+    def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
+        self._parameters = parameters
+        self._engine = engine
+        self._arguments = arguments
+        self.where = Where.NOWHERE
+        self.automatic = True
+        self.passes = arguments.backward_passes_per_step
+        self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
+        self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
+        self._averaging: dict[torch.Tensor, tuple[Any, Any]] = {}  # Horovod's handle, and its compression's context
+        # Names of averages that were abandoned under way are not free yet.
+        self._refused = 0  # times that all workers abandoned them together
+        self._abandoned = 0  # times that this one did so since
+        self._sends_early = overlap
+        self._averages_early = overlap
+        self._marks: dict[torch.Tensor, _Mark] = {}
+        self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
+        self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
+        self._decided = False  # whether anything may be sent in this step
+        self._plan: Plan | None = None  # what is being sent
+        self._bindings: list[Binding] = []  # by number, in this step
+        self._version = -1  # of the parameters, when the first message of this step was sent
+        self._buckets = _Countdown(None)
+
+    # -- the hook -------------------------------------------------------------------------------------------------
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
+        for p in parameters:
+            self._watched[p] = self.passes
+            self._take(p)
+
+    def _take(self, p: torch.Tensor) -> None:
+        """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
+        if p in _owners:
+            handle, owner = _owners[p]
+            handle.remove()
+            if owner() not in (None, self):
+                owner()._lost.add(p)
+        own = weakref.ref(self)
+
+        def hook(parameter: torch.Tensor) -> None:
+            gradients = own()
+            if gradients is not None:
+                gradients._computed(parameter)
+
+        _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
+
+    def forget(self, parameters: set[torch.Tensor]) -> None:
+        """Stop watching ``parameters``, which were taken out of the optimizer."""
+        self._lost -= parameters
+        for p in parameters:
+            self._watched.pop(p, None)
+            self._averaging.pop(p, None)
+            if p in _owners and _owners[p][1]() is self:
+                _owners.pop(p)[0].remove()
+
+    def check_owned(self) -> None:
+        """Raise if another DistributedOptimizer was built over one of the parameters since."""
+        if self._lost:
+            names = ", ".join(sorted(self._parameters.names[p] for p in self._lost))
+            raise ConfigurationError(
+                f"parameter {names} belongs to a DistributedOptimizer that was built later: use that one, and "
+                "one optimizer for each parameter"
+            )
+
+    @untraced
+    def _computed(self, p: torch.Tensor) -> None:
+        """The hook: a backward pass has added to the gradient of ``p``."""
+        if self._watched[p] <= 0:
+            raise AssertionError(
+                "Gradients were computed more than backward_passes_per_step times before call to step(). "
+                "Increase backward_passes_per_step to accumulate gradients locally."
+            )
+        self._densify(p)
+        self._watched[p] -= 1
+        if self.where is not Where.LOCAL:
+            self._parameters.adopt()
+            self.where = Where.LOCAL
+        if p.grad is None or self._watched[p]:
+            return
+        if self._parameters.phase is Phase.WARMUP:
+            if self._averages_early:
+                self._marks[p] = _Mark.of(p.grad)
+                self._averaging[p] = self._start(p, in_place=False)
+        elif self._sends_early and p in self._parameters.bindings:
+            self._count_down(p)
+
+    def _densify(self, p: torch.Tensor) -> None:
+        if p.grad is None or not p.grad.is_sparse:
+            return
+        if not self._arguments.sparse_as_dense:
+            raise UnsupportedError(
+                f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
+                "DistributedOptimizer, or build the embedding with sparse=False"
+            )
+        p.grad = p.grad.to_dense()
+
+    # -- messages that leave during backward ----------------------------------------------------------------------
+
+    def _count_down(self, p: torch.Tensor) -> None:
+        """The gradient of ``p`` is final: send the buckets that waited for it alone, if they may leave now."""
+        if not self._decided:
+            self._decided = True
+            self._plan = self._begin()
+        assert p.grad is not None
+        self._marks[p] = _Mark.of(p.grad)
+        if self._plan is not None:
+            for bucket in self._buckets.complete(p):
+                self._send(bucket, self._plan)
+
+    def _begin(self) -> Plan | None:
+        """At the first gradient of a step: the step whose messages may leave before ``step()``, if they may."""
+        parameters, layout = self._parameters, self._engine.layout
+        if not self._proven or workers_changed(self._engine) or parameters.schedule is not None:
+            return None
+        if layout is None or parameters.prepared != parameters.version or not parameters.all_current:
+            return None
+        if layout is not self._buckets.layout:
+            self._buckets = _Countdown(layout)
+        self._buckets.start(parameters.bindings)
+        self._bindings = list(parameters.bindings.values())
+        self._version = parameters.version
+        return parameters.plan(Kind.ONEBIT)
+
+    @torch.no_grad()
+    def _send(self, bucket: int, plan: Plan) -> None:
+        grads = {}
+        for number in self._buckets.members[bucket]:
+            self._bindings[number].pull()
+            grads[number] = self._bindings[number].grad()
+        self._engine.send(bucket, grads, plan)
+
+    def edited(self) -> bool:
+        """Whether anything has changed that was sent already; learns to send later where it can."""
+        parameters, plan = self._parameters, self._plan
+        changed = [p for p, mark in self._marks.items() if mark.differs(p.grad)]
+        self._proven |= bool(self._marks) and not changed
+        if parameters.phase is Phase.WARMUP:
+            return bool(changed)
+        if plan is None:
+            if changed:
+                self.send_late("gradients change between backward() and step()")
+            return False
+        if changed:
+            names = ", ".join(parameters.names[p] for p in changed[:5])
+            self._overwritten = [p for p in changed if p.grad is self._marks[p].grad]
+            logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
+        if changed or self._version != parameters.version:
+            return True
+        # All parameters of a group have the same rule.
+        pairs = set(zip(plan.rules, parameters.plan(Kind.ONEBIT).rules, strict=True))
+        return any(_coding(sent) != _coding(now) for sent, now in pairs)
+
+    def send_late(self, reason: str, *, averages: bool = False) -> None:
+        """From the next step on, send in ``step``: the gradients are not final during backward.
+
+        ``averages``: those of warm-up, too.
+        """
+        if self._sends_early or (averages and self._averages_early):
+            self._sends_early, self._averages_early = False, self._averages_early and not averages
+            level = logging.INFO if self._engine.collectives.rank == 0 else logging.DEBUG
+            logger.log(level, "gradients are sent in step() and not during backward(): %s", reason)
+
+    # -- exact averages -------------------------------------------------------------------------------------------
+
+    def average(self, *, again: bool = False) -> None:
+        """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum).
+
+        ``again``: on some worker gradients were changed after their averages had left. What left is dropped, and the
+        gradients of now are averaged.
+        """
+        if again:
+            self._start_rest(in_place=False)
+            for handle, _ in self._averaging.values():
+                hvd.synchronize(handle)
+            self._averaging.clear()
+        self._start_rest(in_place=True)
+        for p, (handle, context) in self._averaging.items():
+            result = self._arguments.compression.decompress(hvd.synchronize(handle), context)
+            assert p.grad is not None
+            if result.data_ptr() != p.grad.data_ptr():
+                p.grad.copy_(result)
+        self.drop()
+
+    def _start_rest(self, *, in_place: bool) -> None:
+        for p in self._watched:
+            if p.requires_grad and p not in self._averaging:
+                self._averaging[p] = self._start(p, in_place=in_place)
+
+    def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Any, Any]:
+        allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+        return self._allreduce(allreduce, _gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}")
+
+    def _name(self, p: torch.Tensor) -> str:
+        return self._parameters.names[p]
+
+    def _allreduce(self, operation: Callable[..., Any], values: torch.Tensor, name: str) -> tuple[Any, Any]:
+        """Start it, by Horovod's arguments; its handle, and what decompresses the result."""
+        arguments, workers = self._arguments, self._arguments.process_set.size()
+        # Horovod reduces no bfloat16.
+        tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
+        sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
+        self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
+        return operation(tensor, name=name, **arguments.reduction), context
+
+    def start_fused(self, parameters: Sequence[torch.Tensor]) -> Callable[[], bool]:
+        """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
+
+        The function that is returned waits, stores the averages, and says whether all of them are finite.
+        """
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p in parameters:
+            by_dtype.setdefault(p.dtype, []).append(p)
+        waiting = []
+        for dtype, group in by_dtype.items():
+            fused = torch.cat([_gradient(p).reshape(-1) for p in group])
+            name = f"{self._engine.name}.exact.{self.generation}.{dtype}"
+            waiting.append((group, *self._allreduce(hvd.allreduce_async_, fused, name)))
+
+        def finish() -> bool:
+            finite = True
+            for group, handle, context in waiting:
+                flat = self._arguments.compression.decompress(hvd.synchronize(handle), context)
+                for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                    p.grad = part.view(p.shape).to(p.dtype)
+                finite &= bool(torch.isfinite(flat).all())
+            return finite
+
+        return finish
+
+    # -- what all workers compare ---------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> str:
+        """In the names of averages; the same on all workers after each step that all of them refuse."""
+        return f"{self._refused}.{self._abandoned}"
+
+    def describe(self) -> str:
+        """Arguments that must be the same on all workers."""
+        return f"{self._arguments} {self.passes} {self.generation}"
+
+    def fingerprint(self) -> str:
+        """A few values of every averaged gradient: they must be the same on all workers."""
+        digest = hashlib.blake2b(digest_size=8)
+        for p in self._parameters.exact():
+            digest.update(b"" if p.grad is None else _sample(p.grad))
+        return digest.hexdigest()
+
+    # -- the end --------------------------------------------------------------------------------------------------
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = whole("backward_passes_per_step", passes)
+        self.drop()
+
+    def drop(self) -> None:
+        """Forget gradients that were computed and not yet used."""
+        self._averaging.clear()
+        self._watched = dict.fromkeys(self._watched, self.passes)
+        if self.where is Where.LOCAL:
+            self.where = Where.NOWHERE
+
+    def forget_marks(self) -> None:
+        """What was remembered of gradients counts no more: the step is over, or they may change now."""
+        self._marks.clear()
+        self._overwritten.clear()
+        self._bindings = []
+        self._decided, self._plan = False, None
+
+    def abandon(self) -> None:
+        """This worker drops what is under way: it has loaded another state."""
+        self._abandoned += bool(self._averaging)
+        self._engine.forget_sent()
+        self._clear()
+
+    def refuse(self) -> None:
+        """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
+        with torch.no_grad():
+            self._engine.abandon_step()
+        # Where the gradients that were sent are lost, so is what was owed before.
+        self._engine.feedback.reset([self._name(p) for p in self._overwritten])
+        self._refused, self._abandoned = self._refused + 1, 0
+        self._clear()
+
+    def forget_world(self) -> None:
+        """Horovod was started anew: nothing is under way, and new workers have abandoned nothing."""
+        self._refused = self._abandoned = 0
+        self._clear()
+
+    def _clear(self) -> None:
+        self.drop()
+        self.forget_marks()
+        self.where = Where.NOWHERE
+
+
+class _Countdown:
+    """Which tensor is in which bucket of a layout, and how many gradients each bucket still waits for."""
+
+    def __init__(self, layout: Layout | None) -> None:
+        self.layout = layout
+        buckets = [] if layout is None else layout.buckets
+        self.members = [{piece.tensor for piece in bucket.pieces} for bucket in buckets]
+        self._of: list[list[int]] = [[] for _ in (layout.tensors if layout is not None else ())]
+        for index, tensors in enumerate(self.members):
+            for tensor in tensors:
+                self._of[tensor].append(index)
+
+    def start(self, parameters: Any) -> None:
+        """At the first of the gradients of ``parameters``, in the order of the layout."""
+        self._missing = [len(tensors) for tensors in self.members]
+        self._numbers = {p: i for i, p in enumerate(parameters)}
+
+    def complete(self, p: torch.Tensor) -> list[int]:
+        """The gradient of ``p`` is there: the buckets that now have all of theirs."""
+        buckets = self._of[self._numbers[p]]
+        for bucket in buckets:
+            self._missing[bucket] -= 1
+        return [bucket for bucket in buckets if not self._missing[bucket]]
+
+
+def _gradient(p: torch.Tensor) -> torch.Tensor:
+    """The contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return p.grad.contiguous()
+
+
+def _sample(grad: torch.Tensor) -> bytes:
+    """Some of the values; none of a GPU's, which would have to be waited for."""
+    if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
+        return b""
+    grad = grad.detach()
+    flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
+    values = flat[:: max(1, flat.numel() // SAMPLE)]
+    return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy().tobytes()
+
+
+def _coding(rule: Rule) -> Rule:
+    """``rule`` without what a message does not depend on."""
+    return dataclasses.replace(rule, lr=0.0)  # type: ignore[type-var]
+
+
+@torch.no_grad()
+def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
+    """Whether all gradients of ``parameters`` are finite."""
+    grads = [p.grad for p in parameters if p.grad is not None]
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for g in grads:
+        sums.setdefault(g.device, []).append(g.sum(dtype=torch.float32))
+    # NaN and Inf show in a sum. A sum of finite numbers may overflow: only then does every element count.
+    if all(bool(torch.isfinite(torch.stack(each)).all()) for each in sums.values()):
+        return True
+    return all(bool(torch.isfinite(g).all()) for g in grads)
+
+
+def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
+    """Divide the gradients of ``parameters`` by ``loss_scale``."""
+    for p in parameters:
+        if p.grad is not None:
+            p.grad.mul_(1.0 / loss_scale)

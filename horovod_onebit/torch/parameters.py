@@ -1,0 +1,494 @@
+"""The parameters of one optimizer: which are exact, which compressed, and how far each of them is.
+
+A parameter is *exact* while it is small or has had fewer than ``warmup_steps`` exact steps; the wrapped optimizer
+takes its steps with the averaged gradient. All others are *compressed*: the engine takes their steps.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import chain, repeat
+from typing import Any
+
+import torch
+
+from horovod_onebit.checks import flag, matching
+from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.progress import Progress
+from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.torch import plain
+from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.rules import Adapter, check_parameter
+from horovod_onebit.warmup import Phase, Warmup, variance_norm
+
+STATE_KEY = "horovod_onebit"
+"""Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
+SAMPLE = 16  # values of each tensor that a digest covers
+
+Group = dict[str, Any]
+
+
+class Parameters:
+    """Belongs to one ``DistributedOptimizer``, whose ``state`` and ``param_groups`` it reads.
+
+    Attributes:
+        names: of all parameters that have been seen.
+        exact_steps: the trained parameters, and how many exact steps each has had.
+        variance_steps: of those that are compressed, or were: the steps that their second moment has seen.
+        bindings: the compressed ones, in the order of the groups.
+        never: those that are never compressed.
+        unstarted: those with a momentum that the wrapped optimizer would not have yet.
+        version: how often what is trained, or how, has changed.
+        prepared: the version that the engine is prepared for.
+        lineage: a digest of the state that was loaded, or taken over when the optimizer was wrapped.
+        steps: optimizer steps taken.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        adapter: Adapter,
+        names: dict[torch.Tensor, str],
+        engine: Engine,
+        *,
+        warmup: Warmup,
+        schedule: ZeroOne | None,
+        placement: Placement,
+        sum_gradients: bool,
+        exact: Sequence[str],
+    ) -> None:
+        self.optimizer = optimizer
+        self.adapter = adapter
+        self.names = names
+        self.engine = engine
+        self.warmup = warmup
+        self.schedule = schedule
+        self.placement = placement
+        self.sum_gradients = sum_gradients
+        self.steps = 0
+        self.exact_steps: dict[torch.Tensor, int] = {}
+        self.variance_steps: dict[torch.Tensor, int] = {}
+        self.bindings: dict[torch.Tensor, Binding] = {}
+        self.never: set[torch.Tensor] = set()
+        self.unstarted: set[torch.Tensor] = set()
+        self.version = 0
+        self.prepared = -1
+        self.lineage = ""
+        self._patterns = exact
+        self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
+        self._described: tuple[Any, str] = (None, "")
+        self._candidates: tuple[Any, list[torch.Tensor]] = (None, [])  # for compression; see ``mature``
+
+    # -- which there are ------------------------------------------------------------------------------------------
+
+    @property
+    def phase(self) -> Phase:
+        """``COMPRESSED`` as soon as any parameter is."""
+        return Phase.COMPRESSED if self.bindings else Phase.WARMUP
+
+    def enumerated(self) -> Iterator[tuple[Group, int, torch.Tensor]]:
+        """Each parameter, its group, and its position among all."""
+        position = 0
+        for group in self.optimizer.param_groups:
+            for p in group["params"]:
+                yield group, position, p
+                position += 1
+
+    def ordered(self) -> list[torch.Tensor]:
+        return [p for group in self.optimizer.param_groups for p in group["params"]]
+
+    def exact(self) -> list[torch.Tensor]:
+        return [p for p in self.exact_steps if p not in self.bindings and p.requires_grad]
+
+    def compressible(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` is compressed once its warm-up is over."""
+        return p.numel() >= self.engine.recipe.min_compressed_size and p not in self.never
+
+    def changed(self) -> None:
+        self.version += 1
+
+    def find_new(self) -> list[torch.Tensor]:
+        """Take notice of parameters that are new or newly trained; they warm up first."""
+        fresh: list[torch.Tensor] = []
+        for index, group in enumerate(self.optimizer.param_groups):
+            names: set[str] | None = None
+            for position, p in enumerate(group["params"]):
+                if p in self.exact_steps or not p.requires_grad:
+                    continue
+                if p not in self.names:
+                    names = {self.names[p] for p in self.exact_steps} if names is None else names
+                    self.names[p] = _new_name(group, index, position, names)
+                    names.add(self.names[p])
+                self.adapter.check(group)
+                check_parameter(self.names[p], p)
+                self._init_state(group, p)
+                self.exact_steps[p] = 0
+                fresh.append(p)
+        if fresh:
+            self._find_never()
+        return fresh
+
+    def forget_gone(self) -> set[torch.Tensor]:
+        """Forget parameters that were taken out of the groups."""
+        gone = self.exact_steps.keys() - set(self.ordered())
+        for p in gone:
+            self.bindings.pop(p, None)
+            self.variance_steps.pop(p, None)
+            self.unstarted.discard(p)
+            del self.exact_steps[p]
+            self.engine.feedback.discard(self.names[p])
+        if gone:
+            self.changed()
+        return gone
+
+    def _init_state(self, group: Group, p: torch.Tensor) -> None:
+        """Give ``p`` the state that its first step would make, so that all workers have the same."""
+        if self.adapter.init_state(group, p, self.optimizer.state[p]):
+            self.unstarted.add(p)
+
+    def _find_never(self) -> None:
+        """Which parameters are never compressed: those named so, and groups with the option ``exact``."""
+        groups = self.optimizer.param_groups
+        never = {p for g in groups if flag("exact", g.get("exact", False)) for p in g["params"]}
+        if self._patterns:
+            known = {p: self.names[p] for p in self.ordered() if p in self.names}
+            found = matching("exact", self._patterns, known.values(), all_match=False)
+            never |= {p for p, name in known.items() if name in found}
+        if never != self.never:
+            self.never = never
+            self.changed()
+
+    # -- compressed ones ------------------------------------------------------------------------------------------
+
+    def mature(self) -> None:
+        """Compress, from the next step on, every parameter whose warm-up is over."""
+        key = (self.version, len(self.exact_steps))
+        if key != self._candidates[0]:
+            left = [p for p in self.exact_steps if p not in self.bindings and self.compressible(p)]
+            self._candidates = key, left
+        over = (p for p in self._candidates[1] if self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED)
+        if ready := [p for p in over if p.requires_grad]:
+            groups = self._groups()
+            for p in ready:
+                self._start_compressing(groups[p], p)
+            self._order()
+
+    def _start_compressing(self, group: Group, p: torch.Tensor) -> None:
+        fresh = p not in self.variance_steps
+        if fresh:
+            self.variance_steps[p] = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
+        self.bind(p)
+        if fresh:
+            self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
+            self.bindings[p].coarsen(self.adapter.variance_key)
+
+    def bind(self, p: torch.Tensor) -> None:
+        """Compress ``p``, where it lies now; ``_order`` is to be called afterwards, once for all."""
+        place = self.placement.of(p)
+        if place is not None:
+            self.engine.use_kernels("cuda")
+        binding = Binding(self.names[p], p, self.optimizer.state[p], self.adapter, self.engine.feedback, place)
+        binding.tensor.variance_steps = self.variance_steps[p]
+        binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
+        self.bindings[p] = binding
+        self.changed()
+
+    def _order(self) -> None:
+        """In the order of the groups, however they came: the layout must not depend on history."""
+        self.bindings = {p: self.bindings[p] for p in self.ordered() if p in self.bindings}
+
+    def _groups(self) -> dict[torch.Tensor, Group]:
+        return {p: group for group, _, p in self.enumerated()}
+
+    def _unbind(self, group: Group, p: torch.Tensor) -> None:
+        """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
+        binding = self.bindings[p]
+        binding.release()
+        self.adapter.rewind(group, binding.state, self.variance_steps[p])
+        p.grad = None
+        self.engine.feedback.reset([self.names[p]])
+        del self.bindings[p], self.variance_steps[p]
+        self.exact_steps[p] = 0
+        self.changed()
+
+    def refresh(self) -> None:
+        """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
+        frozen = [p for p in self.bindings if not p.requires_grad]
+        if frozen:
+            groups = self._groups()
+            for p in frozen:
+                self._unbind(groups[p], p)
+        state = self.optimizer.state
+        moved = [p for p, b in self.bindings.items() if b.state is not state.get(p) or not b.is_current()]
+        for p in moved:
+            self.bind(p)
+        if moved:
+            self._order()
+
+    @property
+    def all_current(self) -> bool:
+        """Whether ``refresh`` would change nothing."""
+        trained = {p for p in self.ordered() if p.requires_grad}
+        return all(p in trained and binding.is_current() for p, binding in self.bindings.items())
+
+    # -- one step -------------------------------------------------------------------------------------------------
+
+    def plan(self, kind: Kind, loss_scale: float = 1.0) -> Plan:
+        """The next compressed step, with the groups' hyperparameters of now."""
+        grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
+        of: dict[torch.Tensor, Rule] = {}
+        for group in self.optimizer.param_groups:
+            rule = self.adapter.rule(group, grad_scale)
+            if self.schedule is not None:
+                rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
+            of.update(dict.fromkeys(group["params"], rule))
+        return self.engine.plan(kind, [of[p] for p in self.bindings])
+
+    def gradients(self) -> dict[int, Array]:
+        """The compressed parameters' gradients, by their number."""
+        return {i: binding.grad() for i, binding in enumerate(self.bindings.values())}
+
+    def pull(self) -> None:
+        """Put the compressed parameters' weights where the engine works on them."""
+        for binding in self.bindings.values():
+            binding.pull()
+
+    def push(self) -> None:
+        """Take them back from there."""
+        for binding in self.bindings.values():
+            binding.push()
+
+    def start_momentum(self) -> None:
+        """Before an exact step: the wrapped optimizer's first step treats no momentum and zeros differently."""
+        for p in [p for p in self.unstarted if p.grad is not None]:
+            self.optimizer.state[p][self.adapter.momentum_key] = None
+            self.unstarted.discard(p)
+
+    def exact_step_alone(self, exact_step: Callable[[], None]) -> None:
+        """The wrapped optimizer's step for exact parameters: it passes over those without a gradient."""
+        grads = {p: p.grad for p in self.bindings}
+        for p in grads:
+            p.grad = None
+        try:
+            exact_step()
+        finally:
+            for p, grad in grads.items():
+                p.grad = grad
+
+    def moved(self, kind: Kind) -> None:
+        """The engine has taken a step of ``kind``: so have the framework's tensors."""
+        if kind is Kind.EXACT:
+            for p, binding in self.bindings.items():
+                self.variance_steps[p] = binding.tensor.variance_steps
+                binding.coarsen(self.adapter.variance_key)
+        self.push()
+        counters = [b.state["step"] for b in self.bindings.values() if "step" in b.state]
+        if counters:
+            torch._foreach_add_(counters, 1)
+
+    def took_exact(self, exact: Sequence[torch.Tensor]) -> None:
+        """The wrapped optimizer has taken a step of ``exact``."""
+        for p in exact:
+            self.exact_steps[p] += 1
+
+    def took_step(self) -> None:
+        """A step is over; it may have been the last of the warm-up."""
+        self.steps += 1
+        if self.warmup.wants(self.steps) and self.phase is Phase.WARMUP:
+            self._observe()
+        self.mature()
+
+    def _observe(self) -> None:
+        """Show the run to the automatic warm-up."""
+        groups, key = self.optimizer.param_groups, self.adapter.variance_key
+        beta2, norm = 0.0, None
+        if key:
+            states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
+            beta2 = float(groups[0]["betas"][1])
+            squares = sum(float(state[key].double().square().sum()) for state in states)
+            norm = variance_norm(squares, beta2, int(states[-1]["step"]) if states else 0)
+        self.warmup.observe(self.steps, norm, max(float(group["lr"]) for group in groups), beta2)
+
+    # -- what all workers compare ---------------------------------------------------------------------------------
+
+    def describe(self) -> str:
+        """What is trained and how far it is, in one text that is the same on all workers."""
+        key = (self.version, len(self.names), [p.requires_grad for p in self.ordered()])
+        if key != self._described[0]:
+            known = [(p, self.names[p]) for p in self.ordered() if p in self.names]
+            rows = [
+                (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in self.bindings) for p, name in known
+            ]
+            never = [name for p, name in known if p in self.never]
+            text = f"{self.phase} {self.warmup} {self.schedule} {rows} {never}"
+            self._described = key, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
+        return f"{self._described[1]} {self.lineage} {sum(self.exact_steps.values())}"
+
+    def hyperparameters(self) -> str:
+        """The rule of each group, and what else the exact step depends on (``fused`` rounds differently)."""
+        groups = self.optimizer.param_groups
+        return repr([(self.adapter.rule(group, 1.0), group.get("fused"), group.get("foreach")) for group in groups])
+
+    def checksums(self) -> dict[str, int]:
+        """CRC-32 of the bytes of every parameter and of its optimizer state."""
+        found: dict[str, int] = {}
+        for p in self.ordered():
+            name = self.names.get(p, "")
+            own = {name: p, **{f"{name} ({key})": value for key, value in self.optimizer.state[p].items()}}
+            for key, value in own.items():
+                if isinstance(value, torch.Tensor):
+                    data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
+                    found[f"{key}#{len(found)}" if key in found else key] = zlib.crc32(data.numpy().data)
+        return found
+
+    def digest(self, state_dict: Mapping[str, Any]) -> str:
+        """A few values of each tensor of a state, and its progress: workers that loaded different states must not go
+        on. With 0/1 Adam some of the state is each worker's own, and is left out."""
+        found = hashlib.blake2b(digest_size=8)
+        own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
+        found.update(repr(own).encode())
+        for position, entries in sorted(state_dict["state"].items()):
+            for key, value in sorted(entries.items()):
+                if isinstance(value, torch.Tensor) and value.numel() and key not in self.adapter.local_keys:
+                    flat = value.detach().reshape(-1)
+                    sample = flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float64)
+                    found.update(f"{position} {key}".encode() + sample.numpy().tobytes())
+        return found.hexdigest()
+
+    # -- state ----------------------------------------------------------------------------------------------------
+
+    def taken(self, p: torch.Tensor) -> int:
+        """Optimizer steps that ``p`` has had."""
+        binding = self.bindings.get(p)
+        return int(self.optimizer.state[p].get("step", 0)) if binding is None else binding.tensor.step
+
+    def progress(self) -> Progress:
+        """How far the run is."""
+        parameters = self.ordered()
+        return Progress(
+            steps=self.steps,
+            skipped=self.engine.skipped,
+            exchanges=self.engine.exchanges,
+            warmup=self.warmup.state_dict(),
+            exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
+            variance_steps=[self.variance_steps.get(p, 0) for p in parameters],
+            taken=[self.taken(p) if p in self.variance_steps else 0 for p in parameters],
+            unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
+        )
+
+    def export(self, state: dict[str, Any]) -> None:
+        """Complete the wrapped optimizer's ``state``: as a plain optimizer can go on with, and how far the run is.
+
+        Second moments are then new tensors, where they are others: those of the running optimizer stay what they are.
+        """
+        key, packed = self.adapter.variance_key, state["state"]
+        self._exported = {}
+        for group, position, p in self.enumerated():
+            seen = self.variance_steps.get(p)
+            if key is None or seen is None or key not in packed.get(position, ()):
+                continue
+            by = self.adapter.variance_factor(group, self.taken(p), seen)
+            if by != 1.0:
+                self._exported[p] = packed[position][key] * by
+                packed[position] = {**packed[position], key: self._exported[p]}
+        state["param_groups"][0][STATE_KEY] = self.progress().state_dict()
+
+    def adopt(self) -> bool:
+        """Take over the progress that is in the first group: ``hvd.broadcast_optimizer_state`` puts it there, and a
+        plain optimizer that has loaded a state of ours and is wrapped now has it there. Whether there was any."""
+        groups = self.optimizer.param_groups
+        own = groups[0].pop(STATE_KEY, None) if groups else None
+        if own is not None:
+            self.load(own, None, keep_feedback=True)
+            self.lineage = self.digest(self.optimizer.state_dict())
+        self._exported = {}
+        return own is not None
+
+    def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
+        """Take over ``own``, the ``Progress`` of a state; None means a state of a plain optimizer, which warms up.
+
+        ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
+        """
+        progress = Progress.of(own, len(self.ordered()), added=whole is None)
+        self.bindings.clear()
+        self._find_never()
+        self.changed()
+        self.variance_steps.clear()
+        self.unstarted.clear()
+        if not keep_feedback:
+            self.engine.feedback.reset()
+        self.steps = progress.steps
+        self.warmup.load_state_dict(progress.warmup)
+        self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
+        if whole is None:  # Horovod has received into what it got from ``state_dict``
+            for p, value in self._exported.items():
+                self.optimizer.state[p][self.adapter.variance_key] = value
+        for group, _, p in self.enumerated():
+            if p.requires_grad:
+                self._init_state(group, p)
+        counts = self._by_position(progress.exact_steps)
+        self.exact_steps.update({p: n for p, n in counts.items() if p in self.exact_steps})
+        if whole is not None:
+            self._keep_float32(whole)
+        unstarted = set(progress.unstarted)
+        self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
+        self._load_moments(progress, counts)
+        self.mature()
+
+    def _by_position(self, numbers: Sequence[int]) -> dict[torch.Tensor, int]:
+        """A number for each parameter; 0 for those that were added since."""
+        return dict(zip(self.ordered(), chain(numbers, repeat(0)), strict=False))
+
+    def _load_moments(self, progress: Progress, counts: Mapping[torch.Tensor, int]) -> None:
+        """Second moments as compressed steps, or exact ones, go on with; the state has them as in ``plain``."""
+        key = self.adapter.variance_key
+        taken, seen = self._by_position(progress.taken), self._by_position(progress.variance_steps)
+        for group, _, p in self.enumerated():
+            steps = seen[p]
+            if not steps:
+                continue
+            state = self.optimizer.state[p]
+            if key is not None and key in state:
+                now, by = int(state["step"]), 1.0
+                if progress.version > 1 and now == taken[p]:
+                    by = self.adapter.variance_factor(group, now, steps)
+                elif progress.version > 1:  # a plain optimizer has gone on from there
+                    steps = now
+                state[key] = plain.restored(state[key], by)
+            if self.warmup.phase(counts[p]) is Phase.COMPRESSED and self.compressible(p):
+                self.variance_steps[p] = steps
+            else:
+                self.adapter.rewind(group, state, steps)
+
+    def _keep_float32(self, whole: Mapping[str, Any]) -> None:
+        """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
+        ids = [i for group in whole["param_groups"] for i in group["params"]]
+        for position, p in zip(ids, self.ordered(), strict=True):
+            compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
+            if loaded := whole["state"].get(position):
+                self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
+
+    def check_feedback_names(self, feedback: Mapping[str, Array]) -> None:
+        """Raise ``ConfigurationError`` if ``feedback`` has residuals of parameters that the optimizer does not have."""
+        unknown = sorted(n for n in set(feedback) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))
+        if unknown:
+            raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
+
+    def load_feedback(self, feedback: Mapping[str, Array]) -> None:
+        """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave."""
+        self.check_feedback_names(feedback)
+        self.engine.feedback.load_state_dict(feedback)
+
+
+def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
+    names = group.get("param_names")
+    name = names[position] if names else f"allreduce.noname.{index}.{position}"
+    if name in taken:
+        raise ConfigurationError(f"add_param_group: the name {name!r} is taken by another parameter")
+    return name
