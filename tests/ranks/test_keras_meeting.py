@@ -16,8 +16,8 @@ import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from horovod_onebit.tf import agreement, elastic
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError, face
+from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.tf.coroutine import Coroutine, ask, asking
 from horovod_onebit.tf.graph import in_rounds
@@ -43,7 +43,7 @@ FAILURES = (DesyncError, tf.errors.OpError)
 @pytest.fixture(autouse=True)
 def as_in_a_new_process():
     """Optimizers are told apart by the order in which they were built: the tests before built different ones."""
-    agreement._used.clear()
+    face._named.clear()
 
 
 def data(steps=6):
