@@ -33,7 +33,9 @@ def start_sum(
 
 
 def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
-    """The root mean square, over the workers, of norms whose ``squares`` this worker has. Collective.
+    """The root mean square, over the workers, of norms whose ``squares`` this worker has, (k,). Collective.
+
+    ``squares`` are float32, or float64 where ``collectives`` can sum it (Horovod's for PyTorch, MPI's).
 
     Clipping after the warm-up goes by it: the norm of the averaged gradient is not known to anybody, and this one is
     not smaller.

@@ -27,7 +27,8 @@ from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec, plan
+from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
+from horovod_onebit.layout import plan as lay_out
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, largest_scale, norms_of, sums
 from horovod_onebit.schedule import Kind
@@ -38,7 +39,10 @@ logger = logging.getLogger("horovod_onebit")
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, as it is decided before anything of it is sent: its number, its kind, and the rules by tensor."""
+    """One step, as it is decided before anything of it is sent: its number, its kind, and the rules by tensor.
+
+    Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only.
+    """
 
     number: int
     kind: Kind
@@ -94,8 +98,9 @@ class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
     ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
-    workers, ``receive``. Buckets may be sent before it by ``send``, in any order, by any of the workers; the rest is
-    done by all workers alike. ``name`` begins the names of the collectives.
+    workers (``withdraw`` or ``abandon_step`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
+    in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
+    collectives.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -137,7 +142,7 @@ class Engine:
             self._make_messages(self.layout)
             return
         recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives, rules)
-        layout = plan(specs, recipe, self.collectives.size)
+        layout = lay_out(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
         self.layout, self._messages = layout, []
         way = way_named(recipe.exchange)
@@ -310,6 +315,11 @@ class Engine:
         """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
         self._forgotten += bool(self._sent)
         self._sent = {}
+
+    def withdraw(self) -> None:
+        """This worker alone takes back what it has sent; nothing is left of it where all have. Local."""
+        self._forgotten += bool(self._sent)
+        self.restore_all()
 
     def abandon_step(self) -> None:
         """Take back what was sent for a step that all workers refuse alike. Local, not collective."""

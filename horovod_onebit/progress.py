@@ -17,6 +17,7 @@ class Progress:
     """Counts of steps, and by position of the parameter where they are lists.
 
     Attributes:
+        version: of this format.
         steps: optimizer steps taken.
         skipped: steps that all workers skipped.
         exchanges: compressed steps.
@@ -25,9 +26,9 @@ class Progress:
         variance_steps: steps that its second moment has seen; 0 while it is not frozen.
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
         unstarted: parameters whose momentum is there and must not be at their first step.
-        version: of this format.
     """
 
+    version: int = VERSION
     steps: int = 0
     skipped: int = 0
     exchanges: int = 0
@@ -36,7 +37,6 @@ class Progress:
     variance_steps: Sequence[int] = ()
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
-    version: int = VERSION
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -230,7 +230,7 @@ class Compressor:
         by = np.float32(1 if self.sum_gradients else engine.collectives.size)
 
         def arrive() -> list[Array]:
-            return [(total / by).astype(grad.dtype) for total, grad in zip(totals(), grads, strict=True)]
+            return [np.asarray(total / by).astype(grad.dtype) for total, grad in zip(totals(), grads, strict=True)]
 
         return arrive
 

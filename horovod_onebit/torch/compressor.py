@@ -12,7 +12,7 @@ import torch
 from horovod_onebit import replicas, world
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import NonFiniteError
+from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Kind, kind_of
@@ -43,6 +43,7 @@ class Compressor:
         **options: Any,
     ) -> None:
         self.process_set = arguments.process_set
+        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or started anew
         self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
         self.parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
         self.gradients = Gradients(self.parameters, self.engine, arguments, overlap=overlap)
@@ -70,7 +71,7 @@ class Compressor:
         if world.workers_changed(self.engine):
             self.leave_world()
         fresh = self.parameters.find_new()
-        if self.process_set.included():
+        if self.included:
             self.gradients.add(fresh)
         self.adopt()
         if gone := self.parameters.forget_gone():
@@ -97,6 +98,7 @@ class Compressor:
                 gradients.drop()
             else:
                 gradients.average(again=bool(verdict.edited))
+        if not gradients.where.settled:
             gradients.where = Where.AGREED
 
     def _agree_to_synchronize(self, call: str, options: str, settled: bool) -> Verdict:
@@ -155,10 +157,11 @@ class Compressor:
 
         ``loss_scale``: what gradients still have to be divided by. ``scaled``: by a GradScaler, which lives with Inf.
         """
+        settled = self.gradients.where.settled  # before progress that was broadcast since is adopted
         try:
-            self._announce(loss_scale, scaled)
+            self._announce(loss_scale, scaled, settled)
             if self.parameters.phase is Phase.WARMUP:
-                taken = self._warmup_step(exact_step, loss_scale, scaled)
+                taken = self._warmup_step(exact_step, loss_scale, scaled, settled)
             else:
                 taken = self._compressed_step(exact_step, loss_scale)
             if taken:
@@ -174,7 +177,7 @@ class Compressor:
             self.gradients.forget_marks()
             self.engine.end_step()
 
-    def _announce(self, loss_scale: float | None, scaled: bool) -> None:
+    def _announce(self, loss_scale: float | None, scaled: bool, settled: bool) -> None:
         """Look at what there is to do, and tell the others, at once or when all is encoded."""
         self.check_groups()
         self.gradients.check_owned()
@@ -185,7 +188,7 @@ class Compressor:
         warm = self.parameters.phase is Phase.WARMUP
         # In warm-up the average has been taken of scaled gradients: the scales must be the same.
         options, values = f"{loss_scale if warm else ''} {scaled}", ""
-        if warm and self.gradients.where.settled:
+        if warm and settled:
             values = self.gradients.fingerprint()
         elif warm and not self.gradients.automatic:
             values = "not averaged"
@@ -203,9 +206,11 @@ class Compressor:
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if self._finite else replace(verdict, finite=False)
 
-    def _warmup_step(self, exact_step: Callable[[], None], loss_scale: float | None, scaled: bool) -> bool:
+    def _warmup_step(
+        self, exact_step: Callable[[], None], loss_scale: float | None, scaled: bool, settled: bool
+    ) -> bool:
         verdict = self.agreement.finish()
-        if self.gradients.automatic and not self.gradients.where.settled:
+        if self.gradients.automatic and not settled:
             self.gradients.average(again=bool(verdict.edited))
         exact = self.parameters.exact()
         if loss_scale is not None:
@@ -233,7 +238,11 @@ class Compressor:
         parameters.pull()
         grads = parameters.gradients()
         engine.send_rest(grads, plan)
-        verdict = self._agreed()
+        try:
+            verdict = self._agreed()
+        except (DesyncError, ConfigurationError):
+            engine.withdraw()
+            raise
         finite = averaged() and verdict.finite
         taken = engine.receive(grads, plan, finite=finite, certain=verdict.certain)
         self.gradients.drop()

@@ -1,8 +1,9 @@
 """The gradients of one optimizer, from the hook that sees them to where they are averaged or sent.
 
 In warm-up this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its
-gradient is ready. Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, so that it can be changed
-in between. Afterwards the hook counts down to buckets, which are encoded and sent when their last gradient is there.
+gradient is ready. Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, ``synchronize`` or
+``clip_grad_norm_``, so that it can be changed in between. Afterwards the hook counts down to buckets, which are encoded
+and sent when their last gradient is there.
 
 When to send is each worker's own affair: a message that leaves during backward and one that leaves in ``step`` are the
 same collective by the same name. What must not happen is that something changes after it was sent. So every gradient

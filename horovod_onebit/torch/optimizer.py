@@ -48,7 +48,7 @@ class _DistributedOptimizer:
 
     @property
     def _participates(self) -> bool:
-        return self._compressor.process_set.included()
+        return self._compressor.included
 
     # -- Horovod's interface --------------------------------------------------------------------------------------
 
@@ -351,6 +351,7 @@ def DistributedOptimizer(
     flag("overlap", overlap)
     check_interval(check_replicas_every, schedule)
     _check_supported(optimizer, adapter, names)
+    placement = Placement(kernels)
     if process_set.size() == 1:
         logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
     wrapped = _instance(optimizer)
@@ -365,7 +366,7 @@ def DistributedOptimizer(
         names=names,
         warmup=warmup,
         schedule=schedule,
-        placement=Placement(kernels),
+        placement=placement,
         exact=patterns or (),
     )
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""

@@ -170,7 +170,8 @@ class Parameters:
         """Compress, from the next step on, every parameter whose warm-up is over."""
         key = (self.version, len(self.exact_steps))
         if key != self._candidates[0]:
-            left = [p for p in self.exact_steps if p not in self.bindings and self.compressible(p)]
+            found = (p for p in self.ordered() if p in self.exact_steps and p not in self.bindings)
+            left = [p for p in found if self.compressible(p)]
             self._candidates = key, left
         over = (p for p in self._candidates[1] if self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED)
         if ready := [p for p in over if p.requires_grad]:
@@ -224,8 +225,7 @@ class Parameters:
             groups = self._groups()
             for p in frozen:
                 self._unbind(groups[p], p)
-        state = self.optimizer.state
-        moved = [p for p, b in self.bindings.items() if b.state is not state.get(p) or not b.is_current()]
+        moved = [p for p in self.bindings if not self._is_current(p)]
         for p in moved:
             self.bind(p)
         if moved:
@@ -235,7 +235,11 @@ class Parameters:
     def all_current(self) -> bool:
         """Whether ``refresh`` would change nothing."""
         trained = {p for p in self.ordered() if p.requires_grad}
-        return all(p in trained and binding.is_current() for p, binding in self.bindings.items())
+        return all(p in trained and self._is_current(p) for p in self.bindings)
+
+    def _is_current(self, p: torch.Tensor) -> bool:
+        binding = self.bindings[p]
+        return binding.state is self.optimizer.state.get(p) and binding.is_current()
 
     # -- one step -------------------------------------------------------------------------------------------------
 

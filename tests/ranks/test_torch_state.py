@@ -424,6 +424,46 @@ def test_a_group_that_leaves_and_comes_back(phase):
     assert torch.equal(*hvd.allgather(late.detach()[None], name="late.again")[:2])
 
 
+def test_a_state_that_is_loaded_after_a_group_has_left():
+    model = Net()
+    late = torch.nn.Parameter(torch.ones(40, 40))
+    optimizer = wrap(model, warmup_steps=2)
+    optimizer.add_param_group({"params": [late]})
+    late.grad = torch.ones_like(late)
+    train(model, optimizer, 5, set_to_none=None)
+    optimizer.param_groups.pop()
+    del optimizer.state[late]
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    assert optimizer.phase is Phase.COMPRESSED
+    train(model, optimizer, 4, start=5)
+    assert_replicas_equal(model)
+
+
+def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=50, wrapping={"op": hvd.Sum})
+    train(model, optimizer, 2)
+    optimizer.zero_grad()
+    x, y = batch(2)
+    cross_entropy(model(x), y).backward()
+    optimizer.clip_grad_norm_(1e9)
+    summed = model.first.weight.grad.clone()
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    optimizer.step()
+    assert torch.equal(model.first.weight.grad, summed)
+    assert_replicas_equal(model)
+
+
+def test_an_optimizer_that_one_worker_could_not_build_at_first():
+    model = Net()
+    if RANK == 1:
+        with pytest.raises(ConfigurationError, match="kernels='gpu'"):
+            wrap(model, wrapping={"kernels": "gpu"})
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 5)
+    assert_replicas_equal(model)
+
+
 def test_freezing_between_backward_and_step():
     model = Net()
     optimizer = wrap(model, warmup_steps=3, wrapping={"overlap": False})
