@@ -3,7 +3,8 @@
     python -m benchmarks.step [--json benchmarks/results/step.json]
 
 step    a whole step of 25 M parameters, to that of Horovod with float32
-small   Python's own work in a step with 300 small tensors, beyond the optimizer's, and its calls of functions
+small   Python's own work in a step with 300 small tensors, beyond the optimizer's, and its calls of functions; those of
+        a step with 300 compressed tensors
 memory  peak bytes a parameter, beyond plain AdamW
 """
 
@@ -53,6 +54,7 @@ def main() -> None:
         "300 small tensors, Python's work a step", f"{1e3 * (small['onebit'] - small['plain']):.1f} ms", "3 ms"
     )
     table.add_row("the same, calls of functions a step", f"{small['calls']:,}", "")
+    table.add_row("300 compressed tensors, calls of functions a step", f"{small['calls compressed']:,}", "")
     table.add_row("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8")
     table.add_row("the same of Horovod fp32", f"{extra['horovod fp32']:.1f}", "")
     console.print(table)

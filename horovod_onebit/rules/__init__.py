@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
+from functools import cache, cached_property
 from importlib import import_module
 from pkgutil import iter_modules
 from types import ModuleType
@@ -88,7 +88,7 @@ class Context:
     recipe: Recipe
     workers: int
 
-    @property
+    @cached_property
     def codec(self) -> Codec:
         return codecs.find(self.recipe.codec)
 

@@ -6,6 +6,7 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import horovod.torch as hvd
@@ -67,7 +68,7 @@ class Arguments:
         """Whether gradients are added up, and not averaged."""
         return self.op == hvd.Sum
 
-    @property
+    @cached_property
     def reduction(self) -> dict[str, Any]:
         """The arguments of Horovod's allreduce."""
         factors = face.scaling(hvd, self.op, self.gradient_predivide_factor)

@@ -254,9 +254,9 @@ class Parameters:
             of.update(dict.fromkeys(group["params"], rule))
         return self.engine.plan(kind, [of[p] for p in self.bindings])
 
-    def gradients(self) -> dict[int, Array]:
+    def gradients(self) -> Mapping[int, Array]:
         """The compressed parameters' gradients, by their number."""
-        return {i: binding.grad() for i, binding in enumerate(self.bindings.values())}
+        return _Gradients(list(self.bindings.values()))
 
     def pull(self) -> None:
         """Put the compressed parameters' weights where the engine works on them."""
@@ -488,6 +488,18 @@ class Parameters:
         """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave."""
         self.check_feedback_names(feedback)
         self.engine.feedback.load_state_dict(feedback)
+
+
+class _Gradients(dict[int, Any]):
+    """Made when they are looked at: of buckets that were sent during backward, nobody does."""
+
+    def __init__(self, bindings: Sequence[Binding]) -> None:
+        super().__init__()
+        self._bindings = bindings
+
+    def __missing__(self, number: int) -> Any:
+        grad = self[number] = self._bindings[number].grad()
+        return grad
 
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
