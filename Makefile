@@ -55,8 +55,8 @@ demo: setup ## set everything up, train on two processes with and without compre
 .PHONY: test
 test: lint ## set everything up, check the code, run all tests
 	$(BIN)/python -m pytest -n auto tests/unit tests/cuda
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --ignore=tests/unit --ignore=tests/cuda --ignore=tests/cluster
-	$(BIN)/python -m pytest tests/cluster
+	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_horovodrun.py
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda --ignore=tests/test_horovodrun.py
 
 .PHONY: test-gpu
 test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, and a training run

@@ -21,7 +21,7 @@ CROWDED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": 
 pytestmark = pytest.mark.horovodrun
 
 
-def horovodrun(processes, backend, *command, timeout=900, **variables):
+def horovodrun(processes, backend, *command, timeout=1800, **variables):
     """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
     path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **CROWDED}
