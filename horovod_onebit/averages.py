@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
 
@@ -43,6 +43,6 @@ def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
     return np.sqrt(collectives.allreduce(squares, name).wait() / collectives.size)
 
 
-def all_finite(arrays: Sequence[Array]) -> bool:
+def all_finite(arrays: Iterable[Array]) -> bool:
     """Whether every element of ``arrays`` is finite."""
     return all(bool(np.isfinite(array).all()) for array in arrays)

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit import handshake, wire
-from horovod_onebit.averages import start_sum
+from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.errors import NonFiniteError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Gradient, Handle, Travel, choose
 from horovod_onebit.exchange import kind as way_named
@@ -275,7 +275,7 @@ class Engine:
             arriving.append(start_sum(pieces, self.collectives, f"{self.name}.exact.{bucket.index}", self.traffic))
         with self.times.measure("exchange"):
             totals = [arrive() for arrive in arriving]
-        if not (finite and all(np.isfinite(total).all() for bucket in totals for total in bucket)):
+        if not (finite and all(map(all_finite, totals))):
             self.say_skipped("the mean gradient")
             return False
         means, workers = self.layout.assemble(totals), np.float32(self.collectives.size)

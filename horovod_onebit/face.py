@@ -1,45 +1,57 @@
-"""What both faces need of Horovod, whichever framework it serves. The core imports neither this nor Horovod."""
+"""What both faces need of Horovod, which they hand over: nothing here imports it, or a framework."""
 
 from __future__ import annotations
 
 import functools
 from collections import Counter
 from collections.abc import Callable
-from typing import Any
-
-from horovod.common.exceptions import HostsUpdatedInterrupt
-from horovod.common.process_sets import ProcessSet
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, ClassVar
 
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 
 
-def check_arguments(
-    hvd: Any,
-    *,
-    op: Any,
-    gradient_predivide_factor: float,
-    backward_passes_per_step: int,
-    sparse_as_dense: bool,
-    process_set: Any,
-) -> None:
-    """The arguments that Horovod's ``DistributedOptimizer`` has in both frameworks; ``hvd`` is its module."""
-    whole("backward_passes_per_step", backward_passes_per_step)
-    flag("sparse_as_dense", sparse_as_dense)
-    if op not in (hvd.Average, hvd.Sum):
-        raise UnsupportedError(f"op={op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
-    if positive("gradient_predivide_factor", gradient_predivide_factor) != 1.0 and op != hvd.Average:
-        raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
-    if not isinstance(process_set, ProcessSet):
-        raise ConfigurationError(f"process_set={process_set!r}: expected what hvd.add_process_set returned")
-    if process_set.process_set_id is None:
-        raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
+@dataclass(frozen=True, kw_only=True)
+class Arguments:
+    """Those that Horovod's ``DistributedOptimizer`` has in both frameworks, checked.
 
+    ``hvd`` is the module of Horovod that a face's own class names.
+    """
 
-def scaling(hvd: Any, op: Any, gradient_predivide_factor: float) -> dict[str, float]:
-    """The factors before and after Horovod's own averages, as its operations call them."""
-    factor = gradient_predivide_factor if op == hvd.Average else 1.0
-    return {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+    hvd: ClassVar[Any]
+
+    compression: Any
+    backward_passes_per_step: int
+    op: Any
+    gradient_predivide_factor: float
+    sparse_as_dense: bool
+    process_set: Any
+
+    def __post_init__(self) -> None:
+        whole("backward_passes_per_step", self.backward_passes_per_step)
+        flag("sparse_as_dense", self.sparse_as_dense)
+        if self.op not in (self.hvd.Average, self.hvd.Sum):
+            raise UnsupportedError(f"op={self.op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
+        if positive("gradient_predivide_factor", self.gradient_predivide_factor) != 1.0 and self.sums:
+            raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
+        if not isinstance(self.process_set, self.hvd.ProcessSet):
+            raise ConfigurationError(f"process_set={self.process_set!r}: expected what hvd.add_process_set returned")
+        if self.process_set.process_set_id is None:
+            raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
+
+    @property
+    def sums(self) -> bool:
+        """Whether gradients are added up, and not averaged."""
+        return self.op == self.hvd.Sum
+
+    @cached_property
+    def reduction(self) -> dict[str, Any]:
+        """The arguments of Horovod's allreduce."""
+        factor = 1.0 if self.sums else self.gradient_predivide_factor
+        factors = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
+        return {"op": self.op, "process_set": self.process_set, **factors}
 
 
 _named: Counter[tuple] = Counter()
@@ -64,18 +76,18 @@ def agreement_name(process_set: Any) -> str:
     return f"onebit.{process_set.process_set_id}.agreement"
 
 
-def always_synchronizing(function: Callable[..., Any]) -> Callable[..., Any]:
+def always_synchronizing(function: Callable[..., Any], hosts_updated: Any) -> Callable[..., Any]:
     """``function(state, ...)`` for Horovod elastic's ``run``, so that all workers synchronize whenever hosts change.
 
-    Horovod lets workers that were told of a removal skip ``state.sync()``; if another worker joins them in the same
-    moment, it waits there for ever.
+    ``hosts_updated`` is its ``HostsUpdatedInterrupt``. Horovod lets workers that were told of a removal skip
+    ``state.sync()``; if another worker joins them in the same moment, it waits there for ever.
     """
 
     @functools.wraps(function)
     def in_step(state: Any, *args: Any, **kwargs: Any) -> Any:
         try:
             return function(state, *args, **kwargs)
-        except HostsUpdatedInterrupt as interrupt:
-            raise HostsUpdatedInterrupt(skip_sync=False) from interrupt
+        except hosts_updated as interrupt:
+            raise hosts_updated(skip_sync=False) from interrupt
 
     return in_step

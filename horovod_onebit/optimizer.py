@@ -6,6 +6,7 @@ exact part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable, Mapping
 
 import numpy as np
@@ -96,7 +97,7 @@ class NumpyOptimizer:
         """Before a step that cannot be taken back. Collective."""
         if self.schedule is None:
             return True
-        bad = np.array([not all(np.isfinite(g).all() for g in flat.values())], np.int32)
+        bad = np.array([not all_finite(flat.values())], np.int32)
         return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
 
     @property
@@ -139,7 +140,7 @@ class NumpyOptimizer:
 
     def _warmup_step(self, flat: Mapping[str, Array]) -> bool:
         means = self._start_mean(self._tensors, flat)()
-        if not all_finite(list(means.values())):
+        if not all_finite(means.values()):
             self.engine.say_skipped("the mean gradient")
             return False
         for tensor in self._tensors:
@@ -158,7 +159,7 @@ class NumpyOptimizer:
             return None
         variances = [t.variance for t in self._large if t.variance is not None]
         squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
-        return warmups.variance_norm(squares, beta2, step)
+        return warmups.unbiased(math.sqrt(squares), beta2, step)
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1
@@ -171,7 +172,7 @@ class NumpyOptimizer:
         engine.send_rest(grads, plan)
         finite = self._all_finite(flat)
         means = self._start_mean(self._small, flat)()
-        if not engine.receive(grads, plan, finite=finite and all_finite(list(means.values()))):
+        if not engine.receive(grads, plan, finite=finite and all_finite(means.values())):
             return False
         for tensor in self._small:
             self.rule.exact_step(tensor, means[tensor.name], engine.context)

@@ -99,12 +99,9 @@ class AutoWarmup(Warmup):
         self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)
 
 
-def variance_norm(squares: float, beta2: float, seen: int) -> float:
-    """What ``observe`` wants of the second moments: their norm with the bias corrected.
-
-    ``squares`` is the sum of squares of all that will be compressed, as the optimizer has them after ``seen`` steps.
-    """
-    return math.sqrt(squares) / (1 - beta2 ** max(seen, 1))
+def unbiased(norm: float, beta2: float, seen: int) -> float:
+    """What ``observe`` wants: ``norm``, that of second moments after ``seen`` steps, with their bias corrected."""
+    return norm / (1 - beta2 ** max(seen, 1))
 
 
 def make(warmup_steps: int | float | str, total_steps: int | None = None) -> Warmup:

@@ -20,6 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -57,12 +58,12 @@ def names() -> tuple[str, ...]:
 
 def find(name: str) -> Codec:
     """The codec of the file ``name``."""
-    if not isinstance(name, str) or (name not in _found and name not in names()):
+    if not isinstance(name, str) or name not in names():
         raise ConfigurationError(f"codec {name!r} is unknown; expected one of {', '.join(map(repr, names()))}")
-    if name not in _found:
-        file = import_module(f"{__name__}.{name}")
-        _found[name] = Codec(name, file.BITS, file.scale, file.code, file.value)
-    return _found[name]
+    return _load(name)
 
 
-_found: dict[str, Codec] = {}
+@cache
+def _load(name: str) -> Codec:
+    file = import_module(f"{__name__}.{name}")
+    return Codec(name, file.BITS, file.scale, file.code, file.value)

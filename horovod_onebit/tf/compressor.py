@@ -29,7 +29,7 @@ from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import AutoWarmup, Phase, variance_norm
+from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class Compressor:
         """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
         beta2, step = getattr(self.optimizer, "beta_2", 0.0), int(steps)
         if warmup.wants(step):
-            corrected = None if norm is None else variance_norm(float(norm) ** 2, beta2, step)
+            corrected = None if norm is None else unbiased(float(norm), beta2, step)
             warmup.observe(step, corrected, float(learning_rate), beta2)
         return warmup.steps
 
@@ -196,10 +196,11 @@ class Compressor:
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
         plan, arrive = self.engine.plan(Kind.ONEBIT, rules), self._start_average(exact, factors[len(grads) :])
-        self.engine.send_rest(dict(enumerate(grads)), plan)
+        by_number = dict(enumerate(grads))
+        self.engine.send_rest(by_number, plan)
         with self.engine.times.measure("exchange"):  # a whole round, messages and all
             means = arrive()
-        return self.engine.receive(dict(enumerate(grads)), plan, finite=all_finite(means)), means
+        return self.engine.receive(by_number, plan, finite=all_finite(means)), means
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer

@@ -29,7 +29,7 @@ import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
 from horovod.common.elastic import ObjectState, run_fn
-from horovod.common.exceptions import HorovodInternalError
+from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import broadcast_object
 
@@ -117,7 +117,7 @@ class KerasState(ObjectState):
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """Call ``function(state, ...)`` again whenever the workers have changed, each time after ``state.sync()``."""
 
-    return run_fn(always_synchronizing(_lost_workers()(function)), _reset)
+    return run_fn(always_synchronizing(_lost_workers()(function), HostsUpdatedInterrupt), _reset)
 
 
 @contextlib.contextmanager

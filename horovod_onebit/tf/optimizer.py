@@ -344,9 +344,10 @@ def DistributedOptimizer(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
     wrapping = Wrapping(
-        make_warmup(warmup_steps, total_steps), resolve(recipe), compression, sparse_as_dense, op,
-        gradient_predivide_factor, backward_passes_per_step, average_aggregated_gradients, process_set,
-        () if exact is None else exact, name,
+        warmup=make_warmup(warmup_steps, total_steps), recipe=resolve(recipe), compression=compression, op=op,
+        sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
+        backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
+        process_set=process_set, exact=() if exact is None else exact, name=name,
     )  # fmt: skip
     return _distributed(optimizer, wrapping)
 

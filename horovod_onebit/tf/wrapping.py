@@ -17,23 +17,20 @@ from horovod_onebit.warmup import AutoWarmup, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
-@dataclass(frozen=True)
-class Wrapping:
+@dataclass(frozen=True, kw_only=True)
+class Wrapping(face.Arguments):
     """Everything but the optimizer; the meanings are those of ``DistributedOptimizer``'s arguments."""
+
+    hvd = hvd
 
     warmup: Warmup
     recipe: Recipe
-    compression: Any
-    sparse_as_dense: bool
-    op: Any
-    gradient_predivide_factor: float
-    backward_passes_per_step: int
     average_aggregated_gradients: bool
-    process_set: Any
     exact: Any = ()
     name: str | None = None
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.compression not in (hvd.Compression.none, hvd.Compression.fp16):
             raise UnsupportedError(
                 f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for the warm-up"
@@ -42,25 +39,6 @@ class Wrapping:
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
-        face.check_arguments(
-            hvd,
-            op=self.op,
-            gradient_predivide_factor=self.gradient_predivide_factor,
-            backward_passes_per_step=self.backward_passes_per_step,
-            sparse_as_dense=self.sparse_as_dense,
-            process_set=self.process_set,
-        )
-
-    @property
-    def sums(self) -> bool:
-        """Whether gradients are added up, and not averaged."""
-        return self.op == hvd.Sum
-
-    @property
-    def reduction(self) -> dict[str, Any]:
-        """The arguments of Horovod's allreduce."""
-        factors = face.scaling(hvd, self.op, self.gradient_predivide_factor)
-        return {"op": self.op, "process_set": self.process_set, **factors}
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""

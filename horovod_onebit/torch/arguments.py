@@ -6,7 +6,6 @@ import warnings
 from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import horovod.torch as hvd
@@ -31,27 +30,16 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> 
     return make_warmup(schedule.var_update_scaler)
 
 
-@dataclass(frozen=True)
-class Arguments:
+@dataclass(frozen=True, kw_only=True)
+class Arguments(face.Arguments):
     """Those of Horovod's own ``DistributedOptimizer``, checked; ``groups`` by the parameters' names."""
 
-    compression: Any
-    backward_passes_per_step: int
-    op: Any
-    gradient_predivide_factor: float
+    hvd = hvd
+
     groups: int | list[list[str | None]] | None
-    sparse_as_dense: bool
-    process_set: Any
 
     def __post_init__(self) -> None:
-        face.check_arguments(
-            hvd,
-            op=self.op,
-            gradient_predivide_factor=self.gradient_predivide_factor,
-            backward_passes_per_step=self.backward_passes_per_step,
-            sparse_as_dense=self.sparse_as_dense,
-            process_set=self.process_set,
-        )
+        super().__post_init__()
         if not all(callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")):
             raise ConfigurationError(
                 f"compression={self.compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for the "
@@ -62,17 +50,6 @@ class Arguments:
         """What must be the same on all workers."""
         compression = getattr(self.compression, "__name__", type(self.compression).__name__)
         return f"{compression} {self.op} {self.gradient_predivide_factor} {self.groups} {self.sparse_as_dense}"
-
-    @property
-    def sums(self) -> bool:
-        """Whether gradients are added up, and not averaged."""
-        return self.op == hvd.Sum
-
-    @cached_property
-    def reduction(self) -> dict[str, Any]:
-        """The arguments of Horovod's allreduce."""
-        factors = face.scaling(hvd, self.op, self.gradient_predivide_factor)
-        return {"op": self.op, "process_set": self.process_set, **factors}
 
 
 def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> int | list[list[str | None]] | None:

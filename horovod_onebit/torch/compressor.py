@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 
 from horovod_onebit import replicas, world
@@ -132,12 +133,11 @@ class Compressor:
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, which were synchronized, alike on all workers; returns their norm before."""
         grads = [p.grad for p in self.parameters.exact_steps if p.grad is not None]
-        squares = torch.zeros(1, dtype=torch.float64)
-        squares += float(sum(g.detach().double().square().sum() for g in grads))
+        squares = float(sum(g.detach().double().square().sum() for g in grads))
         norm = math.sqrt(squares)
         if self.parameters.phase is Phase.COMPRESSED:
             collectives = self.engine.collectives
-            norm = float(mean_norms(squares.numpy(), collectives, f"{self.engine.name}.norm")[0])
+            norm = float(mean_norms(np.array([squares]), collectives, f"{self.engine.name}.norm")[0])
             norm *= collectives.size if self.parameters.sum_gradients else 1
         if not norm <= max_norm:
             for g in grads:
@@ -194,8 +194,7 @@ class Compressor:
             values = "not averaged"
         self._said = options, values
         # When all is encoded, it is known whether all gradients are finite.
-        prepared = self.parameters.prepared == self.parameters.version
-        self._late = prepared and not warm and not self._zero_one
+        self._late = self.parameters.prepared and not warm and not self._zero_one
         if not self._late:
             self.agreement.start("step", Finite.UNKNOWN if self._finite else Finite.NO, options, values)
 
@@ -261,7 +260,7 @@ class Compressor:
 
     def _prepare(self, plan: Plan) -> None:
         parameters = self.parameters
-        if parameters.prepared != parameters.version:
+        if not parameters.prepared:
             self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
             # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
             places = self.engine.collectives.gathers_on_device
@@ -270,7 +269,7 @@ class Compressor:
                 f"{tuple(b.p.shape)} {b.strides} {b.p.dtype} {b.device.type if places else ''}" for b in bindings
             ]
             self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
-            parameters.prepared = parameters.version
+            parameters.are_prepared()
             self.share_out()
 
     # -- other calls ----------------------------------------------------------------------------------------------
@@ -278,7 +277,7 @@ class Compressor:
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
         parameters = self.parameters
-        if parameters.prepared == parameters.version and self._zero_one:
+        if parameters.prepared and self._zero_one:
             self.agreement.meet("flush")
             parameters.pull()
             self.engine.flush(parameters.plan(Kind.SYNC).rules)

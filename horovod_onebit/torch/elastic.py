@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
+from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
@@ -70,7 +71,7 @@ set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_r
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """``horovod.torch.elastic.run``: call ``function(state, ...)`` again whenever the workers have changed, each time
     after ``state.sync()``."""
-    return hvd_elastic.run(always_synchronizing(function))
+    return hvd_elastic.run(always_synchronizing(function, HostsUpdatedInterrupt))
 
 
 class TorchState(hvd_elastic.TorchState):

@@ -200,7 +200,7 @@ class Gradients:
         parameters, layout = self._parameters, self._engine.layout
         if not self._proven or workers_changed(self._engine) or parameters.schedule is not None:
             return None
-        if layout is None or parameters.prepared != parameters.version or not parameters.all_current:
+        if layout is None or not parameters.prepared or not parameters.all_current:
             return None
         if layout is not self._buckets.layout:
             self._buckets = _Countdown(layout)

@@ -342,8 +342,9 @@ def DistributedOptimizer(
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
     adapter, names = adapter_for(optimizer, schedule), names_of(optimizer, named_parameters)
     arguments = Arguments(
-        compression, backward_passes_per_step, op, gradient_predivide_factor, groups_of(groups, num_groups, names),
-        sparse_as_dense, process_set,
+        compression=compression, backward_passes_per_step=backward_passes_per_step, op=op,
+        gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
+        sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact

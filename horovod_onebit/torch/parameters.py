@@ -7,13 +7,14 @@ takes its steps with the averaged gradient. All others are *compressed*: the eng
 from __future__ import annotations
 
 import hashlib
-import zlib
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
 import torch
 
+from horovod_onebit import replicas
 from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
@@ -25,7 +26,7 @@ from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import Phase, Warmup, variance_norm
+from horovod_onebit.warmup import Phase, Warmup, unbiased
 
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
@@ -45,7 +46,6 @@ class Parameters:
         never: those that are never compressed.
         unstarted: those with a momentum that the wrapped optimizer would not have yet.
         version: how often what is trained, or how, has changed.
-        prepared: the version that the engine is prepared for.
         lineage: a digest of the state that was loaded, or taken over when the optimizer was wrapped.
         steps: optimizer steps taken.
     """
@@ -78,8 +78,8 @@ class Parameters:
         self.never: set[torch.Tensor] = set()
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
-        self.prepared = -1
         self.lineage = ""
+        self._prepared = -1  # the version that the engine is prepared for
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
         self._described: tuple[Any, str] = (None, "")
@@ -112,6 +112,15 @@ class Parameters:
 
     def changed(self) -> None:
         self.version += 1
+
+    @property
+    def prepared(self) -> bool:
+        """Whether nothing has changed since the engine was prepared."""
+        return self._prepared == self.version
+
+    def are_prepared(self) -> None:
+        """The engine was prepared for them as they are."""
+        self._prepared = self.version
 
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first."""
@@ -316,7 +325,7 @@ class Parameters:
             states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
             beta2 = float(groups[0]["betas"][1])
             squares = sum(float(state[key].double().square().sum()) for state in states)
-            norm = variance_norm(squares, beta2, int(states[-1]["step"]) if states else 0)
+            norm = unbiased(math.sqrt(squares), beta2, int(states[-1]["step"]) if states else 0)
         self.warmup.observe(self.steps, norm, max(float(group["lr"]) for group in groups), beta2)
 
     # -- what all workers compare ---------------------------------------------------------------------------------
@@ -348,7 +357,7 @@ class Parameters:
             for key, value in own.items():
                 if isinstance(value, torch.Tensor):
                     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
-                    found[f"{key}#{len(found)}" if key in found else key] = zlib.crc32(data.numpy().data)
+                    found[f"{key}#{len(found)}" if key in found else key] = replicas.checksum(data.numpy())
         return found
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
