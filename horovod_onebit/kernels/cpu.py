@@ -13,6 +13,8 @@ from functools import cache
 from typing import Any
 
 import numpy as np
+from numba import types
+from numba.extending import overload
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
@@ -46,6 +48,7 @@ scale: Any = None
 code: Any = None
 value: Any = None
 fill: Any = None
+fill_two: Any = None
 step: Any = None
 code_at: Any = None
 write_record: Any = None
@@ -60,9 +63,17 @@ BITS: Any = None
 NAMES = {"absolute": np.abs, "sqrt": np.sqrt} | {name: exact(function) for name, function in OF_ONE.items()}
 
 
-@exact
 def _part(array, lo, hi):
     return None if array is None else array[lo:hi]
+
+
+@overload(_part)
+def _part_of_type(array, lo, hi):
+    """One function for each type: of ``_part`` itself Numba makes an optional array, which no loop over it survives
+    as SIMD."""
+    if isinstance(array, types.NoneType):
+        return lambda array, lo, hi: None
+    return lambda array, lo, hi: array[lo:hi]
 
 
 @exact
@@ -253,18 +264,22 @@ def _move(p, g, m, v, w, a, first, last):
     step(p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
 
 
+def _fill_two(one, two, p, g, m, v, w, a):
+    for i in range(w.size):
+        one[i], two[i] = formula(p, _at(g, i), _at(m, i), _at(v, i), w[i], _at(a, i))
+
+
 def _sums(p, g, m, v, w, a, out, first, last):
     one, two = np.empty(PIECE, f32), np.empty(PIECE, f32)
     for k in range(first, last):
         out[k, 0] = out[k, 1] = 0.0
         end = min((k + 1) * CHUNK, w.size)
         for lo in range(k * CHUNK, end, PIECE):
-            n = min(lo + PIECE, end) - lo
-            for i in range(n):
-                j = lo + i
-                one[i], two[i] = formula(p, _at(g, j), _at(m, j), _at(v, j), w[j], _at(a, j))
-            out[k, 0] += _square_sum(one[:n])
-            out[k, 1] += _square_sum(two[:n])
+            hi = min(lo + PIECE, end)
+            x, y = one[: hi - lo], two[: hi - lo]
+            fill_two(x, y, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
+            out[k, 0] += _square_sum(x)
+            out[k, 1] += _square_sum(y)
 
 
 def _loop(template: Any, name: str, **names: Any) -> Any:
@@ -287,9 +302,13 @@ def _of_codec(codec: Codec) -> dict[str, Any]:
     return names
 
 
+INNER = {_encode: _fill, _restore: _fill, _sums: _fill_two, _apply: _step, _move: _step}
+"""Which loop over a block each template calls with its formula."""
+
+
 @cache
 def _inner(template: Any, function: Formula) -> Any:
-    """``_fill`` or ``_step`` of a formula, which several loops call."""
+    """One of ``INNER`` of a formula, which several loops call."""
     return _loop(template, label(function), formula=_formula(function))
 
 
@@ -297,10 +316,8 @@ def _inner(template: Any, function: Formula) -> Any:
 def _compiled(template: Any, codec: Codec | None = None, function: Formula | None = None) -> Any:
     """The loop of a formula and a codec."""
     names: dict[str, Any] = {} if codec is None else dict(_of_codec(codec))
-    if template is _sums:
-        names["formula"] = _formula(function)
-    elif function is not None:
-        inner = _fill if template in (_encode, _restore) else _step
+    if function is not None:
+        inner = INNER[template]
         names[inner.__name__[1:]] = _inner(inner, function)
     kinds = [] if codec is None else [codec.name]
     return _loop(template, "_".join(kinds if function is None else [*kinds, label(function)]), **names)
