@@ -45,10 +45,11 @@ def axes(**options: Any) -> Any:
 
 def save(figure: Any, name: str) -> str:
     """Store a figure; the Markdown that shows it."""
-    from matplotlib import pyplot
+    from matplotlib import pyplot, rc_context
 
     FIGURES.mkdir(parents=True, exist_ok=True)
-    # Without the time of its making, so that a figure that has not changed does not differ.
-    figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
+    # Without the time of its making, and with the same identifiers: a figure that has not changed does not differ.
+    with rc_context({"svg.hashsalt": name}):
+        figure.savefig(FIGURES / f"{name}.svg", metadata={"Date": None})
     pyplot.close(figure)
     return f"![{name}](figures/{name}.svg)"
