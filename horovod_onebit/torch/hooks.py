@@ -153,17 +153,18 @@ class Gradients:
     @untraced
     def _computed(self, p: torch.Tensor) -> None:
         """The hook: a backward pass has added to the gradient of ``p``."""
-        if self._watched[p] <= 0:
+        left = self._watched[p] - 1
+        if left < 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
         self._densify(p)
-        self._watched[p] -= 1
+        self._watched[p] = left
         if self.where is not Where.LOCAL:
             self._parameters.adopt()
             self.where = Where.LOCAL
-        if p.grad is None or self._watched[p]:
+        if p.grad is None or left:
             return
         if self._parameters.phase is Phase.WARMUP:
             if self._averages_early:
@@ -235,8 +236,9 @@ class Gradients:
         if changed or self._version != parameters.version:
             return True
         # All parameters of a group have the same rule.
-        pairs = set(zip(plan.rules, parameters.plan(Kind.ONEBIT).rules, strict=True))
-        return any(_coding(sent) != _coding(now) for sent, now in pairs)
+        both = zip(plan.rules, parameters.plan(Kind.ONEBIT).rules, strict=True)
+        pairs = {(id(sent), id(now)): (sent, now) for sent, now in both}
+        return any(_coding(sent) != _coding(now) for sent, now in pairs.values())
 
     def send_late(self, reason: str, *, averages: bool = False) -> None:
         """From the next step on, send in ``step``: the gradients are not final during backward.

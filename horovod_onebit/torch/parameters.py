@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -104,7 +104,8 @@ class Parameters:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def exact(self) -> list[torch.Tensor]:
-        return [p for p in self.exact_steps if p not in self.bindings and p.requires_grad]
+        compressed = _identities(self.bindings)
+        return [p for p in self.exact_steps if id(p) not in compressed and p.requires_grad]
 
     def compressible(self, p: torch.Tensor) -> bool:
         """Whether ``p`` is compressed once its warm-up is over."""
@@ -125,10 +126,11 @@ class Parameters:
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first."""
         fresh: list[torch.Tensor] = []
+        known = _identities(self.exact_steps)
         for index, group in enumerate(self.optimizer.param_groups):
             names: set[str] | None = None
             for position, p in enumerate(group["params"]):
-                if p in self.exact_steps or not p.requires_grad:
+                if id(p) in known or not p.requires_grad:
                     continue
                 if p not in self.names:
                     names = {self.names[p] for p in self.exact_steps} if names is None else names
@@ -145,7 +147,8 @@ class Parameters:
 
     def forget_gone(self) -> set[torch.Tensor]:
         """Forget parameters that were taken out of the groups."""
-        gone = self.exact_steps.keys() - set(self.ordered())
+        here = _identities(self.ordered())
+        gone = {p for p in self.exact_steps if id(p) not in here}
         for p in gone:
             self.bindings.pop(p, None)
             self.variance_steps.pop(p, None)
@@ -243,8 +246,8 @@ class Parameters:
     @property
     def all_current(self) -> bool:
         """Whether ``refresh`` would change nothing."""
-        trained = {p for p in self.ordered() if p.requires_grad}
-        return all(p in trained and self._is_current(p) for p in self.bindings)
+        trained = _identities(p for p in self.ordered() if p.requires_grad)
+        return all(id(p) in trained and self._is_current(p) for p in self.bindings)
 
     def _is_current(self, p: torch.Tensor) -> bool:
         binding = self.bindings[p]
@@ -255,13 +258,13 @@ class Parameters:
     def plan(self, kind: Kind, loss_scale: float = 1.0) -> Plan:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
-        of: dict[torch.Tensor, Rule] = {}
+        of: dict[int, Rule] = {}
         for group in self.optimizer.param_groups:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
-            of.update(dict.fromkeys(group["params"], rule))
-        return self.engine.plan(kind, [of[p] for p in self.bindings])
+            of.update(dict.fromkeys(map(id, group["params"]), rule))
+        return self.engine.plan(kind, [of[id(p)] for p in self.bindings])
 
     def gradients(self) -> Mapping[int, Array]:
         """The compressed parameters' gradients, by their number."""
@@ -509,6 +512,11 @@ class _Gradients(dict[int, Any]):
     def __missing__(self, number: int) -> Any:
         grad = self[number] = self._bindings[number].grad()
         return grad
+
+
+def _identities(parameters: Iterable[torch.Tensor]) -> set[int]:
+    """To look parameters up by, of which there are many in each step: PyTorch hashes tensors in Python."""
+    return set(map(id, parameters))
 
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
