@@ -86,6 +86,7 @@ format: setup ## rewrite the code as ruff would have it
 bench: setup ## time the codec, a step without a slow link, and training on shaped links (root; half an hour)
 	$(BIN)/python benchmarks/codec.py --json benchmarks/results/codec.json
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.link
 
 .PHONY: docs

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 from collections import Counter
 from pathlib import Path
@@ -65,17 +64,10 @@ def main() -> None:
     if options.follow:
         follow()
         return
-    from jobs.processes import result, run  # of this clone: the other one may lack it
+    from jobs.processes import two_processes  # of this clone: the other one may lack it
 
-    runner = Path(sys.executable).with_name("horovodrun")
-    environment = os.environ | {
-        "PATH": f"{runner.parent}:{os.environ['PATH']}",
-        "PYTHONPATH": f"{options.package.resolve()}:{ROOT}",
-        "OMP_NUM_THREADS": "1",
-        "OMPI_MCA_mpi_yield_when_idle": "1",
-    }
-    command = [str(runner), "-np", "2", "--mpi", sys.executable, str(Path(__file__).resolve()), "--follow"]
-    found = result(run(command, environment, timeout=300))
+    path = f"{options.package.resolve()}:{ROOT}"
+    found = two_processes(Path(__file__).resolve(), "--follow", timeout=300, PYTHONPATH=path)
     print(f"{len(found['files'])} files, {found['changes']} calls from one file into another, {found['calls']} in all")
     print("\n".join(found["files"]))
 

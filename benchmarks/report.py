@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from horovod_onebit import costs
 from horovod_onebit.tools import planner
 from studies.report import DOCS, axes, save, table
 
@@ -32,7 +33,8 @@ and the time that a step computes:
 ## Training
 
 Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
-single bucket over Gloo, or it crashes.
+single bucket over Gloo, or it crashes. Three and four hosts share two cores: nothing can be faster there than
+"no communication".
 
 {trainings}
 
@@ -45,6 +47,13 @@ Two processes on one machine (`python -m benchmarks.step`).
 | compressed step, time to Horovod fp32's | {ratio:.2f} | 1.15 |
 | Python's work for 300 small tensors, a step | {small:.1f} ms | 3 ms |
 | peak memory beyond AdamW's, bytes a parameter | {memory:.1f} | 8 |
+
+## Within a host
+
+Two workers on this machine add up float32 gradients, each a half of them; nanoseconds a parameter
+(`python -m benchmarks.local`). A hierarchical exchange takes the alltoall.
+
+{local}
 
 ## The codec
 
@@ -74,7 +83,8 @@ the elements.
 ## Looking ahead
 
 110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
-an estimate from its memory's bandwidth, and nothing of this was measured.
+an estimate from its memory's bandwidth, and nothing of this was measured. A hierarchical exchange adds up in host
+memory, from a GPU too, which takes 0.4 s of its step here.
 
 {ahead}
 """
@@ -92,6 +102,7 @@ def job(result: dict[str, Any], compute: float = 0.0) -> planner.Job:
         link=planner.rate(result["rate"]),
         compute=compute,
         backward=0.0,
+        workers_per_core=max(1.0, result["workers"] / result["cores"]),
     )
 
 
@@ -156,7 +167,7 @@ def ahead() -> str:
             plan = planner.plan(
                 planner.Job(
                     parameters=110_000_000, workers=workers, link=planner.rate(link), compute=0.25,
-                    workers_per_host=8, device=planner.GPU,
+                    workers_per_host=8, device=costs.GPU,
                 )
             )  # fmt: skip
             steps = [f"{1e3 * e.step:,.0f}" for e in plan.estimates]
@@ -173,7 +184,7 @@ def ahead() -> str:
 
 
 def main() -> None:
-    link, step, codec = load("link"), load("step"), load("codec")
+    link, step, codec, local = load("link"), load("step"), load("codec"), load("local")
     size = step["memory"]["plain"]["parameters"]
     text = PAGE.format(
         machine=link["machine"],
@@ -182,6 +193,10 @@ def main() -> None:
         ratio=step["step"]["onebit"] / step["step"]["horovod fp32"],
         small=1e3 * (step["small"]["onebit"] - step["small"]["plain"]),
         memory=(step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size,
+        local=table(
+            ["", "MPI", "Gloo"],
+            [[name, f"{local['mpi'][name]:.1f}", f"{local['gloo'][name]:.1f}"] for name in local["mpi"]],
+        ),
         elements=codec["elements"],
         codec=codec_table(codec),
         foretold=foretold(link["results"]),

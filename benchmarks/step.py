@@ -13,14 +13,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import sys
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-from jobs.processes import result, run
+from jobs.processes import two_processes
 from studies.report import processor
 
 RESULTS = Path(__file__).parent / "results" / "step.json"
@@ -28,11 +27,7 @@ RESULTS = Path(__file__).parent / "results" / "step.json"
 
 def job(*arguments: str) -> dict[str, Any]:
     """The result of a job on two processes over MPI."""
-    runner = str(Path(sys.executable).with_name("horovodrun"))
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    environment = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    command = [runner, "-np", "2", "--mpi", sys.executable, "benchmarks/step_worker.py", *arguments]
-    return result(run(command, environment, timeout=1200))
+    return two_processes("benchmarks/step_worker.py", *arguments)
 
 
 def main() -> None:

@@ -10,6 +10,7 @@ receive  4. a bucket's messages are there, and are what this step expects
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import math
 from collections.abc import Mapping, Sequence
@@ -20,19 +21,20 @@ import numpy as np
 
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_sum
-from horovod_onebit.errors import NonFiniteError, WireError
-from horovod_onebit.exchange import Arrival, Collectives, Gradient, Handle, Travel, choose
+from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
+from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Travel, choose
 from horovod_onebit.exchange import kind as way_named
-from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
 from horovod_onebit.layout import plan as lay_out
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor, largest_scale, norms_of, sums
+from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
+from horovod_onebit.world import Owed, Weighing, owed
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -94,6 +96,15 @@ class _Sent:
         raise AssertionError("this exchange waits for more than its stages")
 
 
+def apply(messages: wire.Gathered, rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> None:
+    """Move the weights of a bucket by the mean of its messages; ``rules`` are by tensor."""
+    with context.kernels.batch():
+        for piece in messages.bucket.pieces:
+            tensor = tensors[piece.tensor].part(piece.start, piece.stop)
+            coding = context.coding(piece.block_size, messages.bucket.codec)
+            rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, context)
+
+
 class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
@@ -116,6 +127,7 @@ class Engine:
         self.exchanges = 0
         self.skipped = 0
         self.layout: Layout | None = None
+        self.weighing: Weighing | None = None  # of the residuals, where it is known
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
         self._sent: dict[int, _Sent] = {}
@@ -141,16 +153,107 @@ class Engine:
         if self.layout is not None and self.layout.tensors == tuple(specs):
             self._make_messages(self.layout)
             return
-        recipe = choose(self.recipe, sum(spec.size for spec in specs), self.collectives, rules)
+        on_device = not any(isinstance(tensor.residual, np.ndarray) for tensor in tensors)
+        elements = sum(spec.size for spec in specs)
+        recipe = choose(self.recipe, elements, self.collectives, rules, on_device=on_device)
         layout = lay_out(specs, recipe, self.collectives.size)
         self._handshake(layout, rules)
-        self.layout, self._messages = layout, []
-        way = way_named(recipe.exchange)
-        self.exchange = way(self.context, self.collectives, self.feedback, layout.buckets, layout.digest)
+        self._take_exchange(way_named(recipe.exchange), layout)
+        self._messages = []
         self._make_messages(layout)
         text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
         logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
+
+    def _take_exchange(self, way: type[Exchange], layout: Layout) -> None:
+        """Go on with another exchange; if residuals mean something else to it, share out what is owed. Collective."""
+        before, left = self.weighing, self.owed() if self.weighing is not None else {}
+        if before is not None:  # of the same names, and perhaps of other sizes
+            self._discard_servers()
+        try:
+            self.exchange = way(self.context, self.collectives, self.feedback, layout.buckets, layout.digest)
+        except OnebitError:
+            for name in (name for name in left.get("feedback", {}) if name.startswith(SERVER_PREFIX)):
+                self.feedback.put(name, left["feedback"][name])
+            raise
+        self.weighing, self.layout = Weighing.of(self.exchange, layout.tensors), layout
+        if before is None:
+            if self.weighing.encodes is not None:
+                self._keep_own(self.feedback.state_dict())
+            return
+        sizes = {name: len(one) for name, one in left["feedback"].items() if not name.startswith(SERVER_PREFIX)}
+        changed, alike = self._compare(before != self.weighing, sizes)
+        if changed:
+            self.share_out(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
+        else:
+            for name in self.exchange.served():
+                self.feedback.put(name, left["feedback"].get(name, np.float32(0)))
+
+    def _compare(self, changed: bool, sizes: Mapping[str, int]) -> tuple[bool, bool]:
+        """Whether something has changed for some worker, and whether all have residuals of the same ``sizes``."""
+        names = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=7).digest()
+        own = np.frombuffer(bytes([changed]) + names, np.uint8)
+        rows = self.collectives.allgather(own, f"{self.name}.weighing").wait().reshape(self.collectives.size, -1)
+        return bool(rows[:, 0].any()), bool((rows[:, 1:] == rows[0, 1:]).all())
+
+    def _discard_servers(self) -> None:
+        for name in self.feedback:
+            if name.startswith(SERVER_PREFIX):
+                self.feedback.discard(name)
+
+    def owed(self) -> Owed:
+        """What this worker owes now. The arrays are copies."""
+        weighing = self.weighing or Weighing(self.context.workers, {})
+        return {"feedback": self.feedback.state_dict(), **weighing._asdict()}
+
+    def weigh(self, weighing: Weighing | None) -> None:
+        """The residuals were replaced by others, which mean ``weighing``; None if each is what all owe together. Local.
+
+        To be called by all workers; the next ``prepare`` shares out what is owed if it weighs otherwise.
+        """
+        self.weighing, self.layout = weighing, None
+
+    @property
+    def workers_changed(self) -> bool:
+        """Whether Horovod was started anew with another number of workers, and the engine was not told."""
+        return self.context.workers != self.collectives.size
+
+    def leave_world(self, left: Owed | None) -> Owed:
+        """Horovod was started anew, with other workers: forget what is under way; returns what is owed. Local.
+
+        ``left`` is what an earlier call returned and nobody has shared out yet: then that is what counts.
+        """
+        if left is None:
+            left = self.owed()
+            self._discard_servers()
+        self.forget_world()
+        return left
+
+    def share_out(self, left: Owed, sizes: Mapping[str, int]) -> None:
+        """Let every worker owe what all of them owed together: the tensors of ``sizes``, alike on all. Collective.
+
+        A new worker has left nothing. What a worker that died owed is lost: an n-th of what n workers did.
+        """
+        total = owed([left])
+        handles = {}
+        for name, size in sizes.items():
+            mine = total.get(name, np.zeros(size, np.float32))
+            handles[name] = self.collectives.allreduce(mine, f"{self.name}.owed.{name}")
+        self._keep_own({name: handle.wait() for name, handle in handles.items()})
+
+    def _keep_own(self, residuals: Mapping[str, Array]) -> None:
+        """Owe what this worker encodes of ``residuals``, which all owe alike; others of its host encode the rest."""
+        kept = dict(residuals)
+        if self.layout is not None and self.weighing is not None and self.weighing.encodes is not None:
+            encoded = {spec.name for spec in self.layout.tensors}
+            share = np.float32(self.weighing.divisor / self.context.workers)  # of what nobody encodes now
+            kept = {name: np.zeros_like(one) if name in encoded else one * share for name, one in residuals.items()}
+            for name, start, stop in self.weighing.encodes:
+                if name in kept:
+                    kept[name][start:stop] = residuals[name][start:stop]
+        for name, residual in kept.items():
+            if not name.startswith(SERVER_PREFIX):
+                self.feedback.put(name, residual)
 
     def _make_messages(self, layout: Layout) -> None:
         """Memory for the messages, again when tensors went to another memory."""
@@ -162,7 +265,8 @@ class Engine:
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
-        record = handshake.handshake(layout.digest, ",".join(rule.name for rule in rules), self.exchanges)
+        setup, algorithm = f"{layout.digest} {self.recipe}", ",".join(rule.name for rule in rules)
+        record = handshake.handshake(setup, algorithm, self.exchanges)
         gathered = self.collectives.allgather(record, f"{self.name}.handshake").wait()
         handshake.check_handshake(gathered, self.collectives.size)
 
@@ -328,7 +432,7 @@ class Engine:
 
     def forget_world(self) -> None:
         """There are other workers now (Horovod was started anew): lay out and shake hands again. Local."""
-        self.layout, self._sent = None, {}
+        self.layout, self.weighing, self._sent = None, None, {}
         self._refused = self._forgotten = 0
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 
@@ -369,15 +473,15 @@ class Engine:
                     where = np.flatnonzero(~messages.finite).tolist()
                     raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
                 with self.times.measure("decode"):
-                    self._apply(item, messages, rules)
+                    apply(messages, rules, self.tensors, self.context)
             return self._finish(rules)
         with self.times.measure("exchange"):
             opened = [item.arrive() for item in self._sent.values()]
         everywhere = np.logical_and.reduce([messages.finite for messages in opened], axis=0)
         with self.times.measure("decode"):
             if finite and bool(np.all(everywhere)):
-                for item, messages in zip(self._sent.values(), opened, strict=True):
-                    self._apply(item, messages, rules)
+                for messages in opened:
+                    apply(messages, rules, self.tensors, self.context)
                 return self._finish(rules)
             self.exchange.settle(False)
             self.restore_all()
@@ -388,12 +492,7 @@ class Engine:
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}
         self.exchange.settle(True)
-        uses = [rule.lengths(tensor, self.context) for rule, tensor in zip(rules, self.tensors, strict=True)]
-        lengths = sums(uses, self.tensors, self.context) if any(uses) else [None] * len(uses)
-        with self.context.kernels.batch():
-            for rule, tensor, found in zip(rules, self.tensors, lengths, strict=True):
-                rule.finish(tensor, found, self.context)
-                tensor.step += 1
+        finish_step(rules, self.tensors, self.context)
         return True
 
     def say_skipped(self, where: str) -> None:
@@ -405,13 +504,6 @@ class Engine:
         # A run that diverges skips every step: speak the 1st, 2nd, 4th, 8th ... time only.
         speak = self.collectives.rank == 0 and self.skipped & (self.skipped - 1) == 0
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
-
-    def _apply(self, item: _Sent, messages: wire.Gathered, rules: Sequence[Rule]) -> None:
-        with self.context.kernels.batch():
-            for piece in messages.bucket.pieces:
-                tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                coding = self.context.coding(piece.block_size, messages.bucket.codec)
-                rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, self.context)
 
     def _restore(self, item: _Sent) -> None:
         if item.encoded is None:

@@ -6,7 +6,7 @@ alone and lives outside the optimizer's state, so that nothing that broadcasts t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
 from typing import Any
 
@@ -69,6 +69,10 @@ class ErrorFeedback:
     def discard(self, name: str) -> None:
         """Forget the tensor ``name`` itself."""
         self._residuals.pop(name, None)
+
+    def __iter__(self) -> Iterator[str]:
+        """The names."""
+        return iter(list(self._residuals))
 
     def state_dict(self) -> dict[str, Array]:
         """A copy of the residuals. Each worker has its own: save one file per worker."""

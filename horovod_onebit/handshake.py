@@ -73,10 +73,10 @@ class Verdict:
     edited: tuple[int, ...] = ()
 
 
-def handshake(layout: int, rules: str, step: int) -> NDArray[np.uint8]:
-    """This worker's record before the first step of a layout, to be gathered."""
+def handshake(layout: str, rules: str, step: int) -> NDArray[np.uint8]:
+    """This worker's record before the first step of ``layout``, to be gathered."""
     record = np.zeros(1, HANDSHAKE)
-    record[0] = (_hash(__version__), layout, _hash(rules), step)
+    record[0] = (_hash(__version__), _hash(layout), _hash(rules), step)
     return record.view(np.uint8)
 
 

@@ -165,8 +165,8 @@ def _overlap(piece: Piece, lo: int, hi: int) -> list[Cut]:
 
 
 def _block_size(size: int, recipe: Recipe, workers: int) -> int:
-    if recipe.block_size is None and recipe.exchange == "two_stage":
-        # Servers' shares are cut at scales: give each server a scale of its own in every tensor.
+    if recipe.block_size is None and recipe.exchange in ("two_stage", "hierarchical"):
+        # Workers' shares are cut at scales: give each worker a scale of its own in every tensor.
         return max(-(-size // workers) + 7, 8) // 8 * 8
     return recipe.block_size_for(size)
 

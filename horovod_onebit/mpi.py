@@ -11,6 +11,7 @@ ranks must make the same calls in the same order; the engine does.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -52,6 +53,7 @@ class MPICollectives:
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._host: tuple[int, int] | None = None
         self._hosts: tuple[MPICollectives, MPICollectives] | None = None
 
     @property
@@ -66,22 +68,23 @@ class MPICollectives:
         result = np.empty(self.size * array.size, array.dtype)
         return _Handle(self.comm.Iallgather(array, result), array, result)
 
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
+    def alltoall(self, array: NDArray, name: str) -> _Handle:
         result = np.empty_like(array)
         return _Handle(self.comm.Ialltoall(array, result), array, result)
 
-    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
-        result = np.empty(len(array) // self.size, array.dtype)
-        return _Handle(self.comm.Ireduce_scatter_block(array, result, op=MPI.SUM), array, result)
-
-    def hosts(self) -> tuple[MPICollectives, MPICollectives] | None:
-        if self._hosts is None:
+    def host(self) -> tuple[int, int]:
+        if self._host is None:
             local = self.comm.Split_type(MPI.COMM_TYPE_SHARED)
-            cross = self.comm.Split(local.Get_rank())
-            self._hosts = (MPICollectives(local), MPICollectives(cross))
-        local_size, hosts = self._hosts[0].size, self._hosts[1].size
-        regular = self.comm.allreduce(local_size * hosts == self.size, op=MPI.LAND)
-        return self._hosts if regular and local_size > 1 and hosts > 1 else None
+            self._host = local.bcast(self.rank), local.Get_size()
+            local.Free()
+        return self._host
+
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[MPICollectives, MPICollectives] | None:
+        if self._hosts is None:
+            number = next(i for i, ranks in enumerate(places) if self.rank in ranks)
+            groups = [self.comm.Split(color) for color in (number, places[number].index(self.rank))]
+            self._hosts = MPICollectives(groups[0]), MPICollectives(groups[1])
+        return self._hosts
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Sum:
         result = np.empty_like(array)

@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from pkgutil import iter_modules
 from typing import Any, Literal
 
-from horovod_onebit.checks import flag, one_of, whole
+from horovod_onebit.checks import finite, flag, one_of, whole
 from horovod_onebit.codecs import find
 from horovod_onebit.errors import ConfigurationError
 
@@ -57,17 +57,19 @@ class Recipe:
             local update does.
         eps_inside_sqrt: ``D = sqrt(v + eps)`` (Tarasov and Ershov 2022) instead of ``sqrt(v) + eps``.
         exchange: how messages travel; ``"direct"`` is one allgather, and every worker decodes all messages;
-            ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n, and
-            it compresses twice; ``"hierarchical"`` is exact within a host and direct between hosts. ``"auto"`` is
-            hierarchical where hosts have enough workers, direct for up to three workers and for small models, else
-            two-stage.
+            ``"two_stage"`` is Algorithm 1's server, each worker serving a share: its traffic does not grow with n;
+            ``"hierarchical"`` is exact within a host, and direct or two-stage between hosts. ``"auto"`` is the one
+            that costs least (``horovod-onebit plan`` shows what each costs).
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
         bucket_size: elements per message, about; one message is one collective.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
             alike, or ``"raise"`` ``NonFiniteError`` alike.
         codec: what an element becomes: ``"sign"``, one bit, or ``"two_bit"``, four levels (see
             ``horovod_onebit.codecs``).
-        server_codec: the same of what the servers of a two-stage exchange send.
+        server_codec: the same of what the servers of a two-stage exchange send. What their compression loses is of the
+            size of the whole update, however many workers there are: with one bit it shows in the loss, with two
+            hardly (studies 4 and 8).
+        link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 
     space: Space = "update"
@@ -80,7 +82,8 @@ class Recipe:
     bucket_size: int = 4 * 2**20
     on_nonfinite: OnNonfinite = "skip"
     codec: str = "sign"
-    server_codec: str = "sign"
+    server_codec: str = "two_bit"
+    link: float = 125e6
 
     def __post_init__(self) -> None:
         one_of("space", self.space, Space)
@@ -97,6 +100,8 @@ class Recipe:
         self._check_clip()
         for name in ("min_compressed_size", "bucket_size"):
             whole(name, getattr(self, name), "a whole number of elements")
+        if not finite("link", self.link, "bytes a second") > 0:
+            raise ConfigurationError(f"link={self.link}: expected a positive rate, in bytes a second")
 
     def _check_clip(self) -> None:
         if self.clip is None:
@@ -112,7 +117,7 @@ class Recipe:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Recipe:
         """The recipe of which ``dataclasses.asdict`` gave ``config``, in this version or an earlier one."""
-        config = dict(config)
+        config = {"server_codec": "sign", **config}  # earlier versions had no other
         for name, default in REMOVED.items():
             if (value := config.pop(name, default)) != default:
                 logger.warning("a saved recipe has %s=%r, an option that was removed: it is ignored", name, value)
@@ -122,14 +127,14 @@ class Recipe:
         return cls(**config)
 
     def signature(self) -> str:
-        """The recipe as a text that is the same in all versions; names in checkpoints contain a digest of it."""
+        """The recipe as a text that is the same in all versions; names of residuals contain a digest of it.
+
+        Without ``server_codec`` and ``link``, with which residuals do not change.
+        """
         values = dataclasses.asdict(self)
-        last, codecs = values.pop("on_nonfinite"), {name: values.pop(name) for name in ("codec", "server_codec")}
-        values |= {
-            **REMOVED,
-            "on_nonfinite": last,
-            **{name: codec for name, codec in codecs.items() if codec != "sign"},
-        }
+        del values["server_codec"], values["link"]
+        last, codec = values.pop("on_nonfinite"), values.pop("codec")
+        values |= {**REMOVED, "on_nonfinite": last, **({"codec": codec} if codec != "sign" else {})}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def clip_for(self, workers: int) -> float:
@@ -141,7 +146,9 @@ class Recipe:
         return max(size, 1) if self.block_size is None else self.block_size
 
 
-_MOMENTUM_SPACE = Recipe(space="momentum", scale="rms", block_size=None, clip=None, exchange="two_stage")
+_MOMENTUM_SPACE = Recipe(
+    space="momentum", scale="rms", block_size=None, clip=None, exchange="two_stage", server_codec="sign"
+)
 
 PRESETS: dict[str, Recipe] = {
     "robust": Recipe(),

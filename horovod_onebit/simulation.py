@@ -13,7 +13,7 @@ Results do not depend on how the threads are scheduled: every collective waits f
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import numpy as np
@@ -23,6 +23,10 @@ from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, DesyncError
 
 T = TypeVar("T")
+
+
+class _StoppedError(DesyncError):
+    """A worker waited for others that failed, or never came."""
 
 
 class _Call:
@@ -64,11 +68,11 @@ class _World:
             return call
 
     def collect(self, key: tuple[str, int], call: _Call) -> _Call:
-        ready = call.complete.wait(self.timeout)
+        call.complete.wait(self.timeout)
         with self.lock:
-            if self.failed or not ready:
+            if call.missing:
                 missing = [i for i, a in enumerate(call.posted) if a is None]
-                raise DesyncError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
+                raise _StoppedError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
             call.left -= 1
             if not call.left:
                 del self.calls[key]
@@ -98,10 +102,15 @@ class SimulatedCollectives:
     gathers_on_device = False
 
     def __init__(
-        self, world: _World, rank: int, hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None
+        self,
+        world: _World,
+        rank: int,
+        host: tuple[int, int] = (0, 1),
+        hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None,
     ) -> None:
         self._world = world
         self._rank = rank
+        self._host = host
         self._hosts = hosts
         self._calls: dict[str, int] = {}
 
@@ -128,19 +137,15 @@ class SimulatedCollectives:
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Waiting:
         return self._start(name, array, lambda call: call.shared(np.concatenate))
 
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Waiting:
-        part = self._part(array)
+    def alltoall(self, array: NDArray, name: str) -> _Waiting:
+        size = len(array) // self.size
+        part = slice(self.rank * size, (self.rank + 1) * size)
         return self._start(name, array, lambda call: np.concatenate([a[part] for a in call.arrays()]))
 
-    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Waiting:
-        part = self._part(array)
-        return self._start(name, array, lambda call: np.sum([a[part] for a in call.arrays()], axis=0))
+    def host(self) -> tuple[int, int]:
+        return self._host
 
-    def _part(self, array: NDArray) -> slice:
-        size = len(array) // self.size
-        return slice(self.rank * size, (self.rank + 1) * size)
-
-    def hosts(self) -> tuple[SimulatedCollectives, SimulatedCollectives] | None:
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[SimulatedCollectives, SimulatedCollectives] | None:
         return self._hosts
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Waiting:
@@ -158,14 +163,14 @@ def _make(world: _World, workers: int, workers_per_host: int, timeout: float) ->
     """All workers' collectives; with those within and between hosts where there are several of both."""
     hosts = workers // workers_per_host
     if hosts == 1 or workers_per_host == 1:
-        return [SimulatedCollectives(world, rank) for rank in range(workers)]
+        return [SimulatedCollectives(world, i, (i // workers_per_host, workers_per_host)) for i in range(workers)]
     local = [_World(workers_per_host, timeout) for _ in range(hosts)]
     cross = [_World(hosts, timeout) for _ in range(workers_per_host)]
     made = []
     for rank in range(workers):
         host, place = divmod(rank, workers_per_host)
         own = SimulatedCollectives(local[host], place), SimulatedCollectives(cross[place], host)
-        made.append(SimulatedCollectives(world, rank, own))
+        made.append(SimulatedCollectives(world, rank, (host, workers_per_host), own))
     return made
 
 
@@ -199,7 +204,7 @@ def run(
     for thread in threads:
         thread.join()
     raised = [error for error in errors if error is not None]
-    own = [error for error in raised if not isinstance(error, DesyncError)]
+    own = [error for error in raised if not isinstance(error, _StoppedError)]
     if raised:
         raise (own or raised)[0]
     return results

@@ -1,29 +1,55 @@
-"""What happens to the error feedback when the workers change: what all of them together owe to the weights is kept."""
+"""What becomes of the error feedback when workers or their exchange change: what all together owe to the weights is
+kept."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from horovod_onebit.engine import Engine
+from horovod_onebit.exchange import Exchange
 from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Bucket, TensorSpec
 
+Place = tuple[str, int, int]
 Owed = dict[str, Any]
-"""What one worker owes: ``feedback``, its residuals by name; ``divisor``, how many workers' are averaged; ``served``,
-for each residual of a server, which parts of which tensors it belongs to."""
+"""What one worker owes: ``feedback``, its residuals by name, and the fields of its ``Weighing``."""
 
 
-def owed_by(engine: Engine) -> Owed:
-    """What this worker owes now. The arrays are copies."""
-    served = {}
-    if engine.layout is not None:
-        names = [tensor.name for tensor in engine.layout.tensors]
-        for key, bucket in engine.exchange.served().items():
-            served[key] = [(names[piece.tensor], piece.start, piece.stop) for piece in bucket.pieces]
-    return {"feedback": engine.feedback.state_dict(), "served": served, "divisor": engine.exchange.compressors}
+class Weighing(NamedTuple):
+    """What a worker's residuals mean to the weights.
+
+    Attributes:
+        divisor: how many workers' (or hosts') residuals are averaged.
+        served: for each residual of a server, which parts of which tensors it belongs to: name, start, stop.
+        encodes: the parts that this worker encodes; None if all.
+    """
+
+    divisor: int
+    served: dict[str, list[Place]]
+    encodes: list[Place] | None = None
+
+    @classmethod
+    def of(cls, exchange: Exchange, tensors: Sequence[TensorSpec]) -> Weighing:
+        """What residuals mean to ``exchange``, whose buckets are of ``tensors``."""
+
+        def places(buckets: Sequence[Bucket]) -> list[Place]:
+            return [(tensors[p.tensor].name, p.start, p.stop) for bucket in buckets for p in bucket.pieces]
+
+        own = exchange.encodes()
+        served = {key: places([bucket]) for key, bucket in exchange.served().items()}
+        return cls(exchange.compressors, served, None if own is None else places(own))
+
+    @classmethod
+    def saved(cls, one: Owed) -> Weighing | None:
+        """That of what a file has, whose tuples have become lists, perhaps; None if it has what all owe together."""
+        if one["divisor"] is None:
+            return None
+        served = {key: [tuple(place) for place in places] for key, places in one["served"].items()}
+        own = one.get("encodes")  # earlier versions did not write them
+        return cls(one["divisor"], served, None if own is None else [tuple(place) for place in own])
 
 
 def owed(saved: Sequence[Owed]) -> dict[str, Array]:
@@ -37,39 +63,7 @@ def owed(saved: Sequence[Owed]) -> dict[str, Array]:
         for key, places in one["served"].items():
             start = 0
             for name, lo, hi in places:
-                total[name][lo:hi] += one["feedback"][key][start : start + hi - lo]
+                if name in total:  # it may have been removed since
+                    total[name][lo:hi] += one["feedback"][key][start : start + hi - lo]
                 start += hi - lo
     return total
-
-
-def workers_changed(engine: Engine) -> bool:
-    """Whether Horovod was started anew with another number of workers, and the engine was not told."""
-    return engine.context.workers != engine.collectives.size
-
-
-def leave(engine: Engine, left: Owed | None) -> Owed:
-    """Horovod was started anew, with other workers: forget what is under way; returns what is owed. Local.
-
-    ``left`` is what an earlier call returned and nobody has shared out yet: then that is what counts.
-    """
-    if left is None:
-        left = owed_by(engine)
-        for name in left["feedback"]:
-            if name.startswith(SERVER_PREFIX):
-                engine.feedback.discard(name)
-    engine.forget_world()
-    return left
-
-
-def share_out(engine: Engine, left: Owed, sizes: Mapping[str, int]) -> None:
-    """Let every worker owe what all of them owed together: the tensors of ``sizes``, alike on all. Collective.
-
-    A new worker has left nothing. What a worker that died owed is lost: an n-th of what n workers did.
-    """
-    total = owed([left])
-    handles = {}
-    for name, size in sizes.items():
-        mine = total.get(name, np.zeros(size, np.float32))
-        handles[name] = engine.collectives.allreduce(mine, f"{engine.name}.owed.{name}")
-    for name, handle in handles.items():
-        engine.feedback.put(name, handle.wait())

@@ -77,9 +77,13 @@ def _text() -> Task:
 
     text = "\n".join(topics[name] for name in sorted(topics))
     letters, ids = np.unique(np.frombuffer(text.encode("ascii", "replace"), np.uint8), return_inverse=True)
+    return of_letters(ids, len(letters), test_rows=256)
+
+
+def of_letters(ids: NDArray, classes: int, test_rows: int) -> Task:
+    """Text of the letters ``ids`` (n,), each below ``classes``: to foretell the next one."""
     rows = (len(ids) - 1) // SEQUENCE
-    x = ids[: rows * SEQUENCE].reshape(rows, SEQUENCE).astype(np.int64)
-    y = ids[1 : rows * SEQUENCE + 1].reshape(rows, SEQUENCE).astype(np.int64)
+    x, y = (ids[at : at + rows * SEQUENCE].reshape(rows, SEQUENCE).astype(np.int64) for at in (0, 1))
     order = np.random.default_rng(0).permutation(rows)
-    test, train = order[:256], order[256:]
-    return Task(x[train], y[train], x[test], y[test], classes=len(letters))
+    test, train = order[:test_rows], order[test_rows:]
+    return Task(x[train], y[train], x[test], y[test], classes)

@@ -4,6 +4,7 @@ import json
 import os
 import signal
 import subprocess
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -28,6 +29,15 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
     if job.returncode:
         raise RuntimeError(f"{arguments} ended with status {job.returncode}\n{output[:6000]}\n...\n{output[-2000:]}")
     return output
+
+
+def two_processes(script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str) -> Any:
+    """The ``result`` of a Python program that horovodrun starts twice on this machine; ``env`` is set besides."""
+    python = Path(sys.executable)
+    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"} | env
+    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
+    command = [str(python.with_name("horovodrun")), "-np", "2", f"--{backend}", str(python), str(script), *arguments]
+    return result(run(command, os.environ | {"PATH": path} | env, timeout))
 
 
 def result(output: str) -> Any:

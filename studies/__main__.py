@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from studies import early, magnitudes, paraboloid, published, quadratics, report
+from studies import early, magnitudes, moments, paraboloid, published, quadratics, rates, report, stages
 
 STUDIES: dict[str, Callable[[], str]] = {
     "paraboloid": paraboloid.run,
@@ -18,6 +18,9 @@ STUDIES: dict[str, Callable[[], str]] = {
     "magnitudes": magnitudes.run,
     "quadratics": quadratics.run,
     "published": published.run,
+    "rates": rates.run,
+    "moments": moments.run,
+    "stages": stages.run,
 }
 HEAD = """# Studies
 

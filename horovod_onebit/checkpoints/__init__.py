@@ -91,7 +91,7 @@ class Face(ABC):
 
     def merge(self, everybody: list[Owed]) -> Owed:
         """What each worker takes over, from what all of another number of workers wrote."""
-        return everybody[0] | {"feedback": owed(everybody)}
+        return everybody[0] | {"feedback": owed(everybody), "divisor": None, "served": {}, "encodes": None}
 
     @abstractmethod
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from horovod_onebit import costs
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
@@ -54,21 +55,22 @@ class Collectives(Protocol):
         """Start gathering (k,) uint8 of every worker; ``wait`` gives (size * k,) in rank order."""
         ...
 
-    def alltoall(self, array: Bytes, name: str) -> Handle:
-        """Start sending part j of (size * k,) uint8 to worker j; ``wait`` gives (size * k,), part i from worker i."""
+    def alltoall(self, array: Bytes | NDArray[np.float32], name: str) -> Handle:
+        """Start sending part j of (size * k,) uint8 or float32 to worker j; ``wait`` gives (size * k,), part i from
+        worker i."""
         ...
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
         """Start summing (k,) float32 or int32 over the workers; ``wait`` gives the sum (k,), the same bits on each."""
         ...
 
-    def reduce_scatter(self, array: Array, name: str) -> Handle:
-        """Start summing (size * k,) float32 over the workers; ``wait`` gives worker i part i of the sum, (k,)."""
+    def host(self) -> tuple[int, int]:
+        """A number that the workers of this host have in common, and no others; and how many they are."""
         ...
 
-    def hosts(self) -> tuple[Collectives, Collectives] | None:
-        """The workers of this host, and those that have this one's place on every host; None where ``hierarchical``
-        makes no sense: one host, one worker a host, hosts that differ. Collective."""
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[Collectives, Collectives] | None:
+        """The workers of this host, and those that have this one's place on every host; None if there can be no such
+        groups. ``places`` are the ranks by host, of several hosts with as many workers each. Collective."""
         ...
 
 
@@ -136,6 +138,10 @@ class Exchange:
     def settle(self, taken: bool) -> None:
         """The step is over: keep what the exchange changed of its own state, or take it back."""
 
+    def encodes(self) -> Sequence[Bucket] | None:
+        """The parts of the buckets that this worker encodes; None if all."""
+        return None
+
     def served(self) -> Mapping[str, Bucket]:
         """The residuals that this worker keeps as a server, by name, and what parts of the tensors they belong to."""
         return {}
@@ -152,24 +158,38 @@ def encoded(message: Message, gradient: Gradient, encode: Encode, stamp: Stamp) 
         yield Arrival(message, stamp)
 
 
-SMALL_EXCESS = 128 * 2**10
-"""Bytes that a direct exchange may send more than a two-stage one, which waits for two collectives: about a
-millisecond at 1 Gbit/s."""
+def choose(
+    recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule], *, on_device: bool = False
+) -> Recipe:
+    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective.
 
-
-def choose(recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule]) -> Recipe:
-    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective."""
+    ``on_device`` says that gradients are in the memory of GPUs.
+    """
     linear = all(rule.encodes_gradients for rule in rules)
     if recipe.exchange == "hierarchical" and not linear:
         raise UnsupportedError("0/1 Adam's workers differ within a host too: use exchange='direct' or 'two_stage'")
     if recipe.exchange != "auto":
         return recipe
-    workers, hosts = collectives.size, collectives.hosts() if linear else None
-    # A host receives H - 1 messages, and (L + 1) (H - 1) / H of them in two stages.
-    if hosts is not None and hosts[1].size <= hosts[0].size + 1:
-        return replace(recipe, exchange="hierarchical")
-    excess = (workers - 1) * (1 - 2 / workers) * elements / 8
-    return replace(recipe, exchange="direct" if workers <= 3 or excess <= SMALL_EXCESS else "two_stage")
+    places, all_on_device = ranks_by_host(collectives, on_device=on_device)
+    per_host, device = len(places[0]) if places else 1, costs.GPU if all_on_device else costs.CPU
+    known = dict(costs.ways(elements, recipe, collectives.size, per_host, device))
+    if not linear:
+        known.pop("hierarchical", None)
+    found = costs.cheapest(known, recipe.link, device)
+    if found == "hierarchical" and collectives.hosts(places) is None:
+        del known["hierarchical"]
+        found = costs.cheapest(known, recipe.link, device)
+    return replace(recipe, exchange=found)
+
+
+def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> tuple[list[list[int]], bool]:
+    """The ranks of each host, nothing if hosts have different numbers of workers; whether all are ``on_device``.
+    Collective."""
+    own = np.array([*collectives.host(), on_device], np.int32).view(np.uint8)
+    rows = collectives.allgather(own, "onebit.hosts").wait().view(np.int32).reshape(collectives.size, -1)
+    numbers, sizes, on_device = rows[:, 0].tolist(), set(rows[:, 1].tolist()), bool(rows[:, 2].all())
+    places = [[rank for rank, host in enumerate(numbers) if host == one] for one in dict.fromkeys(numbers)]
+    return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], on_device
 
 
 def kind(name: str) -> type[Exchange]:

@@ -4,13 +4,13 @@ On worker j, for its share of a bucket (the numbers are the lines of Algorithm 1
 
     alltoall        each worker sends every server its share of the message
     11  y        = sum_i C_i / n + error_j         the server's own residual
-    12  C_j      = scale * sign(y)
+    12  C_j      = scale * sign(y), or two bits    ``Recipe.server_codec``
     13  error_j <- y - C_j                         against the scaled sign
     allgather       the servers' messages together are the message of the mean
     15  mean     = C
 
-A worker sends and receives 2 (n - 1) / n messages, whatever n is. Shares are cut at blocks, so that both stages
-have the same scales and the result is laid out like a worker's own message.
+A worker sends and receives (n - 1) / n of a message of each kind, whatever n is. Shares are cut at blocks, so that both
+stages have the same scales and the result is laid out like a worker's own message.
 """
 
 from __future__ import annotations

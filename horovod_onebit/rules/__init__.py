@@ -263,6 +263,16 @@ def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context
     return [None if out is None else out.sum(axis=0) for out in chunks]
 
 
+def finish_step(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> None:
+    """All parts of ``tensors`` have moved: ``finish`` each, and count the step. ``rules`` are by tensor."""
+    uses = [rule.lengths(tensor, context) for rule, tensor in zip(rules, tensors, strict=True)]
+    lengths = sums(uses, tensors, context) if any(uses) else [None] * len(uses)
+    with context.kernels.batch():
+        for rule, tensor, found in zip(rules, tensors, lengths, strict=True):
+            rule.finish(tensor, found, context)
+            tensor.step += 1
+
+
 def largest_scale(parts: Sequence[tuple[Rule, Tensor, int]], context: Context) -> float:
     """The bound on the scales of a message of ``parts``: rule, tensor, block size."""
     different = {(id(rule), block_size): (rule, tensor, block_size) for rule, tensor, block_size in parts}

@@ -3,7 +3,7 @@
 import horovod.tensorflow as hvd
 import horovod_onebit.tf as onebit
 
-optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3), warmup_steps=500)
+optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3))
 model.compile(optimizer=optimizer, loss=...)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """

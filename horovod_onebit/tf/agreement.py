@@ -13,7 +13,6 @@ from horovod_onebit.errors import DesyncError
 from horovod_onebit.tf.collectives import Handle
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.meeting import meet
-from horovod_onebit.world import workers_changed
 
 NOT_COMPARED = {"name", "learning_rate"}
 """Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
@@ -54,7 +53,7 @@ class Agreement:
     def _start(self, trained: tuple[int, ...], learning_rate: Any, *counters: Any) -> Handle:
         compressor = self._compressor
         engine, optimizer = compressor.engine, compressor.optimizer
-        if workers_changed(engine):
+        if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "
                 "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"

@@ -32,7 +32,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
-from horovod_onebit.world import Owed, owed_by
+from horovod_onebit.world import Owed, Weighing
 
 logger = logging.getLogger("horovod_onebit")
 CALL = "a checkpoint, saved or loaded"
@@ -118,7 +118,7 @@ class _Keras(checkpoints.Face):
     def write_own(self, path: Path, key: str, extra: Any) -> None:
         engine = self._compressor.engine
         self._compressor.settle()
-        own = owed_by(engine)
+        own = engine.owed()
         blobs: list[np.ndarray] = []
 
         def put(data: np.ndarray) -> int:
@@ -131,6 +131,7 @@ class _Keras(checkpoints.Face):
             "key": key,
             "served": own["served"],
             "divisor": own["divisor"],
+            "encodes": own["encodes"],
             "exchanges": engine.exchanges,
             "skipped": engine.skipped,
             "extra": packer.pack(extra, "extra"),
@@ -230,6 +231,7 @@ class _Keras(checkpoints.Face):
             variables[i].assign(value)
         engine = self._compressor.engine
         self.optimizer.load_feedback_state_dict(own["feedback"])
+        engine.weigh(Weighing.saved(own))
         engine.exchanges, engine.skipped = about["exchanges"], about["skipped"]
 
 

@@ -15,9 +15,12 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
+from horovod.common import process_sets
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import DesyncError
+from horovod_onebit.exchange import ranks_by_host
+from horovod_onebit.face import host_groups, host_number
 from horovod_onebit.recipe import GATHER_LIMIT
 from horovod_onebit.tf import coroutine
 
@@ -46,6 +49,7 @@ class Round:
     gathered: NDArray[np.uint8]
     scattered: NDArray[np.uint8]
     splits: NDArray[np.int32]  # bytes of ``scattered`` for each worker
+    group: int = 0  # whose round it is: the number of the collectives among ``HorovodCollectives.groups``
 
     DTYPES = (tf.float32, tf.uint8, tf.uint8, tf.int32)
 
@@ -76,13 +80,20 @@ class HorovodCollectives:
     """One process's view of a Horovod process set. Create it after ``hvd.init()``.
 
     ``name`` begins the names of its operations. They are not told apart any further: all workers must start the same.
+
+    Attributes:
+        groups: itself; after ``make_groups`` those of its host, and of its place on all hosts, as well.
+        may_group: whether ``make_groups`` may make any.
     """
 
     gathers_on_device = False
 
-    def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit") -> None:
+    def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit", number: int = 0) -> None:
         self.process_set = process_set
         self.name = name
+        self.number = number
+        self.groups = [self]
+        self.may_group = process_set.process_set_id == 0
         self._started: list[Handle] = []
         self._functions: dict[str, Any] = {}
 
@@ -97,19 +108,28 @@ class HorovodCollectives:
     def allgather(self, array: NDArray[np.uint8], name: str) -> Handle:
         return self._start("gather", array, name)
 
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> Handle:
-        return self._start("scatter", array, name)
+    def alltoall(self, array: NDArray[np.uint8] | NDArray[np.float32], name: str) -> Handle:
+        return self._start("scatter", array.view(np.uint8), name)
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
         if array.dtype == np.float32:
             return self._start("sum", array, name)
         return Handle(self, "meet", array, name)  # alone, by its own name: an agreement
 
-    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> Handle:
-        raise NotImplementedError("there are no hosts() here, and so no hierarchical exchange")
+    def host(self) -> tuple[int, int]:
+        return host_number(), int(hvd.local_size())
 
-    def hosts(self) -> None:
-        return None
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
+        return (self.groups[1], self.groups[2]) if len(self.groups) > 1 else None
+
+    def make_groups(self) -> None:
+        """Let ``hosts`` have something to give. Collective, and eager: a graph must know its process sets when it is
+        traced, and ``hosts`` is asked when it runs."""
+        self.may_group = False
+        places, _ = ranks_by_host(self)
+        if len(places) > 1 and len(places[0]) > 1 and (found := host_groups(hvd, process_sets, places)):
+            names = f"{self.name}.host", f"{self.name}.place"
+            self.groups += [HorovodCollectives(found[i], names[i], i + 1) for i in range(2)]
 
     def _start(self, kind: str, array: NDArray, name: str) -> Handle:
         handle = Handle(self, kind, array, name)
@@ -118,7 +138,8 @@ class HorovodCollectives:
 
     def forget(self) -> None:
         """What was started and not waited for will never leave."""
-        self._started.clear()
+        for group in self.groups:
+            group._started.clear()
 
     def complete(self, handle: Handle) -> None:
         """Let a round leave and come back, which need not have ``handle`` in it yet."""
@@ -154,7 +175,7 @@ class HorovodCollectives:
             gathered = _join([handle.array for handle in kinds["gather"]])
         if kinds["scatter"]:
             scattered = _join([handle.array.reshape(self.size, -1) for handle in kinds["scatter"]]).reshape(-1)
-        return Round(sums, gathered, scattered, np.full(self.size, len(scattered) // self.size, np.int32))
+        return Round(sums, gathered, scattered, np.full(self.size, len(scattered) // self.size, np.int32), self.number)
 
     def _deliver(self, kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
         for handles, result in zip(kinds.values(), received, strict=True):

@@ -33,12 +33,12 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import broadcast_object
 
-from horovod_onebit import world
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
+from horovod_onebit.world import Owed
 
 __all__ = ["KerasState", "run"]
 
@@ -63,7 +63,12 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        self._left: world.Owed | None = None  # owed in a world that is no more, until it is shared out
+        compressor = self.optimizer._compressor
+        if compressor.engine.recipe.exchange == "hierarchical":
+            raise ConfigurationError(
+                "Horovod elastic takes away the process sets that exchange='hierarchical' needs: use exchange='auto'"
+            )
+        self._left: Owed | None = None  # owed in a world that is no more, until it is shared out
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
 
@@ -74,7 +79,7 @@ class KerasState(ObjectState):
         self.optimizer._compressor.settle()
         engine = self.optimizer._compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
-        self._feedback = engine.feedback.state_dict()
+        self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
         self._counts = engine.exchanges, engine.skipped
 
     def save(self) -> None:
@@ -87,6 +92,7 @@ class KerasState(ObjectState):
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
         engine.feedback.load_state_dict(self._feedback)
+        engine.weigh(self._weighing)
         engine.exchanges, engine.skipped = self._counts
         super().restore()
 
@@ -100,7 +106,7 @@ class KerasState(ObjectState):
         optimizer, compressor = self.optimizer, self.optimizer._compressor
         compressor.settle()
         engine = compressor.engine
-        self._left = world.leave(engine, self._left)
+        self._left = engine.leave_world(self._left)
         broadcast_variables(self._variables())
         counts = engine.exchanges, engine.skipped
         warmup = optimizer._wrapping.warmup
@@ -110,7 +116,7 @@ class KerasState(ObjectState):
         if optimizer.phase is Phase.COMPRESSED:
             large = [(i, v) for i, v in enumerate(optimizer._trainable_variables) if compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
-            world.share_out(engine, self._left, sizes)
+            engine.share_out(self._left, sizes)
         self._left = None
 
 

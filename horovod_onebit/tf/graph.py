@@ -7,6 +7,7 @@ Horovod's operations between them are asynchronous kernels, which need none of T
 from __future__ import annotations
 
 import contextlib
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -18,6 +19,9 @@ import tensorflow as tf
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
 from horovod_onebit.tf.coroutine import Coroutine
+
+DONE = -1
+"""Instead of the number of a group whose round it is."""
 
 
 def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
@@ -73,10 +77,10 @@ def in_rounds(
 
     Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
     """
-    dtypes = [tf.bool, *Round.DTYPES]
+    dtypes, groups = [tf.int32, *Round.DTYPES], collectives.groups
 
     def flat(asked: Round | None) -> list[Any]:
-        return [np.bool_(False), *NOTHING] if asked is None else [np.bool_(True), *asked.arrays()]
+        return [np.int32(DONE), *NOTHING] if asked is None else [np.int32(asked.group), *asked.arrays()]
 
     def start(*values: Any) -> list[Any]:
         collectives.forget()
@@ -86,22 +90,27 @@ def in_rounds(
         return flat(coroutine.resume([view(tensor) for tensor in received]))
 
     if tf.executing_eagerly():
-        more, *sent = start(*inputs)
-        while more:
-            more, *sent = resume(*collectives.perform()(*map(tf.constant, sent)))
-        return tf.constant(False)
+        group, *sent = start(*inputs)
+        while group != DONE:
+            group, *sent = resume(*groups[group].perform()(*map(tf.constant, sent)))
+        return tf.constant(DONE)
 
     def shaped(tensors: Sequence[Any]) -> list[Any]:
         for tensor, shape in zip(tensors, [[], *([[None]] * len(Round.DTYPES))], strict=True):
             tensor.set_shape(shape)
         return list(tensors)
 
-    def turn(more: Any, *sent: Any) -> list[Any]:
-        return shaped(host_values(resume, collectives.perform()(*sent), dtypes))
+    def perform(group: Any, sent: Sequence[Any]) -> Any:
+        if len(groups) == 1:
+            return collectives.perform()(*sent)
+        return tf.switch_case(group, [functools.partial(one.perform(), *sent) for one in groups])
+
+    def turn(group: Any, *sent: Any) -> list[Any]:
+        return shaped(host_values(resume, perform(group, sent), dtypes))
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
     asked = shaped(host_values(start, inputs, dtypes))
-    return tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
+    return tf.while_loop(lambda group, *sent: group != DONE, turn, asked, parallel_iterations=1)[0]
 
 
 _order: list[Any] = []

@@ -77,6 +77,7 @@ class _DistributedOptimizer:
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
         self.prepare_step()
+        self._compressor.make_groups()
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
             self._accumulate(pairs, passes)
@@ -299,7 +300,7 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    warmup_steps: int | float | str,
+    warmup_steps: int | float | str = "auto",
     total_steps: int | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
@@ -314,8 +315,8 @@ def DistributedOptimizer(
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one.
             The result is an instance of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
-            starts compression when the second moment is stable and the learning rate no longer rises. (A run that is
-            resumed before that looks at the second moment afresh.)
+            starts compression when the learning rate no longer rises and the second moment is stable, but at most 200
+            steps after that rise. (A run that is resumed before that looks at both afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.

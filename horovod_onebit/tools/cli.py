@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+from horovod_onebit import costs
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import OnebitError
 from horovod_onebit.recipe import exchanges
@@ -69,7 +70,12 @@ def _add_plan(add: Any) -> None:
     option("--compute-ms", required=True, type=float, metavar="MS", help="forward, backward and optimizer of one step")
     option("--workers-per-host", type=int, default=1, metavar="N", help="they share the host's link (1)")
     option("--latency-us", type=float, default=100.0, metavar="US", help="from host to host (100)")
-    option("--device", choices=planner.DEVICES, default="cpu", help="where gradients are (cpu)")
+    option("--device", choices=costs.DEVICES, default="cpu", help="where gradients are (cpu)")
+    option(
+        "--no-process-sets",
+        action="store_true",
+        help="no hierarchical: without hvd.init(process_sets='dynamic'), for 0/1 Adam, and for auto in Keras",
+    )
     option("--plot", metavar="FILE", help="write the step time by number of workers to this file (.png, .svg, ...)")
 
 
@@ -137,7 +143,8 @@ def _plan(args: argparse.Namespace) -> Answer:
         compute=1e-3 * args.compute_ms,
         workers_per_host=args.workers_per_host,
         latency=1e-6 * args.latency_us,
-        device=planner.DEVICES[args.device],
+        device=costs.DEVICES[args.device],
+        process_sets=not args.no_process_sets,
     )
     plan = planner.plan(job)
     if args.plot:

@@ -1,71 +1,18 @@
 """Predicts the bytes and the time of a step for a model, a number of workers and a link, by each way of exchanging.
 
-    step     = compute + codec + exposed
-    exposed  = max(transfer beyond what the backward pass hides, the last bucket)
-    transfer = a host's bytes / (link * efficiency) + waits * latency + the host's work on each byte
-
-The link is a host's network interface, the same in both directions; all of a host's workers share it. A ring allreduce
-takes 2 (n - 1) / n of its data through every link, an allgather (n - 1) messages, an alltoall what is not for this
-host. The constants of ``CPU`` were measured by `make bench`; those of ``GPU`` follow from its
-memory's bandwidth and are an estimate.
+``horovod_onebit.costs`` has the model. A ring allreduce takes 2 (n - 1) / n of its data through every link.
 """
 
 from __future__ import annotations
 
 import math
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 
-from horovod_onebit import checks
+from horovod_onebit import checks, costs
+from horovod_onebit.costs import CPU, LINE_RATE, Device, Way
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tools import show
-
-LINE_RATE = 1448 / 1514
-"""The share of a link's bits that is data: TCP over Ethernet with an MTU of 1,500."""
-
-HEADER = 48
-"""Bytes of a message besides scales and bits, padding included."""
-
-
-@dataclass(frozen=True)
-class Device:
-    """Nanoseconds that a worker's processor spends on each parameter.
-
-    Attributes:
-        encode: compress one parameter.
-        apply: decode one message and take the optimizer's step.
-        decode: each further message.
-        adam: the optimizer's own step without compression.
-        reduce: an allreduce's copies and sums of a float32 parameter, between two workers.
-        half: the same for float16.
-        gather: cost of a message's arrival.
-        efficiency, half_efficiency: share of the link's rate that an allreduce of float32 or float16 reaches.
-        wait: seconds that a collective takes at least, beyond the link's latency.
-    """
-
-    name: str
-    encode: float
-    apply: float
-    decode: float
-    adam: float
-    reduce: float
-    half: float
-    gather: float
-    efficiency: float
-    half_efficiency: float
-    wait: float
-
-
-CPU = Device(
-    "cpu", encode=0.72, apply=0.56, decode=0.03, adam=0.50, reduce=9.0, half=3.9, gather=0.3,
-    efficiency=0.73, half_efficiency=0.80, wait=1e-3,
-)  # fmt: skip
-# Bytes that pass through memory, at 4 TB/s.
-GPU = Device(
-    "gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, gather=0.0001,
-    efficiency=0.9, half_efficiency=0.9, wait=1e-4,
-)  # fmt: skip
-DEVICES = {device.name: device for device in (CPU, GPU)}
 
 
 @dataclass(frozen=True)
@@ -80,6 +27,11 @@ class Job:
         compute: seconds of forward and backward pass and the optimizer's step of one worker.
         backward: share of ``compute`` that communication can hide behind.
         device: what codec and optimizer run on.
+        recipe: what the compressed ways send.
+        process_sets: whether ``hierarchical`` can be: with ``hvd.init(process_sets="dynamic")``, and not for 0/1 Adam;
+            in Keras ``"auto"`` never takes it.
+        workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
+            of a transfer's time is a core's work then.
     """
 
     parameters: int
@@ -87,9 +39,12 @@ class Job:
     link: float
     compute: float
     workers_per_host: int = 1
-    latency: float = 1e-4
+    latency: float = costs.LATENCY
     backward: float = 0.6
     device: Device = CPU
+    recipe: Recipe = field(default_factory=Recipe)
+    process_sets: bool = True
+    workers_per_core: float = 1.0
 
     def __post_init__(self) -> None:
         for name in ("parameters", "workers", "workers_per_host"):
@@ -100,6 +55,9 @@ class Job:
             )
         if not checks.finite("link", self.link, "bytes a second") > 0:
             raise ConfigurationError(f"link={self.link}: expected a positive rate")
+        checks.flag("process_sets", self.process_sets)
+        if not checks.finite("workers_per_core", self.workers_per_core) >= 1:
+            raise ConfigurationError(f"workers_per_core={self.workers_per_core!r}: expected 1 or more")
         for name in ("compute", "latency"):
             checks.finite(name, getattr(self, name), "seconds")
         if not 0 <= checks.number("backward", self.backward) <= 1:
@@ -123,10 +81,20 @@ class Estimate:
 
 @dataclass(frozen=True)
 class Plan:
-    """All estimates of a job, and the conclusion."""
+    """All estimates of a job, and the conclusion.
+
+    Attributes:
+        auto: the way that ``exchange="auto"`` takes with a recipe that is given the job's link.
+        unaware: the way that it takes with the job's recipe as it is, and what that costs on the job's link.
+    """
 
     job: Job
     estimates: tuple[Estimate, ...]
+    auto: str
+    unaware: Estimate
+
+    def _of(self, way: str) -> Estimate:
+        return next(e for e in self.estimates if e.way == way)
 
     @property
     def uncompressed(self) -> Estimate:
@@ -135,8 +103,10 @@ class Plan:
 
     @property
     def best(self) -> Estimate:
-        """The fastest 1-bit exchange."""
-        return min((e for e in self.estimates if e.way not in UNCOMPRESSED), key=lambda e: e.step)
+        """The fastest 1-bit exchange; that of ``auto`` unless it takes a twentieth longer."""
+        auto = self._of(self.auto)
+        fastest = min((e for e in self.estimates if e.way not in UNCOMPRESSED), key=lambda e: e.step)
+        return auto if auto.step <= 1.05 * fastest.step else fastest
 
     @property
     def speedup(self) -> float:
@@ -144,8 +114,21 @@ class Plan:
         return self.uncompressed.step / self.best.step
 
     @property
+    def advice(self) -> str:
+        """What to write into the recipe, if ``"auto"`` would not take the best way of itself."""
+        best = self.best
+        needs = ' It needs hvd.init(process_sets="dynamic").' if best.way == WAYS["hierarchical"] else ""
+        slow = f"{self.unaware.way}, {1e3 * self.unaware.step:.0f} ms"
+        if self.unaware.step <= 1.05 * best.step:
+            return needs
+        if self._of(self.auto).step <= 1.05 * best.step:
+            return f"{needs} Tell it the link by Recipe(link={self.job.link:g}), or it takes {slow}."
+        exchange = next(name for name, way in WAYS.items() if way == best.way)
+        return f'{needs} Take it by Recipe(exchange={exchange!r}); "auto" takes {slow}.'
+
+    @property
     def verdict(self) -> str:
-        """The conclusion in one sentence."""
+        """The conclusion in a sentence or two."""
         best, plain = self.best, self.uncompressed
         if self.job.workers == 1:
             return "1-bit does not pay: there is one worker, and nothing to send."
@@ -154,50 +137,39 @@ class Plan:
                 f"1-bit does not pay: {plain.way} takes {1e3 * plain.step:.0f} ms a step, of which "
                 f"{1e3 * plain.exposed:.0f} ms are spent waiting for the network; {best.way} {1e3 * best.step:.0f} ms."
             )
-        return f"1-bit pays: {best.way} takes {self.speedup:.1f} times as many steps a second as {plain.way}."
+        return (
+            f"1-bit pays: {best.way} takes {self.speedup:.1f} times as many steps a second as {plain.way}.{self.advice}"
+        )
 
     def as_dict(self) -> dict[str, object]:
-        return {"job": asdict(self.job), "estimates": [asdict(e) for e in self.estimates], "verdict": self.verdict}
+        estimates = [asdict(e) for e in self.estimates]
+        return {"job": asdict(self.job), "estimates": estimates, "auto": self.auto, "verdict": self.verdict}
 
 
 UNCOMPRESSED = ("float32", "float16")
-
-
-def message_bytes(parameters: int, recipe: Recipe | None = None) -> float:
-    """Bytes of all of a worker's messages: a bit for each parameter, a scale for each block, headers."""
-    recipe = recipe or Recipe()
-    scales = 4 * math.ceil(parameters / recipe.block_size) if recipe.block_size else 0
-    return parameters / 8 + scales + HEADER * math.ceil(parameters / recipe.bucket_size)
+WAYS = {"direct": "1-bit direct", "two_stage": "1-bit two-stage", "hierarchical": "1-bit hierarchical"}
+"""By the names of the exchanges."""
 
 
 def plan(job: Job) -> Plan:
     """Estimate a step of ``job`` by every way of exchanging."""
-    n, size = job.workers, job.parameters
+    n, size, device = job.workers, job.parameters, job.device
     ring = 2 * (n - 1) / n
-    ways = [
-        _uncompressed(job, "float32", ring * 4 * size, ring * job.device.reduce, job.device.efficiency),
-        _uncompressed(job, "float16", ring * 2 * size, ring * job.device.half, job.device.half_efficiency),
+    estimates = [
+        _uncompressed(job, "float32", ring * 4 * size, ring * device.reduce, device.efficiency),
+        _uncompressed(job, "float16", ring * 2 * size, ring * device.half, device.half_efficiency),
     ]
-    message = message_bytes(size)
-    direct = (n - job.workers_per_host) * message
-    ways.append(_compressed(job, "1-bit direct", direct, rounds=1, codec=_codec(job.device, n)))
-    far = n - job.workers_per_host
-    scatter, gather = job.workers_per_host * far / n * message, far / n * message
-    # Serving: each share is decoded for all workers and encoded once more.
-    serve = (job.device.encode + job.device.decode * n) / n
-    two_stage = _codec(job.device, 1) + serve
-    ways.append(_compressed(job, "1-bit two-stage", scatter + gather, rounds=2, codec=two_stage))
-    if job.workers_per_host > 1 and job.hosts > 1:
-        # Each worker encodes its share, of the sum of its host's gradients.
-        own = job.device.encode / job.workers_per_host + job.device.reduce
-        codec = own + _codec(job.device, job.hosts) - job.device.encode
-        ways.append(_compressed(job, "1-bit hierarchical", (job.hosts - 1) * message, rounds=3, codec=codec))
-    return Plan(job, tuple(ways))
 
+    def known(recipe: Recipe) -> dict[str, Way]:
+        found = dict(costs.ways(size, recipe, n, job.workers_per_host, device))
+        if not job.process_sets:
+            found.pop("hierarchical", None)
+        return found
 
-def _codec(device: Device, messages: int) -> float:
-    """Nanoseconds a parameter that a compressed step takes beyond the optimizer's own."""
-    return device.encode + device.apply + device.decode * (messages - 1) - device.adam
+    ways, untold = known(replace(job.recipe, link=job.link)), known(job.recipe)
+    auto, unaware = costs.cheapest(ways, job.link, device), costs.cheapest(untold, job.recipe.link, device)
+    estimates += [_compressed(job, name, way) for name, way in ways.items()]
+    return Plan(job, tuple(estimates), WAYS[auto], _compressed(job, unaware, untold[unaware]))
 
 
 def _uncompressed(job: Job, way: str, received: float, host: float, efficiency: float) -> Estimate:
@@ -207,23 +179,21 @@ def _uncompressed(job: Job, way: str, received: float, host: float, efficiency: 
     return _estimate(job, way, received, wire + work, rounds=1, codec=0.0, last=0.1)
 
 
-def _compressed(job: Job, way: str, received: float, *, rounds: int, codec: float) -> Estimate:
-    """``codec`` is nanoseconds a parameter."""
-    wire = received / (job.link * LINE_RATE) if job.hosts > 1 else 0.0
-    work = 1e-9 * job.device.gather * job.parameters * received / message_bytes(job.parameters)
+def _compressed(job: Job, name: str, way: Way) -> Estimate:
     # The last bucket is known only when the backward pass ends.
-    last = min(1.0, Recipe().bucket_size / job.parameters)
-    return _estimate(job, way, received, wire + work, rounds=rounds, codec=codec, last=last)
+    last = min(1.0, job.recipe.bucket_size / job.parameters)
+    return _estimate(job, WAYS[name], way.received, way.stream(job.link), rounds=way.rounds, codec=way.codec, last=last)
 
 
 def _estimate(
     job: Job, way: str, received: float, stream: float, *, rounds: int, codec: float, last: float
 ) -> Estimate:
     waits = 0.0 if job.workers == 1 else rounds * (job.device.wait + 2 * job.latency)
+    shared = 0.5 + 0.5 * job.workers_per_core
+    stream, waits = shared * stream, shared * waits
     transfer = stream + waits
     exposed = max(transfer - job.backward * job.compute, last * stream + waits)
-    step = job.compute + 1e-9 * codec * job.parameters + exposed
-    return Estimate(way, received if job.hosts > 1 else 0.0, transfer, exposed, step)
+    return Estimate(way, received if job.hosts > 1 else 0.0, transfer, exposed, job.compute + codec + exposed)
 
 
 _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
@@ -262,8 +232,10 @@ def plot(job: Job, path: str) -> None:
     plans = [plan(replace(job, workers=n)) for n in counts]
     figure = show.figure(6.4, 4.8)
     axes = figure.subplots()
-    for i, estimate in enumerate(plans[0].estimates):
-        axes.plot(counts, [1e3 * one.estimates[i].step for one in plans], marker="o", label=estimate.way)
+    steps = [{estimate.way: 1e3 * estimate.step for estimate in one.estimates} for one in plans]
+    for way in dict.fromkeys(way for one in steps for way in one):
+        known = [(n, one[way]) for n, one in zip(counts, steps, strict=True) if way in one]
+        axes.plot(*zip(*known, strict=True), marker="o", label=way)
     axes.set(yscale="log", xlabel="workers", ylabel="milliseconds a step")
     axes.set_xscale("log", base=2)
     axes.legend()

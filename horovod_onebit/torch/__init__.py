@@ -3,7 +3,7 @@
 import horovod.torch as hvd
 import horovod_onebit.torch as onebit
 
-optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters(), warmup_steps=500)
+optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 """
 
 from horovod_onebit.schedule import ZeroOne

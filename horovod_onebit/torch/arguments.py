@@ -21,9 +21,7 @@ from horovod_onebit.warmup import make as make_warmup
 
 def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> Warmup:
     if schedule is None:
-        if steps is None:
-            raise ConfigurationError("warmup_steps is missing: a number of exact steps (20 to 100), or 'auto'")
-        return make_warmup(steps, total_steps)
+        return make_warmup("auto" if steps is None else steps, total_steps)
     if not isinstance(schedule, ZeroOne) or steps is not None:
         text = f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up"
         raise ConfigurationError(text)

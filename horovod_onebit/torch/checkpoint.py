@@ -24,7 +24,7 @@ from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer
 from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
-from horovod_onebit.world import Owed, owed_by
+from horovod_onebit.world import Owed, Weighing
 
 
 def save_checkpoint(
@@ -119,7 +119,7 @@ class _Torch(checkpoints.Face):
         return self.optimizer, str([(parameters.names.get(p), tuple(p.shape)) for p in parameters.ordered()])
 
     def write_own(self, path: Path, key: str, extra: Any) -> None:
-        own = owed_by(self.optimizer._compressor.engine)
+        own = self.optimizer._compressor.engine.owed()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         _write({"format": FORMAT, "key": key, "worker": self.rank, **own, "feedback": feedback}, path)
 
@@ -171,6 +171,7 @@ class _Torch(checkpoints.Face):
         self.optimizer.load_feedback_state_dict(
             {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         )
+        self.optimizer._compressor.weigh(Weighing.saved(own))
 
 
 def _native(value: Any) -> bool:

@@ -5,6 +5,7 @@ Where Horovod has NCCL, messages are gathered where the CUDA kernels write them,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import horovod.torch as hvd
@@ -12,6 +13,8 @@ import numpy as np
 import torch
 from horovod.common import process_sets
 from numpy.typing import NDArray
+
+from horovod_onebit.face import host_groups, host_number
 
 
 class _Handle:
@@ -76,46 +79,21 @@ class HorovodCollectives:
         handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
         return (_Handle if isinstance(array, np.ndarray) else _HandleOnDevice)(handle, array)
 
-    def alltoall(self, array: NDArray[np.uint8], name: str) -> _Handle:
+    def alltoall(self, array: NDArray, name: str) -> _Handle:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
         tensor = torch.from_numpy(array)
         return _Handle(hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set), array)
 
-    def reduce_scatter(self, array: NDArray[np.float32], name: str) -> _Handle:
-        tensor = torch.from_numpy(array)
-        return _Handle(hvd.reducescatter_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set), array)
+    def host(self) -> tuple[int, int]:
+        return host_number(), int(hvd.local_size())
 
-    def hosts(self) -> tuple[HorovodCollectives, HorovodCollectives] | None:
-        if self.process_set.process_set_id != 0 or self.size < 4:
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
+        if self.process_set.process_set_id != 0:
             return None
-        # By the host's first worker; hvd.cross_rank() is not the host's number where hosts differ.
-        firsts = hvd.allgather_object(hvd.rank() - hvd.local_rank(), name="onebit.hosts")
-        hosts = [[rank for rank, at in enumerate(firsts) if at == first] for first in sorted(set(firsts))]
-        if len(hosts) == 1 or len(hosts[0]) == 1 or len({len(members) for members in hosts}) > 1:
-            return None
-        try:
-            local = [_process_set(tuple(members)) for members in hosts]
-            cross = [_process_set(tuple(members)) for members in zip(*hosts, strict=True)]
-        except ValueError:  # only process sets that were given to hvd.init
-            return None
-        own = next(group for group in local if group.included())
-        return HorovodCollectives(own), HorovodCollectives(next(group for group in cross if group.included()))
+        groups = host_groups(hvd, process_sets, places)
+        return groups and (HorovodCollectives(groups[0]), HorovodCollectives(groups[1]))
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
         return _Handle(handle, array)
-
-
-def _process_set(ranks: tuple[int, ...]) -> Any:
-    """The process set of ``ranks``, which all workers of the world ask for in the same order.
-
-    Raises ``ValueError`` if it does not exist, and Horovod was not told that sets may be added.
-    """
-    registered = process_sets._basics._get_process_set_ids_and_ranks()
-    found = hvd.ProcessSet(ranks)
-    numbers = [number for number, members in registered.items() if tuple(members) == ranks]
-    if not numbers:
-        return hvd.add_process_set(found)
-    found.process_set_id = numbers[0]
-    return found

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_onebit import replicas, world
+from horovod_onebit import replicas
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
@@ -24,6 +24,7 @@ from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
+from horovod_onebit.world import Owed, Weighing
 
 
 class Compressor:
@@ -55,7 +56,7 @@ class Compressor:
         self._finite = True  # this worker's gradients, before a step that cannot be taken back
         self._late = False  # tell the others when all is encoded
         self._said = ("", "")  # what the agreement of this step compares: options, gradients
-        self.left: dict[str, Any] | None = None  # what was owed in a world of other workers
+        self.left: Owed | None = None  # what was owed in a world of other workers
 
     @property
     def phase(self) -> Phase:
@@ -69,7 +70,7 @@ class Compressor:
 
     def check_groups(self) -> None:
         """Take notice of parameters that are new, newly trained, or gone, and of other workers."""
-        if world.workers_changed(self.engine):
+        if self.engine.workers_changed:
             self.leave_world()
         fresh = self.parameters.find_new()
         if self.included:
@@ -303,9 +304,14 @@ class Compressor:
 
     # -- other workers --------------------------------------------------------------------------------------------
 
+    def weigh(self, weighing: Weighing | None) -> None:
+        """The residuals were replaced: see ``Engine.weigh``."""
+        self.engine.weigh(weighing)
+        self.parameters.changed()
+
     def leave_world(self) -> None:
         """Horovod was started anew: forget what is under way, remember what is owed. Local."""
-        self.left = world.leave(self.engine, self.left)
+        self.left = self.engine.leave_world(self.left)
         self.gradients.forget_world()
         self.agreement.reset()
         self.parameters.changed()
@@ -315,5 +321,5 @@ class Compressor:
         Collective then."""
         if self.left is not None:
             sizes = {self.parameters.names[p]: p.numel() for p in self.parameters.bindings}
-            world.share_out(self.engine, self.left, sizes)
+            self.engine.share_out(self.left, sizes)
             self.left = None

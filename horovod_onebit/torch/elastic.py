@@ -50,11 +50,13 @@ class _OptimizerHandler(StateHandler):
 
     def save(self) -> None:
         self._state = copy.deepcopy(self.value.state_dict())
-        self._feedback = self.value._compressor.engine.feedback.state_dict()
+        engine = self.value._compressor.engine
+        self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
 
     def restore(self) -> None:
         self.value.load_state_dict(self._state)
         self.value._parameters.load_feedback(self._feedback)
+        self.value._compressor.weigh(self._weighing)
 
     def sync(self) -> None:
         """After Horovod was started anew: worker 0's state, and what all still owe. Collective."""

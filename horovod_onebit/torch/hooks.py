@@ -37,7 +37,6 @@ from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import workers_changed
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -199,7 +198,7 @@ class Gradients:
     def _begin(self) -> Plan | None:
         """At the first gradient of a step: the step whose messages may leave before ``step()``, if they may."""
         parameters, layout = self._parameters, self._engine.layout
-        if not self._proven or workers_changed(self._engine) or parameters.schedule is not None:
+        if not self._proven or self._engine.workers_changed or parameters.schedule is not None:
             return None
         if layout is None or not parameters.prepared or not parameters.all_current:
             return None

@@ -316,8 +316,8 @@ def DistributedOptimizer(
         op: ``hvd.Average`` or ``hvd.Sum``.
         process_set: the workers that train together.
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
-            A number below 1 is a share of ``total_steps``. ``"auto"`` starts compression when the second moment is
-            stable and the learning rate no longer rises.
+            A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
+            learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam, which has no ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.

@@ -8,6 +8,7 @@ import horovod.torch as hvd
 import torch
 
 import horovod_onebit.torch as onebit
+from horovod_onebit import Recipe
 
 WARMUP, STEPS = 3, 8
 RX = Path("/sys/class/net/e0/statistics/rx_bytes")
@@ -24,7 +25,7 @@ def main():
     torch.manual_seed(0)
     model = torch.nn.Sequential(*(torch.nn.Linear(1024, 1024) for _ in range(4)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    recipe = sys.argv[1] if len(sys.argv) > 1 else "robust"
+    recipe = Recipe(exchange=sys.argv[1])
     optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), warmup_steps=WARMUP, recipe=recipe)
     generator = torch.Generator().manual_seed(hvd.rank())
 
@@ -42,8 +43,9 @@ def main():
     weights = torch.cat([p.detach().reshape(-1) for p in model.parameters()])
     replicas = hvd.allgather(weights[None], name="weights")
     equal = all(torch.equal(replica, replicas[0]) for replica in replicas)
+    engine = optimizer._compressor.engine
     own = {"exact": exact, "compressed": compressed, "equal": equal, "claimed": optimizer.stats().step_bytes_received}
-    own["exchange"] = optimizer._compressor.engine.exchange.name
+    own |= {"exchange": engine.exchange.name, "parameters": engine.layout.size}
     found = hvd.allgather_object(own, name="results")
     if hvd.rank() == 0:
         sys.stdout.write("RESULT " + json.dumps(found) + "\n")

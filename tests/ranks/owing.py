@@ -2,7 +2,7 @@
 
 
 def owed(everybody, *, servers):
-    """By name, from what ``owed_by`` gave on each worker; ``servers`` also counts what they owe as servers."""
+    """By name, from what ``Engine.owed`` gave on each worker; ``servers`` also counts what they owe as servers."""
     total = {}
     for own in everybody:
         for name, value in own["feedback"].items():

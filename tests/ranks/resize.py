@@ -9,13 +9,12 @@ import numpy as np
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
-from horovod_onebit.world import owed_by
 from tests.ranks.owing import owed
 from tests.ranks.torch_common import Net, assert_replicas_equal, train, wrap
 
 
 def everybody(optimizer):
-    return hvd.allgather_object(owed_by(optimizer._compressor.engine), name="owed")
+    return hvd.allgather_object(optimizer._compressor.engine.owed(), name="owed")
 
 
 def main():

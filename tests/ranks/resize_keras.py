@@ -12,13 +12,12 @@ from horovod.tensorflow.functions import allgather_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
-from horovod_onebit.world import owed_by
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, assert_replicas_equal, batch, build, wrap
 from tests.ranks.owing import owed
 
 
 def everybody(optimizer):
-    return allgather_object(owed_by(optimizer._compressor.engine), name="owed")
+    return allgather_object(optimizer._compressor.engine.owed(), name="owed")
 
 
 def main():

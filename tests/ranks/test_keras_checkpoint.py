@@ -13,6 +13,7 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, Recipe
 from horovod_onebit.checkpoints import files
+from horovod_onebit.world import owed
 from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
 
@@ -59,6 +60,25 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     fit(again, 5, start=steps)
     if SIZE == 2:
         np.testing.assert_array_equal(weights(model), weights(again))
+    assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
+def test_a_run_goes_on_with_another_exchange(folder, since, to):
+    """What all owe to the weights is shared out anew: ``"auto"`` may mean another exchange than when it was saved."""
+    model = compiled("adamw", Recipe(exchange=since, block_size=64))
+    fit(model, 8)
+    onebit.save_checkpoint(folder, model)
+    again = compiled("adamw", Recipe(exchange=to, block_size=64), seed=5)
+    fit(again, 6)
+    onebit.load_checkpoint(folder, again)
+    engine, saved = again.optimizer._compressor.engine, model.optimizer._compressor.engine.owed()
+    before = owed(allgather_object(saved, name="all owe"))
+    engine.prepare(engine.tensors, engine._rules)
+    for name, value in owed(allgather_object(engine.owed(), name="all owe")).items():
+        np.testing.assert_allclose(value, before[name], atol=1e-6)
+    fit(again, 6, start=8)
+    assert engine.exchange.name == to
     assert_replicas_equal(again)
 
 

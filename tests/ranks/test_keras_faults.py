@@ -195,6 +195,22 @@ def test_ranks_that_disagree_are_told_at_once(what, graph):
         (tf.function(step) if graph else step)()
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("odd", [False, True])
+def test_a_hierarchy_that_cannot_be_is_an_error_on_all(odd, graph):
+    """On one host, or if one worker alone asks for it."""
+    model = build()
+    recipe = Recipe(exchange="hierarchical") if not odd or RANK == SIZE - 1 else "robust"
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=1, recipe=recipe)
+    error = "differs between workers" if odd else "needs several hosts"
+    # Of an OpError, or what TensorFlow makes of an error while it traces; eagerly it is ours.
+    with pytest.raises(Exception if graph else (DesyncError, ConfigurationError), match=error):
+        train(model, optimizer, 2, graph=graph)
+    if recipe != "robust":
+        with pytest.raises(ConfigurationError, match="elastic takes away"):
+            elastic.KerasState(model, optimizer)
+
+
 def test_many_collectives_of_one_kind_at_once_keep_apart():
     collectives = onebit_collectives.HorovodCollectives()
     for turn in range(5):

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+import horovod_onebit.tf as onebit
 from horovod_onebit.tf.diagnostics import Collector
 from horovod_onebit.tf.diagnostics import gradients as by_name
 from horovod_onebit.warmup import Phase
@@ -57,9 +58,9 @@ def test_configurations_of_earlier_versions_load():
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
-def test_the_automatic_warm_up(kind, tmp_path):
+def test_the_automatic_warm_up_is_the_default(kind, tmp_path):
     model = build(hidden=(96, 48))
-    optimizer = wrap(OPTIMIZERS[kind](), warmup_steps="auto")
+    optimizer = onebit.DistributedOptimizer(OPTIMIZERS[kind]())
     model.compile(optimizer=optimizer, loss=LOSS)
     train(model, optimizer, 15, graph=True)
     assert optimizer.phase is Phase.WARMUP

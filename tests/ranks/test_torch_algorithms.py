@@ -155,5 +155,3 @@ def test_what_zero_one_adam_is_not():
             onebit.DistributedOptimizer(optimizer, schedule=SCHEDULE)
     with pytest.raises(ConfigurationError, match="first steps are the warm-up"):
         onebit.DistributedOptimizer(torch.optim.Adam(p), schedule=SCHEDULE, warmup_steps=10)
-    with pytest.raises(ConfigurationError, match="warmup_steps is missing"):
-        onebit.DistributedOptimizer(torch.optim.Adam(p))

@@ -48,6 +48,34 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     assert_replicas_equal(again)
 
 
+@pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
+def test_a_run_goes_on_with_another_exchange(folder, since, to):
+    """What all owe to the weights is shared out anew: ``"auto"`` may mean another exchange than when it was saved."""
+
+    def prepared(exchange, seed=0):
+        model = Net(seed=seed)
+        return model, wrap(model, warmup_steps=4, recipe=Recipe(exchange=exchange, block_size=64))
+
+    def all_owe(optimizer):
+        return world.owed(hvd.allgather_object(optimizer._compressor.engine.owed(), name="all owe"))
+
+    model, optimizer = prepared(since)
+    train(model, optimizer, 8)
+    onebit.save_checkpoint(folder, model, optimizer)
+    again, resumed = prepared(to, seed=5)
+    train(again, resumed, 6)
+    onebit.load_checkpoint(folder, again, resumed)
+    engine, before = resumed._compressor.engine, all_owe(optimizer)
+    assert all(np.array_equal(all_owe(resumed)[name], value) for name, value in before.items())
+    engine.prepare(engine.tensors, engine._rules)
+    for name, value in all_owe(resumed).items():
+        np.testing.assert_allclose(value, before[name], atol=1e-6)
+    assert {name for name in engine.feedback if name.startswith(SERVER_PREFIX)} == set(engine.exchange.served())
+    train(again, resumed, 6, start=8)
+    assert engine.exchange.name == to
+    assert_replicas_equal(again)
+
+
 def test_the_last_complete_one_counts(folder):
     model = Net()
     optimizer = wrap(model, warmup_steps=2)

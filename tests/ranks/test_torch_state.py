@@ -360,10 +360,10 @@ def test_loading_into_a_longer_warm_up_makes_no_leap():
 
 @repeatable_sums_only
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_the_automatic_warm_up(kind):
+def test_the_automatic_warm_up_is_the_default(kind):
     def build():
         model = Net()
-        return model, wrap(model, kind, warmup_steps="auto", lr=1e-3)
+        return model, wrap(model, kind, warmup_steps=None, lr=1e-3)
 
     model, optimizer = build()
     train(model, optimizer, 15)

@@ -80,7 +80,7 @@ def test_the_exchange_may_be_chosen():
         exchange: trial.run(trial.Trial(workers=16, steps=30), "robust", exchange=exchange).last_bytes
         for exchange in ("direct", "two_stage")
     }
-    assert sent["two_stage"] < 0.6 * sent["direct"]
+    assert sent["two_stage"] < 0.75 * sent["direct"]  # a share is at least a block, and there are six
 
 
 def test_tables_are_plain_in_a_pipe(capsys):

@@ -28,8 +28,11 @@ class Damaging:
         self.everybody = everybody or collectives
         self.rank, self.size = collectives.rank, collectives.size
 
-    def hosts(self):
-        hosts = self.inner.hosts()
+    def host(self):
+        return self.inner.host()
+
+    def hosts(self, places):
+        hosts = self.inner.hosts(places)
         return hosts and tuple(Damaging(one, self.name, self.bit, self.everybody) for one in hosts)
 
     def __getattr__(self, kind):

@@ -86,8 +86,20 @@ def test_every_flipped_bit_is_noticed():
 
 def test_the_checksum_is_that_of_the_reference():
     rng = np.random.default_rng(0)
-    for words in (0, 1, 3, 4, 7, 64, 1001):
-        rows = rng.integers(0, 256, (3, 4 * words), dtype=np.uint8)
+    for count, words in (
+        (3, 0),
+        (3, 1),
+        (3, 3),
+        (3, 4),
+        (3, 7),
+        (3, 64),
+        (3, 1001),
+        (40, 0),
+        (40, 7),
+        (40, 127),
+        (40, 128),
+    ):
+        rows = rng.integers(0, 256, (count, 4 * words), dtype=np.uint8)
         assert checksum.checksums(rows, 5).tolist() == checksum.reference(rows, 5).tolist()
         if words > 1:
             swapped = rows.view(np.uint32)[:, ::-1].copy().view(np.uint8)

@@ -29,7 +29,8 @@ ALLOWED = {
     "feedback": {"kernels", "recipe"},
     "schedule": set(),
     "rules": {"codecs", "formulas", "kernels", "recipe", "schedule"},
-    "exchange": {"codecs", "kernels", "recipe", "layout", "wire", "feedback", "rules"},
+    "costs": {"codecs", "recipe"},
+    "exchange": {"codecs", "costs", "kernels", "recipe", "layout", "wire", "feedback", "rules"},
     "handshake": set(),
     "replicas": {"exchange"},
     "averages": {"exchange", "kernels", "stats"},
@@ -47,11 +48,12 @@ ALLOWED = {
         "exchange",
         "stats",
         "schedule",
+        "world",
     },
     "optimizer": {"averages", "schedule", "engine", "kernels", "recipe", "rules", "exchange", "warmup"},
     "simulation": set(),
     "checkpoints": {"world"},
-    "world": {"engine", "feedback", "kernels"},
+    "world": {"exchange", "feedback", "kernels", "layout"},
     "mpi": set(),
 }
 # The tools may import the whole core, and nobody of the core the tools. diagnostics is only a public name for one.

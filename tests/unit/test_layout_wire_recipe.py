@@ -275,6 +275,20 @@ def test_a_recipe_refuses_what_makes_no_sense(field, value):
         Recipe(**{field: value})
 
 
+def test_residuals_keep_their_names_and_saved_recipes_their_servers():
+    """The digests are those of versions that knew no ``server_codec``."""
+    spec = [TensorSpec("w", 5000, "(5000,)")]
+    two_stage = dataclasses.replace(PRESETS["robust"], exchange="two_stage")
+    for recipe, digest in ((two_stage, 0x4C8F250DF801E09B), (PRESETS["paper"], 0x2485CD7A174B5C51)):
+        config = dataclasses.asdict(recipe)
+        del config["codec"], config["server_codec"]
+        saved = Recipe.of_config(config)
+        assert saved.codec == saved.server_codec == "sign"
+        assert plan(spec, recipe, 3).digest == plan(spec, saved, 3).digest == digest
+    assert two_stage.server_codec == "two_bit"
+    assert PRESETS["paper"].server_codec == PRESETS["fixed"].server_codec == "sign"
+
+
 def test_recipes_that_earlier_versions_saved(caplog):
     recipe = Recipe(clip=2.0, exchange="direct")
     config = dataclasses.asdict(recipe)

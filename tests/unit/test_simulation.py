@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import time
 
 import numpy as np
 import pytest
@@ -13,9 +14,10 @@ from horovod_onebit import (
     NonFiniteError,
     Recipe,
     UnsupportedError,
+    costs,
     simulation,
 )
-from horovod_onebit.exchange import hierarchical
+from horovod_onebit.exchange import choose, hierarchical
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
@@ -23,10 +25,13 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.rules.zero_one_adam import of
+from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.world import Weighing, owed
 
 f32 = np.float32
 SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
+LINEAR = (Adam(lr=0.01),)
 EVERYTHING = Recipe(block_size=16, min_compressed_size=1, bucket_size=700)
 
 
@@ -101,6 +106,34 @@ def test_every_codec_at_workers_and_servers(codec, server_codec, exchange):
     assert (sent > least) == (codec == "two_bit" or exchange == "two_stage")
 
 
+def test_a_collective_that_all_called_gives_its_result_though_a_worker_failed_since():
+    """Whoever fails first, every worker finds its own error."""
+
+    def worker(collectives):
+        waiting = collectives.allgather(np.array([collectives.rank], np.uint8), "all")
+        if collectives.rank:
+            waiting.wait()
+            raise DesyncError("found by worker 1")
+        while not collectives._world.failed:
+            time.sleep(0.001)
+        assert waiting.wait().tolist() == [0, 1]
+        collectives.allgather(np.zeros(1, np.uint8), "alone").wait()
+
+    with pytest.raises(DesyncError, match="found by worker 1"):
+        simulation.run(worker, 2)
+
+
+def test_workers_whose_servers_differ_are_told():
+    def worker(collectives):
+        recipe = dataclasses.replace(
+            EVERYTHING, exchange="two_stage", server_codec=("sign", "two_bit")[collectives.rank]
+        )
+        train(collectives, recipe)
+
+    with pytest.raises(DesyncError, match="the recipe"):
+        simulation.run(worker, 2)
+
+
 def test_a_hierarchy_over_two_stages_with_two_bits_from_the_servers(monkeypatch):
     """The message of the mean is of another codec than the workers'."""
     monkeypatch.setattr(hierarchical.Exchange, "between", "two_stage")
@@ -151,18 +184,182 @@ def test_a_hierarchy_is_a_direct_exchange_of_the_hosts_mean_gradients(recipe):
 
 
 def test_auto_follows_the_hosts():
-    def worker(collectives):
-        return train(collectives, EVERYTHING, steps=8)[0].engine.exchange
+    def worker(collectives, elements, link, rules=LINEAR):
+        return choose(Recipe(link=link), elements, collectives, rules).exchange
 
-    def kinds(workers, per_host):
-        return {e.name for e in simulation.run(worker, workers, workers_per_host=per_host)}
+    def kinds(workers, per_host, elements=10_000_000, link=125e6, **options):
+        run = functools.partial(worker, elements=elements, link=link, **options)
+        return set(simulation.run(run, workers, workers_per_host=per_host))
 
-    assert kinds(2, 1) == {"direct"}
-    assert kinds(4, 4) == {"direct"}  # a small model
-    assert kinds(4, 2) == {"hierarchical"}
-    assert kinds(8, 2) == {"direct"}  # four hosts of two
+    assert kinds(2, 1) == kinds(3, 1) == {"direct"}
+    assert kinds(4, 1) == kinds(16, 1) == {"two_stage"}
+    assert kinds(4, 1, 10_000) == kinds(4, 2, 10_000) == {"direct"}  # a small model
+    assert kinds(4, 2) == {"direct"}
+    assert kinds(4, 2, link=12.5e6) == kinds(16, 8) == kinds(32, 8) == {"hierarchical"}
+    assert kinds(16, 8, rules=[of(Adam(lr=0.01), Kind.SYNC)]) == {"two_stage"}  # 0/1 Adam
     with pytest.raises(ConfigurationError, match="hierarchical"):
         simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
+
+
+@pytest.mark.parametrize(
+    ("numbers", "error"),
+    [
+        ([(0, 4)] * 4, "4 workers on 1 host: use"),
+        ([(0, 1), (1, 1), (2, 1), (3, 1)], "4 workers on 4 hosts: use"),
+        ([(0, 3), (0, 3), (0, 3), (1, 1)], "hosts that differ"),
+        ([(0, 3), (0, 3), (1, 3), (1, 3)], "hosts that differ"),  # a part of the world
+        ([(0, 2), (0, 2), (1, 2), (1, 2)], "process_sets='dynamic'"),
+    ],
+)
+def test_a_hierarchy_that_cannot_be_is_an_error_and_auto_does_without(numbers, error, monkeypatch):
+    monkeypatch.setattr(simulation.SimulatedCollectives, "host", lambda self: numbers[self.rank])
+    for_link = dataclasses.replace(EVERYTHING, link=1e4)
+    with pytest.raises(ConfigurationError, match=error):
+        simulation.run(functools.partial(train, recipe=dataclasses.replace(for_link, exchange="hierarchical")), 4)
+    found = simulation.run(functools.partial(train, recipe=for_link), 4)
+    assert {optimizer.engine.exchange.name for optimizer, _ in found} <= {"direct", "two_stage"}
+
+
+def test_many_hosts_exchange_in_two_stages_and_few_directly():
+    names = [costs.between_hosts(10_000_000, Recipe(), hosts) for hosts in (2, 3, 4, 16)]
+    assert names == ["direct", "direct", "two_stage", "two_stage"]
+    assert costs.between_hosts(10_000, Recipe(), 4) == "direct"
+
+    def worker(collectives, bucket_size):
+        recipe = dataclasses.replace(EVERYTHING, exchange="hierarchical", bucket_size=bucket_size, link=1e4)
+        optimizer, weights = train(collectives, recipe)
+        return optimizer.engine.exchange._between.name, weights
+
+    found = simulation.run(functools.partial(worker, bucket_size=1000), 8, workers_per_host=2)
+    assert {name for name, _ in found} == {"two_stage"}
+    for _, weights in found:
+        np.testing.assert_array_equal(weights, found[0][1])
+
+
+def assert_owed_alike(results):
+    """``results``: of each worker, what it owed at several times; all together owed the same each time."""
+    first, *later = (owed(at_a_time) for at_a_time in zip(*results, strict=True))
+    assert later
+    for after in later:
+        for name, value in first.items():
+            np.testing.assert_allclose(after[name], value, atol=1e-6)
+
+
+@pytest.mark.parametrize("to", ["direct", "two_stage", "hierarchical"])
+@pytest.mark.parametrize("since", ["direct", "two_stage", "hierarchical"])
+@pytest.mark.parametrize("between", ["direct", "two_stage"])
+def test_what_is_owed_is_kept_when_the_exchange_changes(since, to, between, monkeypatch):
+    """As after a checkpoint of a job whose ``"auto"`` meant something else."""
+    monkeypatch.setattr(hierarchical.Exchange, "between", between)
+
+    def worker(collectives):
+        optimizer, _ = train(collectives, dataclasses.replace(EVERYTHING, exchange=since))
+        engine = optimizer.engine
+        before, tensors, rules = engine.owed(), engine.tensors, [optimizer.rule] * len(engine.tensors)
+        engine.recipe = dataclasses.replace(engine.recipe, exchange=to)
+        engine.weigh(Weighing.saved(before))
+        engine.prepare(tensors, rules)
+        return before, engine.owed()
+
+    found = simulation.run(worker, 4, workers_per_host=2)
+    assert_owed_alike(found)
+    assert set(owed([before for before, _ in found])) == set(SIZES)
+    if since == to:
+        for old, new in found:
+            for name, residual in old["feedback"].items():
+                np.testing.assert_array_equal(new["feedback"][name], residual)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+@pytest.mark.parametrize("between", ["direct", "two_stage"])
+def test_what_is_owed_is_kept_when_tensors_come_and_go(exchange, between, monkeypatch):
+    """Layers that are frozen and trained again; what this worker cannot send is with others."""
+    monkeypatch.setattr(hierarchical.Exchange, "between", between)
+
+    def worker(collectives):
+        recipe = dataclasses.replace(EVERYTHING, exchange=exchange, bucket_size=20_000)
+        optimizer, _ = train(collectives, recipe)
+        engine = optimizer.engine
+        tensors, found = engine.tensors, [engine.owed()]
+        for chosen in (tensors[1:], tensors[:-1], tensors):
+            engine.prepare(chosen, [optimizer.rule] * len(chosen))
+            found.append(engine.owed())
+            own = engine.exchange.encodes()
+            if own is not None:
+                held = {(chosen[p.tensor].name, p.start, p.stop) for bucket in own for p in bucket.pieces}
+                for tensor in chosen:
+                    rest = engine.feedback.residual(tensor.name, tensor.weight.size).copy()
+                    for name, start, stop in held:
+                        if name == tensor.name:
+                            rest[start:stop] = 0
+                    assert not rest.any()
+        return found
+
+    assert_owed_alike(simulation.run(worker, 4, workers_per_host=2))
+
+
+def test_what_servers_owe_to_a_tensor_that_was_removed_is_forgotten():
+    def worker(collectives):
+        optimizer, _ = train(collectives, dataclasses.replace(EVERYTHING, exchange="two_stage"))
+        engine = optimizer.engine
+        engine.feedback.discard("long")
+        left = engine.tensors[:-1]
+        engine.prepare(left, [optimizer.rule] * len(left))
+        return engine.owed()
+
+    found = owed(simulation.run(worker, 4))
+    assert set(found) == set(SIZES) - {"long"}
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+def test_workers_that_change_twice_before_a_step_owe_the_same(exchange):
+    def worker(collectives):
+        engine = train(collectives, dataclasses.replace(EVERYTHING, exchange=exchange))[0].engine
+        found = [engine.owed()]
+        for _ in range(2):
+            engine.share_out(engine.leave_world(None), SIZES)
+            found.append(engine.owed())
+        return found
+
+    assert_owed_alike(simulation.run(worker, 4, workers_per_host=2))
+
+
+@pytest.mark.parametrize("exchange", ["auto", "direct", "two_stage", "hierarchical"])
+def test_nothing_to_compress(exchange):
+    def worker(collectives):
+        weights = {"w": np.zeros(10, f32)}
+        recipe = Recipe(exchange=exchange)
+        optimizer = NumpyOptimizer(weights, LINEAR[0], collectives=collectives, warmup_steps=1, recipe=recipe)
+        for _ in range(3):
+            optimizer.step({"w": np.full(10, collectives.rank + 1, f32)})
+        return weights["w"]
+
+    for weights in simulation.run(worker, 4, workers_per_host=2):
+        assert (weights < 0).all()
+
+
+def test_workers_with_gradients_in_different_memories_choose_alike():
+    def worker(collectives):
+        on_device = collectives.rank == 0
+        return choose(Recipe(), 1_000_000, collectives, LINEAR, on_device=on_device).exchange
+
+    assert len(set(simulation.run(worker, 4))) == 1
+
+
+def test_a_scale_for_a_whole_tensor_is_shared_by_the_workers_of_a_host():
+    """Or one of them would have all the work."""
+    recipe = dataclasses.replace(EVERYTHING, exchange="hierarchical", block_size=None)
+
+    def worker(collectives):
+        weights = {"w": np.zeros(5003, f32)}
+        optimizer = NumpyOptimizer(weights, LINEAR[0], collectives=collectives, warmup_steps=1, recipe=recipe)
+        for _ in range(4):
+            optimizer.step({"w": np.full(5003, collectives.rank, f32)})
+        return weights["w"], [share.bucket.size for share in optimizer.engine.exchange._shared[0].shares]
+
+    for weights, sizes in simulation.run(worker, 4, workers_per_host=2):
+        assert weights.any()
+        assert min(sizes) > 0.9 * max(sizes)
 
 
 def test_zero_one_adam_has_no_hierarchy():
@@ -262,9 +459,9 @@ def test_equal_gradients_of_one_magnitude_make_compression_exact(workers):
         v = f32(0.5) * signs * signs if step == 1 else v
         d = np.sqrt(v * f32(2))
         w = w - f32(0.125 / (1 - 0.5**step)) * (m / d)
-    for weights, owed in simulation.run(worker, workers):
+    for weights, left in simulation.run(worker, workers):
         np.testing.assert_array_equal(weights, w)
-        assert owed == 0
+        assert left == 0
 
 
 def test_one_worker_is_local_error_feedback():

@@ -1,0 +1,257 @@
+"""Study 6: learning rates and warm-ups, exact Adam beside ``robust``; simulated workers, real text and images.
+
+Each run is kept in build/studies, so that a study that was stopped goes on where it was.
+"""
+
+from __future__ import annotations
+
+import ast
+import copy
+import json
+import math
+import sysconfig
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit import simulation
+from horovod_onebit.exchange import Collectives
+from horovod_onebit.kernels import cpu
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.rules.adam import Adam
+from jobs.data import SEQUENCE, Task, load, of_letters
+from jobs.options import parse
+from studies import pool, report
+from studies.magnitudes import networks
+
+RUNS = report.ROOT / "build" / "studies"
+WORKERS = (4, 16)
+SEEDS = (0, 1, 2)
+EXCHANGES = {4: "direct", 16: "two_stage"}
+"""By the number of workers: what ``"auto"`` takes for larger models."""
+RISE = 20
+WARMUPS: tuple[int | str | None, ...] = (None, 20, 60, 200, "auto")  # None is exact
+LETTERS = 96  # printable ASCII and the newline
+Result = dict[str, float]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A task: how long, at which rates, and how many examples a step has, of all workers together."""
+
+    steps: int
+    batch: int
+    rates: tuple[float, ...]
+
+
+TASKS = {
+    "text": Kind(1000, 32, (1e-3, 2e-3, 4e-3, 8e-3)),
+    "vgg": Kind(300, 32, (2.5e-4, 5e-4, 1e-3, 2e-3)),
+}
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One run of the study."""
+
+    task: str
+    workers: int
+    rate: float
+    warmup: int | str | None
+    seed: int
+
+
+def cells() -> Iterator[Cell]:
+    """All cells. Exact runs are the same for any number of workers, whose batches add up to the same."""
+    for task, workers, seed in product(TASKS, WORKERS, SEEDS):
+        for rate in TASKS[task].rates:
+            for warmup in WARMUPS if workers == WORKERS[0] else WARMUPS[1:]:
+                yield Cell(task, workers, rate, warmup, seed)
+
+
+def documentation() -> str:
+    """The documentation that comes with Python: of its help, and of the modules of its standard library."""
+    from pydoc_data.topics import topics
+
+    found = [topics[name] for name in sorted(topics)]
+    library = Path(sysconfig.get_path("stdlib"))
+    for file in sorted(library.rglob("*.py")):
+        if {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(file.relative_to(library).parts):
+            continue
+        try:
+            tree = ast.parse(file.read_text(encoding="utf-8"))
+        except (SyntaxError, UnicodeDecodeError):
+            continue
+        kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+        texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
+        found += [text for text in texts if text]
+    return "\n\n".join(found)
+
+
+@cache
+def examples(task: str) -> Task:
+    """The data of ``task``."""
+    if task != "text":
+        return load(parse(["--task", task]))
+    raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
+    return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
+
+
+def network(task: str) -> Any:
+    """A new network for ``task``."""
+    found = networks()
+    if task == "text":
+        return found.CharacterModel(LETTERS, width=64, layers=2, length=SEQUENCE)
+    data = examples(task)
+    return found.build(task, 8, data.train_x.shape[1], data.classes)
+
+
+def rate_at(cell: Cell, step: int) -> float:
+    """The learning rate of ``step`` (from 0): up to ``cell.rate`` in RISE steps, then down along a cosine."""
+    steps = TASKS[cell.task].steps
+    if step < RISE:
+        return cell.rate * (step + 1) / RISE
+    return cell.rate * 0.5 * (1 + math.cos(math.pi * (step - RISE) / (steps - RISE)))
+
+
+def losses(model: Any, x: NDArray, y: NDArray) -> tuple[Any, Any]:
+    """Mean cross entropy, and the logits."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    logits = model(torch.from_numpy(x)).flatten(0, -2)
+    return cross_entropy(logits, torch.from_numpy(y).flatten()), logits
+
+
+Hook = Callable[[NumpyOptimizer, dict[str, NDArray]], None]
+"""What a worker does before each step, with its own gradients."""
+
+
+def train(cell: Cell, recipe: Recipe, hook: Callable[[], Hook] | None = None) -> Result:
+    """Test loss and accuracy (a share) of one run, and how many of its steps were exact.
+
+    A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step.
+    """
+    import torch
+
+    torch.manual_seed(cell.seed)
+    torch.set_num_threads(1)
+    cpu.set_num_threads(1)
+    kind, data, first = TASKS[cell.task], examples(cell.task), network(cell.task)
+    models = [copy.deepcopy(first) for _ in range(cell.workers)]
+    rule = Adam(lr=cell.rate)
+    options = replace(parse([]), seed=cell.seed, batch_size=kind.batch // cell.workers)
+
+    def worker(collectives: Collectives) -> int:
+        rank, n = collectives.rank, collectives.size
+        named = dict(models[rank].named_parameters())
+        weights = {name: p.detach().numpy() for name, p in named.items()}
+        warmup = kind.steps if cell.warmup is None else cell.warmup
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe)
+        before = hook() if hook is not None else None
+        for step in range(kind.steps):
+            optimizer.rule = replace(rule, lr=rate_at(cell, step))
+            loss, _ = losses(models[rank], *data.batch(options, step, rank, n))
+            found = torch.autograd.grad(loss, list(named.values()))
+            grads = {name: g.numpy() for name, g in zip(named, found, strict=True)}
+            if before is not None:
+                before(optimizer, grads)
+            optimizer.step(grads)
+        return min(optimizer.warmup.steps, kind.steps)
+
+    with np.errstate(all="ignore"):
+        exact_steps = simulation.run(worker, cell.workers, timeout=600)[0]
+    with torch.no_grad():
+        loss, logits = losses(models[0].eval(), data.test_x, data.test_y)
+    right = float((logits.argmax(1).numpy() == data.test_y.reshape(-1)).mean())
+    final = float(loss) if math.isfinite(float(loss)) else math.inf
+    return {"loss": final, "accuracy": right, "exact_steps": exact_steps}
+
+
+def kept(name: str, run: Callable[[], Result]) -> Result:
+    """What ``run`` gives, or gave when the study was run before; ``name`` is that of the study, and of the run."""
+    file = RUNS / f"{name}.json"
+    if not file.exists():
+        result = run()
+        file.parent.mkdir(parents=True, exist_ok=True)
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(result))
+        part.replace(file)
+    found: Result = json.loads(file.read_text())
+    return found
+
+
+def measured(cell: Cell) -> Result:
+    """The result of ``cell``."""
+    recipe = replace(PRESETS["robust"], exchange=EXCHANGES[cell.workers])
+    name = f"rates/{cell.task}-{cell.workers}-{cell.rate:g}-{cell.warmup or 'exact'}-{cell.seed}"
+    return kept(name, lambda: train(cell, recipe))
+
+
+def means(found: dict[Cell, Result], key: str, cell: Cell) -> float:
+    """The mean of ``key`` over the seeds."""
+    workers = WORKERS[0] if cell.warmup is None else cell.workers
+    return mean(found[replace(cell, seed=seed, workers=workers)][key] for seed in SEEDS)
+
+
+def beside(loss: float, exact: float) -> str:
+    """``loss``, and how far above ``exact`` it is."""
+    return f"{loss:.3f} ({100 * (loss / exact - 1):+.1f} %)" if math.isfinite(loss) else "diverged"
+
+
+def _rows(found: dict[Cell, Result], task: str, workers: int) -> Iterator[list[str]]:
+    for rate in TASKS[task].rates:
+        cell = Cell(task, workers, rate, None, 0)
+        exact, row = means(found, "loss", cell), [f"{rate:g}"]
+        for warmup in WARMUPS[1:]:
+            of_warmup = replace(cell, warmup=warmup)
+            text = beside(means(found, "loss", of_warmup), exact)
+            row.append(text if warmup != "auto" else f"{text}, {means(found, 'exact_steps', of_warmup):.0f} exact")
+        yield [row[0], f"{exact:.3f}", *row[1:]]
+
+
+def best(found: dict[Cell, Result], task: str, workers: int, warmup: int | str | None) -> Cell:
+    """The cell of the rate with the least loss."""
+    of_rates = [Cell(task, workers, rate, warmup, 0) for rate in TASKS[task].rates]
+    return min(of_rates, key=lambda cell: means(found, "loss", cell))
+
+
+def _best_rows(found: dict[Cell, Result]) -> Iterator[list[str]]:
+    for task in TASKS:
+        for workers in WORKERS:
+            exact, row = means(found, "loss", best(found, task, workers, None)), [task, str(workers)]
+            for warmup in WARMUPS:
+                cell = best(found, task, workers, warmup)
+                loss, accuracy = means(found, "loss", cell), 100 * means(found, "accuracy", cell)
+                text = f"{loss:.3f}" if warmup is None else beside(loss, exact)
+                row.append(f"{text}, {accuracy:.1f} % right, at {cell.rate:g}")
+            yield row
+
+
+def run() -> str:
+    """The section of the page."""
+    found = pool.results(measured, cells())
+    names = ["exact", *(f"{w} exact steps" if isinstance(w, int) else f'`"{w}"`' for w in WARMUPS[1:])]
+    text = [
+        "## 6. Learning rates and warm-ups",
+        "Adam; test loss, and how far above exact Adam's at the same rate. The rate "
+        f"rises for {RISE} steps and falls along a cosine. `text`: a GPT of 0.1 M parameters on the documentation that "
+        f"comes with Python, {TASKS['text'].steps} steps; `vgg`: VGG16 of width 8 on digits, {TASKS['vgg'].steps} "
+        "steps. The batch is the same for any number of workers; 4 exchange directly, 16 in two stages.",
+    ]
+    for task in TASKS:
+        for workers in WORKERS:
+            text += [
+                f"### {task}, {workers} workers, means of {len(SEEDS)} seeds",
+                report.table(["rate", *names], _rows(found, task, workers)),
+            ]
+    text += ["### Each at its own best rate", report.table(["task", "workers", *names], _best_rows(found))]
+    return "\n\n".join(text) + "\n"
