@@ -137,8 +137,8 @@ def main() -> int:
         choose_device(options)
         train(options, load(options))
     except OnebitError as error:
-        if hvd.rank() == 0:
-            print(f"train.py: {error}", file=sys.stderr)
+        # On every rank: the first to end ends the job, and it may be any of them.
+        print(f"train.py: {error}", file=sys.stderr, flush=True)
         return 1
     return 0
 
