@@ -19,9 +19,10 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.schedule import Kind, ZeroOne, kind_of
+from horovod_onebit.schedule import Kind, Local, ZeroOne, kind_of
 from horovod_onebit.warmup import Phase
 
 
@@ -34,7 +35,8 @@ class NumpyOptimizer:
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
-        schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; ``warmup_steps`` is then not looked at.
+        schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; with ``Local`` each worker takes the steps of any
+            rule alone, and what they have moved is exchanged. ``warmup_steps`` is then not looked at.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
             gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
@@ -49,7 +51,7 @@ class NumpyOptimizer:
         warmup_steps: int | float | str = "auto",
         total_steps: int | None = None,
         recipe: str | Recipe = "robust",
-        schedule: ZeroOne | None = None,
+        schedule: ZeroOne | Local | None = None,
         kernels: str = "cpu",
         exact: Iterable[str] | None = None,
     ) -> None:
@@ -66,9 +68,10 @@ class NumpyOptimizer:
                 )
         self.rule = rule
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
-        self.schedule = schedule
+        self.schedule = schedule if isinstance(schedule, ZeroOne) else None
+        self.rounds = Rounds(self.engine, schedule) if isinstance(schedule, Local) else None
         if schedule is not None:
-            warmup_steps = schedule.var_update_scaler
+            warmup_steps = schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1
         self.warmup = warmups.make(warmup_steps, total_steps)
         self.step_count = 0
         self._shapes = {name: array.shape for name, array in weights.items()}
@@ -78,6 +81,7 @@ class NumpyOptimizer:
         large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
+        self._skipped = False  # a local step of this round
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
@@ -102,20 +106,24 @@ class NumpyOptimizer:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the next step."""
-        return self.warmup.phase(self.step_count)
+        """The phase of the next step; rounds of local steps have no warm-up."""
+        return Phase.COMPRESSED if self.rounds is not None else self.warmup.phase(self.step_count)
 
     def step(self, grads: Mapping[str, Array]) -> bool:
         """Take one step with this worker's gradients (shapes as the weights'); collective.
 
-        Returns False if all workers skipped it because one had NaN or Inf.
+        Returns False if all workers skipped it because one had NaN or Inf; with local steps, if this worker alone
+        skipped it, or if the round that ended with it was lost.
         """
         flat = self._flat(grads)
         try:
-            taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
+            if self.rounds is not None:
+                taken = self._local_step(self.rounds, flat)
+            else:
+                taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
         finally:
             self.engine.end_step()
-        self.step_count += taken
+        self.step_count += taken or self.rounds is not None
         return taken
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
@@ -128,7 +136,11 @@ class NumpyOptimizer:
         return {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
 
     def flush(self) -> None:
-        """After local steps of 0/1 Adam, bring all workers to the same weights. Collective."""
+        """After local steps, bring all workers to the same weights. Collective."""
+        if self.rounds is not None:
+            if self.rounds.length:
+                self._end_round(self.rounds)
+            return
         self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
 
     def _start_mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> Callable[[], dict[str, Array]]:
@@ -160,6 +172,30 @@ class NumpyOptimizer:
         variances = [t.variance for t in self._large if t.variance is not None]
         squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
         return warmups.unbiased(math.sqrt(squares), beta2, step)
+
+    def _local_step(self, rounds: Rounds, flat: Mapping[str, Array]) -> bool:
+        """A step of this worker alone; then, at the end of a round, the exchange."""
+        if not rounds.tensors:
+            outer = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
+            for tensor in outer.values():
+                rounds.rule.init(tensor)
+            rounds.begin([outer[t.name] for t in self._large], [outer[t.name] for t in self._small])
+        taken = all_finite(flat.values())
+        if taken:
+            for tensor in self._tensors:
+                self.rule.exact_step(tensor, flat[tensor.name], self.engine.context)
+        else:
+            self._skipped, self.engine.skipped = True, self.engine.skipped + 1
+        return (self._end_round(rounds) and taken) if rounds.stepped(self.step_count + 1) else taken
+
+    def _end_round(self, rounds: Rounds) -> bool:
+        skipped, self._skipped = self._skipped, False
+
+        def finite() -> bool:
+            bad = np.array([skipped and self.engine.recipe.on_nonfinite == "raise"], np.int32)
+            return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
+
+        return rounds.exchange(finite)
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1

@@ -9,14 +9,16 @@ import functools
 from dataclasses import dataclass
 from enum import StrEnum
 
-from horovod_onebit.checks import whole
+from horovod_onebit.checks import finite, whole
+from horovod_onebit.errors import ConfigurationError
 
 
 class Kind(StrEnum):
     """``ONEBIT``: the rule's own contribution, one bit per parameter.
 
     0/1 Adam has other kinds. ``EXACT``: the mean gradient in float32; ``GRADIENT``: the gradient, one bit per
-    parameter; ``LOCAL``: nothing is sent; ``SYNC``: what local steps have moved, one bit per parameter.
+    parameter; ``LOCAL``: nothing is sent; ``SYNC``: what local steps have moved, one bit per parameter. ``Local`` needs
+    none of them: its steps are the wrapped optimizer's, and its rounds end by one of kind ``ONEBIT``.
     """
 
     ONEBIT = "onebit"
@@ -67,6 +69,40 @@ class ZeroOne:
     def _local_interval(self, k: int) -> int:
         doublings = (k - self.var_freeze_step - 1) // self.local_step_scaler
         return min(self.local_step_clipper, 2 ** min(doublings, 30))
+
+
+@dataclass(frozen=True)
+class Local:
+    """Local steps: each worker takes its own optimizer's steps, and what all have moved is exchanged now and then.
+
+    A *round* is the steps between two exchanges. At its end each worker sends what its weights have moved, one bit per
+    parameter with error feedback, and all go on from the same weights (``rules.local``).
+
+    Args:
+        every: H, the number of steps of a round.
+        doubling: rounds have 1 step at first, and twice as many after every so many steps until they have ``every``:
+            most is learnt in the beginning, and there it is where workers that part lose most. 0: ``every`` at once.
+        momentum: of the mean of what workers have moved, in Nesterov's way (DiLoCo's outer momentum); 0 is none.
+    """
+
+    every: int = 16
+    doubling: int = 200
+    momentum: float = 0.0
+
+    def __post_init__(self) -> None:
+        whole("every", self.every)
+        whole("doubling", self.doubling, least=0)
+        if not finite("momentum", self.momentum) < 1:
+            raise ConfigurationError(f"momentum={self.momentum}: expected 0 <= momentum < 1")
+
+    def interval(self, step: int) -> int:
+        """How many steps the round of step number ``step`` (from 1) has."""
+        doublings = (step - 1) // self.doubling if self.doubling else 30
+        return min(self.every, 2 ** min(doublings, 30))
+
+    def ends_round(self, step: int) -> bool:
+        """Whether the workers exchange after step number ``step`` (from 1)."""
+        return step % self.interval(step) == 0
 
 
 @functools.cache

@@ -26,8 +26,9 @@ class Traffic:
     closed: bool = False
 
     def end_step(self) -> None:
-        """The step is over; what is added next belongs to another one."""
-        self.closed = True
+        """The step is over; what is added next belongs to another one. Steps in which nothing was sent belong to the
+        next one in which something is."""
+        self.closed = self.step > 0
 
     def add(self, sent: int, fp32: int) -> None:
         """``sent`` bytes went out, where float32 gradients would have been ``fp32``."""

@@ -68,6 +68,10 @@ class Cell:
     warmup: int | str | None
     seed: int
 
+    @property
+    def steps(self) -> int:
+        return TASKS[self.task].steps
+
 
 def cells() -> Iterator[Cell]:
     """All cells. Exact runs are the same for any number of workers, whose batches add up to the same."""
@@ -116,7 +120,7 @@ def network(task: str) -> Any:
 
 def rate_at(cell: Cell, step: int) -> float:
     """The learning rate of ``step`` (from 0): up to ``cell.rate`` in RISE steps, then down along a cosine."""
-    steps = TASKS[cell.task].steps
+    steps = cell.steps
     if step < RISE:
         return cell.rate * (step + 1) / RISE
     return cell.rate * 0.5 * (1 + math.cos(math.pi * (step - RISE) / (steps - RISE)))

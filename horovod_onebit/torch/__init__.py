@@ -6,7 +6,7 @@ import horovod_onebit.torch as onebit
 optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 """
 
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.torch.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.lamb import LAMB
@@ -17,6 +17,7 @@ from horovod_onebit.torch.optimizer import DistributedOptimizer
 __all__ = [
     "LAMB",
     "DistributedOptimizer",
+    "Local",
     "Monitor",
     "OnebitAdam",
     "OnebitLamb",

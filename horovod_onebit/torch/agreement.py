@@ -6,7 +6,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from typing import Any
+from typing import Any, Protocol
 
 import horovod.torch as hvd
 
@@ -17,7 +17,6 @@ from horovod_onebit.exchange import Handle
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.torch.collectives import HorovodCollectives
-from horovod_onebit.torch.hooks import Gradients
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
 
@@ -53,6 +52,18 @@ def meet(call: str) -> None:
     handshake.meet(HorovodCollectives(), agreement_name(hvd.global_process_set), call, "")
 
 
+class Compared(Protocol):
+    """The gradients of one optimizer, as far as the workers' agreement is about them; see ``Gradients``."""
+
+    def edited(self) -> bool: ...
+
+    def describe(self) -> str: ...
+
+    def send_late(self, reason: str, *, averages: bool = False) -> None: ...
+
+    def refuse(self) -> None: ...
+
+
 class Agreement:
     """Compares what this worker is about to do with what the others are: ``start``, then ``finish``, for each call.
 
@@ -64,7 +75,7 @@ class Agreement:
     """
 
     def __init__(
-        self, engine: Engine, parameters: Parameters, gradients: Gradients, process_set: Any, options: str
+        self, engine: Engine, parameters: Parameters, gradients: Compared, process_set: Any, options: str
     ) -> None:
         self._engine = engine
         self._parameters = parameters

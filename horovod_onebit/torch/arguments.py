@@ -14,18 +14,20 @@ import torch
 from horovod_onebit import face
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.warmup import Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
-def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | None) -> Warmup:
+def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | None) -> Warmup:
     if schedule is None:
         return make_warmup("auto" if steps is None else steps, total_steps)
-    if not isinstance(schedule, ZeroOne) or steps is not None:
-        text = f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up"
-        raise ConfigurationError(text)
-    return make_warmup(schedule.var_update_scaler)
+    if not isinstance(schedule, (ZeroOne, Local)) or steps is not None:
+        raise ConfigurationError(
+            f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
+            "or a Local, which has none; and no warmup_steps with either"
+        )
+    return make_warmup(schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -65,12 +67,21 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
     return [[names.get(p) for p in group] for group in groups]
 
 
-def check_interval(every: int | None, schedule: ZeroOne | None) -> None:
+def check_local(arguments: Arguments) -> None:
+    """What concerns averaged gradients, and workers that take steps alone have none."""
+    if arguments.sums or arguments.gradient_predivide_factor != 1.0:
+        raise UnsupportedError(
+            f"op={arguments.op!r}, gradient_predivide_factor={arguments.gradient_predivide_factor!r}: with "
+            "schedule=Local(...) gradients are not averaged, weights are; expected hvd.Average and 1.0"
+        )
+
+
+def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
     """``check_replicas_every``."""
     if every is None:
         return
     whole("check_replicas_every", every, "None or a whole number of steps")
-    if schedule is not None:
+    if isinstance(schedule, ZeroOne):
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
 

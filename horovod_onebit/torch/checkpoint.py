@@ -119,9 +119,12 @@ class _Torch(checkpoints.Face):
         return self.optimizer, str([(parameters.names.get(p), tuple(p.shape)) for p in parameters.ordered()])
 
     def write_own(self, path: Path, key: str, extra: Any) -> None:
-        own = self.optimizer._compressor.engine.owed()
+        compressor = self.optimizer._compressor
+        own = compressor.engine.owed()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
-        _write({"format": FORMAT, "key": key, "worker": self.rank, **own, "feedback": feedback}, path)
+        state = PACKER.pack(compressor.own_state(), "optimizer")
+        content = {**own, "feedback": feedback, "optimizer": state}
+        _write({"format": FORMAT, "key": key, "worker": self.rank, **content}, path)
 
     def write_shared(self, path: Path, key: str, extra: Any) -> None:
         model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
@@ -134,7 +137,11 @@ class _Torch(checkpoints.Face):
 
     def read_own(self, path: Path, key: str) -> Owed:
         saved = _read(path, key)
-        return saved | {"feedback": {name: value.numpy() for name, value in saved["feedback"].items()}}
+        own = unpack(saved.get("optimizer"), torch.Tensor.numpy)  # earlier versions have none
+        return saved | {"feedback": {n: value.numpy() for n, value in saved["feedback"].items()}, "optimizer": own}
+
+    def merge(self, everybody: list[Owed]) -> Owed:
+        return super().merge(everybody) | {"optimizer": None}  # each worker goes on with worker 0's
 
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         saved = unpack(_read(path, key), torch.Tensor.numpy)
@@ -168,6 +175,9 @@ class _Torch(checkpoints.Face):
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
         broadcast_tensors(tensors, 0, hvd.global_process_set, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
+        if own["optimizer"] is not None:
+            groups = self.optimizer.state_dict()["param_groups"]
+            self.optimizer._load({"state": own["optimizer"], "param_groups": groups}, keep_feedback=True)
         self.optimizer.load_feedback_state_dict(
             {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         )

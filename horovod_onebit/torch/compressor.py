@@ -266,9 +266,7 @@ class Compressor:
             # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
             places = self.engine.collectives.gathers_on_device
             bindings = parameters.bindings.values()
-            details = [
-                f"{tuple(b.p.shape)} {b.strides} {b.p.dtype} {b.device.type if places else ''}" for b in bindings
-            ]
+            details = [b.detail(device=places) for b in bindings]
             self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
             parameters.are_prepared()
             self.share_out()
@@ -297,12 +295,23 @@ class Compressor:
             norms=norms,
         )
 
+    def interrupt(self) -> None:
+        """All workers together forget what is under way: they will have another state."""
+        self.gradients.refuse()
+
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
         self.gradients.abandon()
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
 
+    def own_state(self) -> Any:
+        """What the wrapped optimizer keeps and no other worker has: nothing."""
+        return None
+
     # -- other workers --------------------------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Before the workers change: nothing that was moved since the last exchange is owed. Local."""
 
     def weigh(self, weighing: Weighing | None) -> None:
         """The residuals were replaced: see ``Engine.weigh``."""

@@ -77,11 +77,19 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 class TorchState(hvd_elastic.TorchState):
-    """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam) are brought
-    together before they are saved."""
+    """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam, ``Local``) are
+    brought together before they are saved. Where workers join or leave in the middle of a round, what the others have
+    moved in it is kept."""
+
+    def _optimizers(self) -> list[_DistributedOptimizer]:
+        return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]
 
     def save(self) -> None:
-        for handler in self._handlers.values():
-            if isinstance(handler, _OptimizerHandler):
-                handler.value.flush()
+        for optimizer in self._optimizers():
+            optimizer.flush()
         super().save()
+
+    def sync(self) -> None:
+        for optimizer in self._optimizers():
+            optimizer._compressor.fold()
+        super().sync()

@@ -42,7 +42,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
         raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
     if isinstance(optimizer, _DistributedOptimizer) and process_set is optimizer._compressor.process_set:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
-        optimizer._gradients.refuse()
+        optimizer._compressor.interrupt()
     is_root = hvd.rank() == root_rank
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
 import warnings
@@ -17,13 +18,14 @@ from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of, warmup_of
+from horovod_onebit.torch.arguments import Arguments, check_interval, check_local, groups_of, names_of, warmup_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where
 from horovod_onebit.torch.loading import check_optimizer
+from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
 from horovod_onebit.warmup import Phase
@@ -128,10 +130,7 @@ class _DistributedOptimizer:
                 "optimizer.synchronize(). This can cause training slowdown.",
                 stacklevel=2,
             )
-        # GradScaler leaves these for the time of the call; the wrapped optimizer must not act on them a second time.
-        scaling: dict[str, Any] = {
-            key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__
-        }
+        scaling = self._take_scaling()
         scale = scaling.get("grad_scale")
         try:
             with torch.no_grad(), self._compressor.agreement.told("step"):
@@ -144,14 +143,18 @@ class _DistributedOptimizer:
                 gradients.where = Where.NOWHERE
         return loss
 
-    def _exact_step(self) -> None:
+    def _take_scaling(self) -> dict[str, Any]:
+        """What GradScaler leaves for the time of a step; the wrapped optimizer must not act on it a second time."""
+        return {key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__}
+
+    def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
         self._parameters.start_momentum()
         step = super().step  # type: ignore[misc]
         function = step.__func__
         while getattr(function, "hooked", False):
             function = function.__wrapped__
-        function(self)
+        return function(self) if closure is None else function(self, closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
@@ -270,6 +273,36 @@ class _DistributedOptimizer:
         self._parameters.lineage = loaded
 
 
+class _LocalOptimizer(_DistributedOptimizer):
+    """With ``schedule=Local(...)``: gradients stay this worker's own, and so do all steps between two exchanges."""
+
+    _compressor: LocalSteps  # type: ignore[assignment]
+
+    def synchronize(self) -> None:
+        """Nothing: gradients are never averaged."""
+
+    def clip_grad_norm_(self, max_norm: float) -> float:
+        """Scale this worker's own gradients so that their norm is at most ``max_norm``; returns it. Local."""
+        positive("max_norm", max_norm)
+        return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
+
+    @untraced
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """A step of this worker alone; collective if it is the last one of a round."""
+        own_step = functools.partial(self._exact_step, closure)
+        if not self._participates:
+            return own_step()
+        scaling = self._take_scaling()
+        scale = scaling.get("grad_scale")
+        try:
+            with self._compressor.agreement.told("step"):
+                return self._compressor.step(
+                    own_step, checked=closure is None, loss_scale=None if scale is None else float(scale)
+                )
+        finally:
+            self.__dict__.update(scaling)
+
+
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
     """``optimizer``, if it is what ``DistributedOptimizer`` returned."""
     if not isinstance(optimizer, _DistributedOptimizer):
@@ -293,7 +326,7 @@ def DistributedOptimizer(
     *,
     warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: ZeroOne | None = None,
+    schedule: ZeroOne | Local | None = None,
     recipe: str | Recipe = "robust",
     overlap: bool = True,
     kernels: str = "auto",
@@ -308,8 +341,9 @@ def DistributedOptimizer(
     Horovod fuses the averages of the warm-up is up to its own settings.
 
     Args:
-        optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``; its state and hyperparameters
-            are kept. The result is an instance of its class, and shares ``state`` and ``param_groups`` with it.
+        optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``, or any with
+            ``schedule=Local(...)``; its state and hyperparameters are kept. The result is an instance of its class, and
+            shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
         compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
@@ -318,7 +352,9 @@ def DistributedOptimizer(
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
-        schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam, which has no ``warmup_steps``.
+        schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.torch.Local(...)``,
+            ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
+            some. Neither has ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         overlap: send messages while the backward pass goes on. Where gradients are seen to change between
@@ -340,12 +376,13 @@ def DistributedOptimizer(
     _check_plain(optimizer)
     if not hvd.is_initialized():
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
-    adapter, names = adapter_for(optimizer, schedule), names_of(optimizer, named_parameters)
+    names = names_of(optimizer, named_parameters)
     arguments = Arguments(
         compression=compression, backward_passes_per_step=backward_passes_per_step, op=op,
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
+    adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
@@ -355,21 +392,19 @@ def DistributedOptimizer(
     placement = Placement(kernels)
     if process_set.size() == 1:
         logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
-    wrapped = _instance(optimizer)
-    compressor = wrapped._compressor = Compressor(
-        wrapped,
-        arguments,
-        name=next_name(process_set),
-        recipe=chosen,
-        overlap=overlap,
-        check_replicas_every=check_replicas_every,
-        adapter=adapter,
-        names=names,
-        warmup=warmup,
-        schedule=schedule,
-        placement=placement,
-        exact=patterns or (),
-    )
+    options: dict[str, Any] = {
+        "name": next_name(process_set), "recipe": chosen, "check_replicas_every": check_replicas_every, "names": names,
+        "schedule": schedule, "placement": placement, "exact": patterns or (),
+    }  # fmt: skip
+    if isinstance(schedule, Local):
+        check_local(arguments)
+        wrapped = _instance(optimizer, _LocalOptimizer)
+        wrapped._compressor = LocalSteps(wrapped, arguments, **options)
+    else:
+        wrapped = _instance(optimizer, _DistributedOptimizer)
+        own: dict[str, Any] = {"overlap": overlap, "adapter": adapter, "warmup": warmup}
+        wrapped._compressor = Compressor(wrapped, arguments, **own, **options)
+    compressor = wrapped._compressor
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     compressor.check_groups()
     compressor.parameters.lineage = lineage
@@ -385,10 +420,10 @@ def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: 
             check_parameter(name, p)
 
 
-def _instance(optimizer: torch.optim.Optimizer) -> Any:
+def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     """An instance of a subclass of ``optimizer``'s class that shares its state, groups, defaults and hooks."""
     kind = type(optimizer)
-    cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+    cls = type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler made earlier leaves its own "step" in the instance, bound to the old optimizer.
     skip = {"step", "_step_supports_amp_scaling"}

@@ -356,12 +356,16 @@ class Parameters:
         found: dict[str, int] = {}
         for p in self.ordered():
             name = self.names.get(p, "")
-            own = {name: p, **{f"{name} ({key})": value for key, value in self.optimizer.state[p].items()}}
+            own = {name: p, **{f"{name} ({key})": value for key, value in self._compared(p).items()}}
             for key, value in own.items():
                 if isinstance(value, torch.Tensor):
                     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     found[f"{key}#{len(found)}" if key in found else key] = replicas.checksum(data.numpy())
         return found
+
+    def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
+        """What of the state of ``p`` is the same on all workers."""
+        return self.optimizer.state[p]
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """A few values of each tensor of a state, and its progress: workers that loaded different states must not go

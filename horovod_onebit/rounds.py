@@ -1,0 +1,123 @@
+"""Local steps: the exchange at the end of a round, of what each worker's own optimizer has moved.
+
+Between two exchanges nothing travels and workers' weights differ; after each, all have the same, bit by bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from horovod_onebit.averages import all_finite, start_sum
+from horovod_onebit.engine import Engine
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Tensor, finish_step
+from horovod_onebit.rules.local import Delta
+from horovod_onebit.schedule import Kind, Local
+from horovod_onebit.stats import allreduce_bytes
+
+
+class Rounds:
+    """The rounds of one worker.
+
+    ``begin`` says which tensors there are; then, after each step that the worker has taken alone, ``stepped``, and
+    ``exchange`` where it says that the round ends, or at any time.
+
+    Attributes:
+        large, small: the tensors; small ones are averaged exactly. Their ``anchor`` is what all workers had in common
+            when the round began.
+        length: steps of this round so far.
+    """
+
+    def __init__(self, engine: Engine, schedule: Local) -> None:
+        self.engine = engine
+        self.schedule = schedule
+        self.rule = Delta(schedule.momentum)
+        self.large: list[Tensor] = []
+        self.small: list[Tensor] = []
+        self.length = 0
+        self._details: Sequence[str] | None = None
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        return [*self.large, *self.small]
+
+    def begin(self, large: Sequence[Tensor], small: Sequence[Tensor], details: Sequence[str] | None = None) -> None:
+        """Begin a round with the weights that these tensors have now, alike on all workers. Collective.
+
+        For ``details`` see ``Engine.prepare``.
+        """
+        self.large, self.small, self.length, self._details = list(large), list(small), 0, details
+        self._prepare()
+        for tensor in self.tensors:
+            self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
+
+    def _prepare(self) -> None:
+        self.engine.prepare(self.large, [self.rule] * len(self.large), self._details)
+
+    def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> None:
+        """The same tensors in another memory. Local."""
+        self.large, self.small = list(large), list(small)
+        self._prepare()
+
+    def stepped(self, step: int) -> bool:
+        """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
+        self.length += 1
+        if self.schedule.ends_round(step):
+            return True
+        elements = sum(tensor.weight.size for tensor in self.tensors)
+        self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
+        return False
+
+    def exchange(self, agree: Callable[[], bool] | None = None) -> bool:
+        """End the round: all workers have the same weights afterwards. Collective.
+
+        ``agree``, called when all is sent, says whether all workers' steps were finite, or raises on all of them, and
+        then nothing has changed. Returns False if the round was lost, because weights of some worker are NaN or Inf:
+        all workers are then back at its beginning, and what the others have moved travels with the next one. Raises
+        ``NonFiniteError`` instead if the recipe says so.
+        """
+        engine = self.engine
+        plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
+        weights = {i: tensor.weight for i, tensor in enumerate(self.large)}
+        engine.send_rest(weights, plan)
+        try:
+            finite = agree is None or agree()
+        except Exception:
+            engine.withdraw()
+            raise
+        means, self.length = self._start_means()(), 0
+        try:
+            taken = engine.receive(weights, plan, finite=finite and all_finite(means))
+        except BaseException:
+            self.fold()
+            raise
+        if not taken:
+            self.fold()
+            return False
+        for tensor, mean in zip(self.small, means, strict=True):
+            engine.context.kernels.move(*self.rule.motion(tensor, engine.context), tensor.arrays(mean))
+            engine.context.kernels.write(tensor.residual, 0.0)
+        finish_step([self.rule] * len(self.small), self.small, engine.context)
+        return True
+
+    def _start_means(self) -> Callable[[], list[Array]]:
+        """Start the exact mean of what small tensors have moved; what is returned waits for it. Collective."""
+        engine, host, workers = self.engine, self.engine.context.kernels.host, np.float32(self.engine.collectives.size)
+        moved = [host(t.anchor) - host(t.weight) + host(t.residual) for t in self.small]
+        arrive = start_sum(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
+        return lambda: [total / workers for total in arrive()]
+
+    def fold(self) -> None:
+        """Go back to the beginning of the round. What this worker has moved since, it owes, if it is finite; but not
+        where its host compresses as one, whose other workers know nothing of it: there it is lost. Local."""
+        host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
+        with np.errstate(invalid="ignore", over="ignore"):
+            owing = [host(t.anchor) - host(t.weight) + host(t.residual) for t in self.tensors]
+        alone = self.engine.weighing is None or self.engine.weighing.encodes is None
+        keeps = alone and all_finite(owing)
+        for tensor, residual in zip(self.tensors, owing, strict=True):
+            if keeps:
+                write(tensor.residual, residual)
+            write(tensor.weight, host(tensor.anchor))

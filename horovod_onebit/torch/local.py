@@ -1,0 +1,365 @@
+"""``schedule=Local(...)`` for PyTorch: any optimizer takes its own steps, and what rounds of them move is exchanged."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from horovod_onebit import replicas
+from horovod_onebit.engine import Engine
+from horovod_onebit.handshake import Finite
+from horovod_onebit.progress import Progress
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rounds import Rounds
+from horovod_onebit.rules import Wraps
+from horovod_onebit.rules.local import Delta
+from horovod_onebit.schedule import Local
+from horovod_onebit.stats import Stats
+from horovod_onebit.torch.agreement import Agreement
+from horovod_onebit.torch.arguments import Arguments
+from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.hooks import Where, all_finite, unscale
+from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.rules import HYPERPARAMETERS, Adapter
+from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import make as make_warmup
+from horovod_onebit.world import Owed, Weighing
+
+logger = logging.getLogger("horovod_onebit")
+
+MOMENTUM = "onebit_momentum"
+"""In a ``state_dict``: the momentum of the rounds, beside what the wrapped optimizer keeps of a parameter."""
+
+
+class LocalAdapter(Adapter):
+    """Any optimizer: of its state, nothing is touched. What rounds keep lies apart from it."""
+
+    anchor_key = "anchor"
+
+    def __init__(self) -> None:
+        super().__init__(Wraps("Local", Delta, momentum="momentum"))
+
+    def init_state(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
+        pass
+
+
+class LocalParameters(Parameters):
+    """All trained parameters are bound, the small ones, too. What the wrapped optimizer keeps is each worker's own."""
+
+    def __init__(
+        self, optimizer: Any, names: dict[torch.Tensor, str], engine: Engine, local: Local, **options: Any
+    ) -> None:
+        no_warmup: dict[str, Any] = {"warmup": make_warmup(1), "schedule": None, "sum_gradients": False}
+        super().__init__(optimizer, LocalAdapter(), names, engine, **no_warmup, **options)
+        self.local = local
+        self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
+
+    @property
+    def phase(self) -> Phase:
+        return Phase.COMPRESSED
+
+    def trained(self) -> list[torch.Tensor]:
+        return [p for p in self.ordered() if p.requires_grad]
+
+    def bind_all(self) -> None:
+        """Those that are trained now, where they lie now."""
+        self.bindings = {}
+        for p in self.trained():
+            self._bind_one(p)
+
+    def rebind(self) -> bool:
+        """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any."""
+        moved = [p for p, binding in self.bindings.items() if not binding.is_current()]
+        for p in moved:
+            self._bind_one(p)
+        return bool(moved)
+
+    def bound(self) -> tuple[list[Binding], list[Binding]]:
+        """Those that are compressed, and those that are not."""
+        large, small = list[Binding](), list[Binding]()
+        for p, binding in self.bindings.items():
+            (large if self.compressible(p) else small).append(binding)
+        return large, small
+
+    def _bind_one(self, p: torch.Tensor) -> None:
+        keys = ("anchor", "momentum") if self.local.momentum else ("anchor",)
+        state = self.kept.setdefault(p, {})
+        for key in keys:
+            if key not in state:
+                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
+        place = self.placement.of(p)
+        if place is not None:
+            self.engine.use_kernels("cuda")
+        self.bindings[p] = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
+        self.changed()
+
+    def describe(self) -> str:
+        return f"{super().describe()} {self.local}"
+
+    def hyperparameters(self) -> str:
+        """Of each group, those that all optimizers call the same; others may be what a worker has found out."""
+        groups = self.optimizer.param_groups
+        return repr([{k: str(v) for k, v in sorted(group.items()) if k in HYPERPARAMETERS} for group in groups])
+
+    def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
+        return {}
+
+    def digest(self, state_dict: Mapping[str, Any]) -> str:
+        """Of its progress alone: the rest is each worker's own."""
+        own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
+        return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
+
+    def export(self, state: dict[str, Any]) -> None:
+        super().export(state)
+        packed = state["state"]
+        for _, position, p in self.enumerated():
+            momentum = self.kept.get(p, {}).get("momentum")
+            if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
+                packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
+
+    def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
+        progress = Progress.of(own, len(self.ordered()), added=whole is None)
+        self.bindings.clear()
+        self.kept.clear()
+        self._find_never()
+        self.changed()
+        if not keep_feedback:
+            self.engine.feedback.reset()
+        self.steps = progress.steps
+        self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
+        for p in self.ordered():
+            if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
+                self.kept[p] = {"momentum": momentum}
+
+
+class OwnGradients:
+    """Gradients that stay this worker's own: what ``Agreement`` and others ask of those that travel."""
+
+    where = Where.NOWHERE
+    automatic = True
+
+    def __init__(self, engine: Engine, arguments: Arguments) -> None:
+        self._engine = engine
+        self._arguments = arguments
+        self.passes = arguments.backward_passes_per_step
+
+    def edited(self) -> bool:
+        return False
+
+    def describe(self) -> str:
+        return f"{self._arguments}"
+
+    def set_passes(self, passes: int) -> None:
+        self.passes = passes
+
+    def send_late(self, reason: str, *, averages: bool = False) -> None:
+        """Nothing is sent early."""
+
+    def refuse(self) -> None:
+        """All workers refuse the exchange that was begun."""
+        self._engine.abandon_step()
+
+
+class LocalSteps:
+    """What ``Compressor`` is to gradients: the steps of one optimizer, and all that needs the other workers."""
+
+    def __init__(
+        self,
+        optimizer: Any,
+        arguments: Arguments,
+        *,
+        name: str,
+        recipe: Recipe,
+        schedule: Local,
+        placement: Placement,
+        names: dict[torch.Tensor, str],
+        exact: Any,
+        check_replicas_every: int | None,
+    ) -> None:
+        self.process_set = arguments.process_set
+        self.included = self.process_set.included()
+        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
+        self.rounds = Rounds(self.engine, schedule)
+        self.parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
+        self.gradients: Any = OwnGradients(self.engine, arguments)
+        compared = str(check_replicas_every)
+        self.agreement = Agreement(self.engine, self.parameters, self.gradients, self.process_set, compared)
+        self._check_replicas_every = check_replicas_every
+        self._checked = 0  # the step after which replicas were compared last
+        self._skipped = False  # a step of this round
+        self.left: Owed | None = None
+
+    @property
+    def phase(self) -> Phase:
+        return self.parameters.phase
+
+    def adopt(self) -> None:
+        """Take over progress that Horovod has broadcast."""
+        self.parameters.adopt()
+
+    def check_groups(self) -> None:
+        """Take notice of parameters that are new or gone, and of other workers."""
+        if self.engine.workers_changed:
+            self.leave_world()
+        self.parameters.find_new()
+        self.parameters.adopt()
+        for p in self.parameters.forget_gone():
+            self.parameters.kept.pop(p, None)
+
+    # -- a step ---------------------------------------------------------------------------------------------------
+
+    def step(self, own_step: Callable[[], Any], *, checked: bool, loss_scale: float | None) -> Any:
+        """Take one step alone, and end the round if it is the last one of it; returns what ``own_step`` does.
+
+        ``checked``: pass over it if gradients are not finite. ``loss_scale``: what they have to be divided by.
+        """
+        parameters, result = self.parameters, None
+        self._follow()
+        trained = parameters.trained()
+        if loss_scale is not None:
+            unscale(trained, loss_scale)
+        if checked and not all_finite(trained):
+            self._skip()
+        else:
+            result = own_step()
+        parameters.steps += 1
+        try:
+            if self.rounds.stepped(parameters.steps):
+                self._end_round("step")
+        finally:
+            self.agreement.reset()
+            self.engine.end_step()
+        return result
+
+    def _follow(self) -> None:
+        """Begin a round before the first step, or where what is trained has changed since."""
+        self.check_groups()
+        bound = self.parameters.bindings
+        if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
+            return
+        if bound and self.rounds.length:
+            self._end_round("step")
+        for name in {self.parameters.names[p] for p in bound if not p.requires_grad}:
+            self.engine.feedback.discard(name)
+        self._begin()
+
+    def _begin(self) -> None:
+        parameters = self.parameters
+        self.agreement.start("step", options="a round begins")
+        self.agreement.finish()
+        replicas.check(parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
+        parameters.bind_all()
+        parameters.pull()
+        device = self.engine.collectives.gathers_on_device
+        large, small = parameters.bound()
+        self.rounds.begin(
+            [b.tensor for b in large], [b.tensor for b in small], [b.detail(device=device) for b in large]
+        )
+        self.share_out()
+
+    def _skip(self) -> None:
+        self._skipped = True
+        self.engine.skipped += 1
+        level = logging.WARNING if self.engine.skipped & (self.engine.skipped - 1) == 0 else logging.DEBUG
+        text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
+        logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
+
+    def _end_round(self, call: str) -> None:
+        parameters = self.parameters
+        skipped, self._skipped = self._skipped, False
+        raises = skipped and self.engine.recipe.on_nonfinite == "raise"
+        if parameters.rebind():
+            large, small = parameters.bound()
+            self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
+        parameters.pull()
+
+        def agree() -> bool:
+            self.agreement.start(call, Finite.NO if raises else Finite.UNKNOWN)
+            return self.agreement.finish().finite
+
+        taken = False
+        try:
+            taken = self.rounds.exchange(agree)
+        finally:
+            parameters.push()
+            if not taken:
+                self._heal()
+        every = self._check_replicas_every
+        if every and parameters.steps // every > self._checked // every:
+            self._checked = parameters.steps
+            self.check_replicas()
+
+    def _heal(self) -> None:
+        """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""
+        for state in self.parameters.optimizer.state.values():
+            for value in state.values():
+                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                    value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
+
+    # -- other calls ----------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """End the round now: all workers have the same weights then. Collective."""
+        if self.included and self.parameters.bindings and self.rounds.length:
+            self._end_round("flush")
+
+    def check_replicas(self) -> None:
+        """Raise ``DesyncError`` on all workers if their weights are not the same. Collective."""
+        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
+
+    def stats(self, norms: bool) -> Stats:
+        compressible = self.parameters.compressible
+        return self.engine.stats(
+            phase=self.phase.value,
+            step=self.parameters.steps,
+            parameters=sum(p.numel() for p in self.parameters.exact_steps),
+            compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
+            norms=norms,
+        )
+
+    def interrupt(self) -> None:
+        """All workers together go on from other weights, or another state: the next step begins a round."""
+        self.engine.abandon_step()
+        self.parameters.bindings.clear()
+
+    def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
+        """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
+        self.engine.forget_sent()
+        self.parameters.load(own, whole, keep_feedback=keep_feedback)
+
+    def own_state(self) -> Any:
+        """What the wrapped optimizer keeps: each worker's is its own."""
+        return self.parameters.optimizer.state_dict()["state"]
+
+    # -- other workers --------------------------------------------------------------------------------------------
+
+    def weigh(self, weighing: Weighing | None) -> None:
+        """The residuals were replaced: see ``Engine.weigh``."""
+        self.engine.weigh(weighing)
+        self.parameters.bindings.clear()
+
+    def fold(self) -> None:
+        """Go back to the beginning of the round; what was moved since is owed. Local."""
+        if self.parameters.bindings and self.rounds.length:
+            self.parameters.pull()
+            self.rounds.fold()
+            self.parameters.push()
+
+    def leave_world(self) -> None:
+        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
+        self.left = self.engine.leave_world(self.left)
+        self.agreement.reset()
+        self.parameters.bindings.clear()
+
+    def share_out(self) -> None:
+        """Share out what was owed, if the workers have changed; all or none call this after ``leave_world``.
+        Collective then."""
+        if self.left is not None:
+            sizes = {self.parameters.names[p]: p.numel() for p in self.parameters.trained()}
+            self.engine.share_out(self.left, sizes)
+            self.left = None

@@ -1,0 +1,348 @@
+"""The PyTorch face on real ranks: local steps of any optimizer, and the exchange of what rounds of them have moved."""
+
+import copy
+from pathlib import Path
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from tests.ranks.torch_common import (
+    RANK,
+    REPEATABLE,
+    SIZE,
+    Lion,
+    Net,
+    assert_replicas_equal,
+    batch,
+    spoil,
+    train,
+    weights,
+)
+
+GROWING = onebit.Local(every=4, doubling=8)
+
+
+class Own(torch.optim.Optimizer):
+    """A user's own: normalized gradients, and a state that is no tensor."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                    p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"])
+
+
+def local(model, kind=torch.optim.AdamW, schedule=GROWING, recipe="robust", wrapping=None, **arguments):
+    optimizer = kind(model.parameters(), **({"lr": 3e-3} | arguments))
+    named = list(model.named_parameters())
+    return onebit.DistributedOptimizer(optimizer, named, schedule=schedule, recipe=recipe, **(wrapping or {}))
+
+
+def matrices(model):
+    return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "arguments"),
+    [
+        (torch.optim.AdamW, {}),
+        (torch.optim.RMSprop, {"lr": 1e-3}),
+        (torch.optim.Adafactor, {"lr": 0.05}),
+        (torch.optim.Adagrad, {"lr": 0.02}),
+        (onebit.LAMB, {"lr": 1e-2}),
+        (Lion, {"lr": 1e-3}),
+        (Own, {"lr": 0.15}),
+    ],
+)
+def test_any_optimizer_trains_and_all_are_equal_after_each_round(kind, arguments):
+    model = Net()
+    optimizer = local(model, kind, **arguments)
+    assert isinstance(optimizer, kind)
+    start = train(model, optimizer, 1)
+    apart = 0
+    for step in range(1, 60):
+        loss = train(model, optimizer, 1, start=step)
+        if GROWING.ends_round(step + 1):
+            assert_replicas_equal(model)
+            assert optimizer.stats(norms=False).step_bytes_sent
+        else:
+            assert not optimizer.stats(norms=False).step_bytes_sent
+            gathered = hvd.allgather(weights(model)[None], name="weights.local")
+            apart += not torch.equal(gathered[0], gathered[-1])
+    assert apart == sum(not GROWING.ends_round(step + 1) for step in range(1, 60))
+    assert loss < 0.9 * start
+
+
+def test_muon_on_the_matrices_and_adam_on_the_rest():
+    model = Net()
+    rest = [p for p in model.parameters() if p.ndim != 2 and p.requires_grad]
+    names = {p: name for name, p in model.named_parameters()}
+    two = [
+        onebit.DistributedOptimizer(kind(own, lr=lr), [(names[p], p) for p in own], schedule=GROWING)
+        for kind, own, lr in ((torch.optim.Muon, matrices(model), 0.02), (torch.optim.Adam, rest, 3e-3))
+    ]
+    losses = []
+    for step in range(60):
+        x, y = batch(step)
+        for optimizer in two:
+            optimizer.zero_grad()
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        for optimizer in two:
+            optimizer.step()
+        losses.append(float(loss.detach()))
+    assert_replicas_equal(model)
+    assert losses[-1] < 0.8 * losses[0]
+
+
+def test_an_optimizer_that_calls_its_closure():
+    model = Net()
+    optimizer = local(model, torch.optim.LBFGS, lr=0.1, max_iter=3)
+    losses = []
+    for step in range(12):
+        x, y = batch(step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        losses.append(float(optimizer.step(closure)))
+    assert_replicas_equal(model)
+    assert losses[-1] < losses[0]
+
+
+@pytest.mark.parametrize("recipe", [Recipe(exchange="two_stage", block_size=64), "paper", Recipe(codec="two_bit")])
+def test_every_recipe(recipe):
+    model = Net()
+    optimizer = local(model, recipe=recipe, schedule=onebit.Local(every=3, doubling=0, momentum=0.3))
+    start, end = train(model, optimizer, 1), train(model, optimizer, 59, start=1)
+    assert_replicas_equal(model)
+    assert end < 0.9 * start
+
+
+def test_weights_of_half_precision():
+    model = Net().to(torch.bfloat16)
+    optimizer = local(model)
+    for step in range(24):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(torch.bfloat16)).float(), y).backward()
+        optimizer.step()
+    assert_replicas_equal(model)
+
+
+def test_flush_ends_a_round_and_then_costs_nothing():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=8, doubling=0))
+    train(model, optimizer, 5)
+    before = weights(model)
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert not torch.equal(before, weights(model))
+    sent = optimizer.stats(norms=False).bytes_sent
+    optimizer.flush()
+    optimizer.check_replicas()
+    assert optimizer.stats(norms=False).bytes_sent == sent > 0
+
+
+@pytest.mark.parametrize("what", ["every", "rate", "weights"])
+def test_workers_that_disagree_are_told(what):
+    model = Net(seed=RANK if what == "weights" else 0)
+    every = 4 if what == "every" and RANK == 0 else 8
+    optimizer = local(model, schedule=onebit.Local(every=every, doubling=0))
+    if what == "rate":
+        train(model, optimizer, 5)
+        optimizer.param_groups[0]["lr"] = 1e-3 * (RANK + 1)
+    with pytest.raises(DesyncError, match={"rate": "learning rate", "weights": "drifted apart"}.get(what, "argument")):
+        train(model, optimizer, 8)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_nan_on_one_worker_skips_its_own_step(value):
+    model = Net()
+    optimizer = local(model)
+    for step in range(40):
+        if RANK == 0 and step == 33:
+            spoil(model.second.weight, value)
+        train(model, optimizer, 1, start=step)
+    assert_replicas_equal(model)
+    assert optimizer.stats().skipped_steps == (RANK == 0)
+
+
+def test_nan_on_one_worker_is_raised_on_all_at_the_end_of_the_round():
+    model = Net()
+    optimizer = local(model, recipe=Recipe(on_nonfinite="raise"), schedule=onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 4)
+    before = weights(model)
+    if RANK == 0:
+        spoil(model.second.weight, float("nan"))
+    train(model, optimizer, 3, start=4)
+    with pytest.raises(NonFiniteError):
+        train(model, optimizer, 1, start=7)
+    assert torch.equal(before, weights(model))
+    train(model, optimizer, 8, start=8)
+    assert_replicas_equal(model)
+
+
+def test_a_round_with_damaged_weights_is_lost_and_training_goes_on():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 6)
+    if RANK == SIZE - 1:
+        with torch.no_grad():
+            model.second.weight[0, 0] = float("nan")
+        optimizer.state[model.second.weight]["exp_avg"][0, 0] = float("nan")
+    train(model, optimizer, 10, start=6)
+    assert_replicas_equal(model)
+    assert optimizer.stats().skipped_steps >= 1
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
+@pytest.mark.parametrize("steps", [3, 13, 16])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum):
+    schedule = onebit.Local(every=8, doubling=4, momentum=momentum)
+    arguments = {"momentum": 0.9} if kind is torch.optim.SGD else {}
+    model = Net()
+    optimizer = local(model, kind, schedule, **arguments)
+    train(model, optimizer, steps)
+    onebit.save_checkpoint(folder, model, optimizer, extra={"epoch": 3})
+    train(model, optimizer, 16, start=steps)
+
+    again = Net(seed=5)
+    resumed = local(again, kind, schedule, **arguments)
+    train(again, resumed, 1)
+    assert onebit.load_checkpoint(folder, again, resumed) == {"epoch": 3}
+    train(again, resumed, 16, start=steps)
+    if REPEATABLE:
+        assert torch.equal(weights(model), weights(again))
+    optimizer.flush()
+    resumed.flush()
+    assert_replicas_equal(again)
+
+
+def test_a_state_dict_goes_to_another_optimizer_and_to_a_plain_one():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, momentum=0.3))
+    train(model, optimizer, 8)
+    state, saved = copy.deepcopy(optimizer.state_dict()), copy.deepcopy(model.state_dict())
+    again = Net(seed=7)
+    resumed = local(again, schedule=onebit.Local(every=4, doubling=0, momentum=0.3))
+    again.load_state_dict(saved)
+    resumed.load_state_dict(state)
+    residuals = optimizer.feedback_state_dict()
+    resumed.load_feedback_state_dict(residuals)
+    train(model, optimizer, 8, start=8)
+    train(again, resumed, 8, start=8)
+    if REPEATABLE:
+        assert torch.equal(weights(model), weights(again))
+    torch.optim.AdamW(again.parameters()).load_state_dict(state)
+
+
+def test_broadcasts_in_the_beginning():
+    model = Net(seed=RANK)
+    optimizer = local(model)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, 16)
+    assert_replicas_equal(model)
+
+
+def test_a_grad_scaler_and_clipping():
+    model = Net()
+    optimizer = local(model)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**12)
+    for step in range(24):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        if RANK == 0 and step == 9:
+            model.second.weight.grad[0, 0] = float("inf")
+        if step % 2:
+            scaler.unscale_(optimizer)
+            optimizer.clip_grad_norm_(1.0)
+        scaler.step(optimizer)
+        scaler.update()
+    assert_replicas_equal(model)
+    assert optimizer.stats().skipped_steps == (RANK == 0)
+    assert (scaler.get_scale() < 2.0**12) == (RANK == 0)
+
+
+def test_parameters_that_come_and_go_and_move():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 6)
+    added = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer.add_param_group({"params": [added], "lr": 1e-2})
+    model.frozen.requires_grad_(True)
+    model.first.weight.requires_grad_(False)
+    for step in range(6, 14):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        (cross_entropy(model(x), y) + added.mean() * (1 + RANK)).backward()
+        optimizer.step()
+    frozen = model.first.weight.clone()
+    model.second.weight.data = model.second.weight.data.clone()
+    train(model, optimizer, 4, start=14)
+    optimizer.flush()
+    assert torch.equal(frozen, model.first.weight)
+    assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), added]))
+
+
+def test_the_kernels_of_a_gpu_do_the_same():
+    model, other = Net(), Net()
+    train(model, local(model), 24)
+    try:
+        optimizer = local(other, wrapping={"kernels": "cuda"})
+    except ConfigurationError:
+        pytest.skip("neither a GPU nor Numba's simulator")
+    train(other, optimizer, 24)
+    torch.testing.assert_close(weights(model), weights(other), atol=1e-5, rtol=0)
+
+
+def test_replicas_are_checked_after_rounds():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0), wrapping={"check_replicas_every": 6})
+    train(model, optimizer, 24)
+    if RANK == 0:
+        model.frozen.data[0, 0] = 3.0
+    with pytest.raises(DesyncError, match="frozen on worker"):
+        optimizer.check_replicas()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"warmup_steps": 10}, ConfigurationError, "Local, which has none"),
+        ({"op": hvd.Sum}, UnsupportedError, "gradients are not averaged"),
+        ({"gradient_predivide_factor": 2.0}, UnsupportedError, "gradients are not averaged"),
+        ({"schedule": "local"}, ConfigurationError, "expected a ZeroOne"),
+    ],
+)
+def test_bad_arguments(arguments, error, text):
+    model = Net()
+    with pytest.raises(error, match=text):
+        onebit.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters()), **({"schedule": onebit.Local(every=4)} | arguments)
+        )
+
+
+def test_optimizers_without_a_rule_are_told_of_local_steps():
+    with pytest.raises(UnsupportedError, match=r"schedule=horovod_onebit.torch.Local\(...\), any optimizer works"):
+        onebit.DistributedOptimizer(torch.optim.RMSprop(Net().parameters()))

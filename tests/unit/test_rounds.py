@@ -1,0 +1,229 @@
+"""Local steps with 1-bit weight deltas, over simulated workers."""
+
+import dataclasses
+import functools
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, simulation
+from horovod_onebit.kernels import reference
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import Context, Tensor
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
+from horovod_onebit.rules.lion import Lion
+from horovod_onebit.rules.local import Delta
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import Local
+
+f32 = np.float32
+SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
+RECIPE = Recipe(block_size=16, min_compressed_size=10, bucket_size=700)
+
+
+def gradients(weights, rng):
+    return {name: (w - 1 + 0.3 * rng.standard_normal(w.size)).astype(f32) for name, w in weights.items()}
+
+
+def make(collectives, *, recipe=RECIPE, rule=None, schedule=None, kernels="cpu", sizes=SIZES):
+    weights = {name: np.zeros(size, f32) for name, size in sizes.items()}
+    schedule = schedule or Local(every=4, doubling=6)
+    optimizer = NumpyOptimizer(
+        weights, rule or Adam(lr=0.01), collectives=collectives, schedule=schedule, recipe=recipe, kernels=kernels
+    )
+    return optimizer, weights
+
+
+def train(collectives, steps=40, **options):
+    rng = np.random.default_rng(collectives.rank)
+    optimizer, weights = make(collectives, **options)
+    for _ in range(steps):
+        optimizer.step(gradients(weights, rng))
+    return optimizer, np.concatenate(list(weights.values()))
+
+
+def test_rounds_grow_and_every_step_is_in_one():
+    schedule = Local(every=12, doubling=8)
+    ends = [step for step in range(1, 100) if schedule.ends_round(step)]
+    assert ends[:14] == [*range(1, 9), 10, 12, 14, 16, 20, 24]
+    assert np.diff(ends).max() == 12
+    assert [step for step in range(1, 50) if Local(every=16, doubling=0).ends_round(step)] == [16, 32, 48]
+    assert all(Local(every=1).ends_round(step) for step in range(1, 1000))
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"every": 0}, {"every": 2.5}, {"doubling": -1}, {"momentum": 1.0}, {"momentum": -0.1}, {"momentum": "a"}]
+)
+def test_bad_schedules(wrong):
+    with pytest.raises(ConfigurationError, match=next(iter(wrong))):
+        Local(**wrong)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange):
+    if exchange == "hierarchical" and workers not in (4, 8):
+        pytest.skip("several hosts of two")
+    recipe = dataclasses.replace(RECIPE, exchange=exchange)
+    per_host = 2 if exchange == "hierarchical" else 1
+    run = functools.partial(simulation.run, workers=workers, workers_per_host=per_host)
+    fast, slow = (run(functools.partial(train, recipe=recipe, kernels=kernels)) for kernels in ("cpu", "reference"))
+    for _, weights in fast:
+        np.testing.assert_array_equal(weights, fast[0][1])
+    np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
+    assert np.abs(fast[0][1] - 1).mean() < 0.75
+
+
+@pytest.mark.parametrize(
+    ("rule", "momentum"),
+    [
+        (Adam(lr=0.01), 0.0),
+        (Adam(lr=0.01), 0.3),
+        (LAMB(lr=0.01), 0.0),
+        (SGD(lr=0.01, momentum=0.9), 0.0),
+        (Lion(lr=0.003), 0.0),
+    ],
+)
+def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum):
+    schedule = Local(every=4, doubling=10, momentum=momentum)
+    [(local, weights), *others] = simulation.run(functools.partial(train, steps=400, rule=rule, schedule=schedule), 4)
+    assert all((weights == other).all() for _, other in others)
+    exact = functools.partial(train_exactly, steps=400, rule=rule)
+    assert np.abs(weights - 1).mean() < 1.1 * np.abs(simulation.run(exact, 4)[0] - 1).mean() + 0.02
+    traffic = local.engine.traffic
+    assert traffic.total == 110 * traffic.step
+    assert traffic.fp32_total == 100 * traffic.fp32_step  # of a round of 4
+
+
+def train_exactly(collectives, steps, rule):
+    rng = np.random.default_rng(collectives.rank)
+    weights = {name: np.zeros(size, f32) for name, size in SIZES.items()}
+    optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=steps)
+    for _ in range(steps):
+        optimizer.step(gradients(weights, rng))
+    return np.concatenate(list(weights.values()))
+
+
+@pytest.mark.parametrize("momentum", [0.0, 0.5])
+def test_a_round_is_what_the_rule_says(momentum):
+    """Against the formulas of ``rules.local``, of which only ``1bit`` is taken from the kernels."""
+    size, workers, every, rounds, rate = 100, 3, 5, 6, 0.1
+    start = np.linspace(-1, 1, size).astype(f32)
+    pushes = np.random.default_rng(0).standard_normal((rounds, workers, every, size)).astype(f32)
+
+    def worker(collectives):
+        weights = {"w": start.copy()}
+        schedule = Local(every=every, doubling=0, momentum=momentum)
+        optimizer = NumpyOptimizer(weights, SGD(lr=rate), collectives=collectives, schedule=schedule, recipe=RECIPE)
+        for grad in pushes[:, collectives.rank].reshape(-1, size):
+            optimizer.step({"w": grad})
+        return weights["w"]
+
+    context = Context(reference, RECIPE, workers)
+    coding, rule = context.coding(16), Delta(momentum)
+    common, m, errors = start.copy(), np.zeros(size, f32), np.zeros((workers, size), f32)
+    for of_round in pushes:
+        rows = np.zeros((workers, coding.codec.size(size, 16)), np.uint8)
+        for i in range(workers):
+            own = common.copy()
+            for grad in of_round[i]:
+                own -= f32(rate) * grad
+            tensor = Tensor("w", own, m, None, errors[i], anchor=common)
+            rule.encode(tensor, own, rows[i], 0, 16, context)
+        x = reference.decode_mean(rows, 0, size, coding)
+        m = f32(momentum) * m + x
+        common = common - (x + f32(momentum) * m)
+    for weights in simulation.run(worker, workers):
+        np.testing.assert_allclose(weights, common, atol=2e-6)
+
+
+def test_flush_ends_the_round_and_nothing_is_lost():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, schedule=Local(every=8, doubling=0))
+        for _ in range(11):
+            optimizer.step(gradients(weights, rng))
+        apart = np.concatenate(list(weights.values()))
+        own = {name: w.copy() for name, w in weights.items()}
+        optimizer.flush()
+        owing = optimizer.engine.feedback.state_dict()
+        return apart, {n: (own[n], weights[n].copy(), owing[n]) for n in weights}
+
+    results = simulation.run(worker, 3)
+    assert not (results[0][0] == results[1][0]).all()
+    for name in SIZES:
+        common = results[0][1][name][1]
+        assert all((result[1][name][1] == common).all() for result in results)
+        # what all have moved since the round began is in the weights, or owed: owed before it, the same in all rows
+        if name in ("scalar", "nine"):
+            np.testing.assert_allclose(common, np.mean([result[1][name][0] for result in results], axis=0), atol=1e-6)
+
+
+def bad(weights, rng, value):
+    grads = gradients(weights, rng)
+    grads["odd"][7] = value
+    return grads
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_worker_skips_a_bad_step_alone(value):
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives)
+        taken = []
+        for step in range(40):
+            wrong = collectives.rank == 1 and step == 33
+            taken.append(optimizer.step(bad(weights, rng, value) if wrong else gradients(weights, rng)))
+        return taken, optimizer.engine.skipped, np.concatenate(list(weights.values()))
+
+    results = simulation.run(worker, 3)
+    assert [sum(not one for one in taken) for taken, _, _ in results] == [0, 1, 0]
+    assert [skipped for _, skipped, _ in results] == [0, 1, 0]
+    assert all((weights == results[0][2]).all() and np.isfinite(weights).all() for _, _, weights in results)
+
+
+def test_all_raise_if_the_recipe_says_so():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, recipe=dataclasses.replace(RECIPE, on_nonfinite="raise"))
+        for step in range(40):
+            wrong = collectives.rank == 1 and step == 33
+            try:
+                optimizer.step(bad(weights, rng, np.nan) if wrong else gradients(weights, rng))
+            except NonFiniteError:
+                return step, np.concatenate(list(weights.values()))
+        return None
+
+    results = simulation.run(worker, 3)
+    assert {step for step, _ in results} == {35}
+    assert all((weights == results[0][1]).all() for _, weights in results)
+
+
+def test_a_round_with_weights_that_are_not_finite_is_lost_and_the_others_go_on():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, schedule=Local(every=4, doubling=0))
+        lost, before = None, {}
+        for step in range(60):
+            if step == 20:
+                before = {name: w.copy() for name, w in weights.items()}
+            if step == 22 and collectives.rank == 1:
+                weights["odd"][3] = np.nan  # what a user's code did
+            taken = optimizer.step(gradients(weights, rng))
+            if step == 23:
+                lost = taken, all((weights[name] == before[name]).all() for name in weights)
+                owing = optimizer.engine.feedback.norm()
+        return lost, owing, np.concatenate(list(weights.values()))
+
+    results = simulation.run(worker, 3)
+    assert [lost for lost, _, _ in results] == [(False, True)] * 3
+    assert results[1][1] < min(results[0][1], results[2][1])  # the others' round travels with the next one
+    assert all((weights == results[0][2]).all() and np.isfinite(weights).all() for _, _, weights in results)
+
+
+def test_a_round_under_way_is_the_same_whatever_the_messages():
+    """Buckets and kernels do not matter to what a round does."""
+    recipes = [RECIPE, dataclasses.replace(RECIPE, bucket_size=1 << 20)]
+    first, second = (simulation.run(functools.partial(train, recipe=r), 2)[0][1] for r in recipes)
+    np.testing.assert_array_equal(first, second)
