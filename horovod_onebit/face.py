@@ -49,6 +49,14 @@ class Arguments:
         """Whether gradients are added up, and not averaged."""
         return self.op == self.hvd.Sum
 
+    def check_local(self) -> None:
+        """Raise ``UnsupportedError`` for what concerns averaged gradients: workers that take steps alone have none."""
+        if self.sums or self.gradient_predivide_factor != 1.0:
+            raise UnsupportedError(
+                f"op={self.op!r}, gradient_predivide_factor={self.gradient_predivide_factor!r}: with "
+                "schedule=Local(...) gradients are not averaged, weights are; expected hvd.Average and 1.0"
+            )
+
     @cached_property
     def reduction(self) -> dict[str, Any]:
         """The arguments of Horovod's allreduce."""

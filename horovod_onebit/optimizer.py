@@ -81,7 +81,6 @@ class NumpyOptimizer:
         large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
-        self._skipped = False  # a local step of this round
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
@@ -139,7 +138,7 @@ class NumpyOptimizer:
         """After local steps, bring all workers to the same weights. Collective."""
         if self.rounds is not None:
             if self.rounds.length:
-                self._end_round(self.rounds)
+                self.rounds.exchange()
             return
         self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
 
@@ -185,17 +184,8 @@ class NumpyOptimizer:
             for tensor in self._tensors:
                 self.rule.exact_step(tensor, flat[tensor.name], self.engine.context)
         else:
-            self._skipped, self.engine.skipped = True, self.engine.skipped + 1
-        return (self._end_round(rounds) and taken) if rounds.stepped(self.step_count + 1) else taken
-
-    def _end_round(self, rounds: Rounds) -> bool:
-        skipped, self._skipped = self._skipped, False
-
-        def finite() -> bool:
-            bad = np.array([skipped and self.engine.recipe.on_nonfinite == "raise"], np.int32)
-            return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
-
-        return rounds.exchange(finite)
+            rounds.skip()
+        return (rounds.exchange() and taken) if rounds.stepped(self.step_count + 1) else taken
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1

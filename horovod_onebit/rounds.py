@@ -5,10 +5,12 @@ Between two exchanges nothing travels and workers' weights differ; after each, a
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.engine import Engine
 from horovod_onebit.kernels.reference import Array
@@ -16,6 +18,8 @@ from horovod_onebit.rules import Tensor, finish_step
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Kind, Local
 from horovod_onebit.stats import allreduce_bytes
+
+logger = logging.getLogger("horovod_onebit")
 
 
 class Rounds:
@@ -37,6 +41,7 @@ class Rounds:
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
+        self._skipped = False  # a step of this round
         self._details: Sequence[str] | None = None
 
     @property
@@ -44,14 +49,17 @@ class Rounds:
         return [*self.large, *self.small]
 
     def begin(self, large: Sequence[Tensor], small: Sequence[Tensor], details: Sequence[str] | None = None) -> None:
-        """Begin a round with the weights that these tensors have now, alike on all workers. Collective.
+        """Begin a round with the weights that these tensors have now. Collective.
 
-        For ``details`` see ``Engine.prepare``.
+        Raises ``DesyncError`` on all workers if they do not have the same. For ``details`` see ``Engine.prepare``.
         """
         self.large, self.small, self.length, self._details = list(large), list(small), 0, details
         self._prepare()
         for tensor in self.tensors:
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
+        host = self.engine.context.kernels.host
+        found = {tensor.name: replicas.checksum(host(tensor.anchor)) for tensor in self.tensors}
+        replicas.check(found, self.engine.collectives, f"{self.engine.name}.begin")
 
     def _prepare(self) -> None:
         self.engine.prepare(self.large, [self.rule] * len(self.large), self._details)
@@ -70,24 +78,33 @@ class Rounds:
         self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
         return False
 
-    def exchange(self, agree: Callable[[], bool] | None = None) -> bool:
+    def skip(self) -> None:
+        """This worker has passed over a step, alone: its gradients were not finite. Local."""
+        self._skipped = True
+        self.engine.skipped += 1
+        level = logging.WARNING if self.engine.skipped & (self.engine.skipped - 1) == 0 else logging.DEBUG
+        text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
+        logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
+
+    def exchange(self, agree: Callable[[], object] | None = None) -> bool:
         """End the round: all workers have the same weights afterwards. Collective.
 
-        ``agree``, called when all is sent, says whether all workers' steps were finite, or raises on all of them, and
-        then nothing has changed. Returns False if the round was lost, because weights of some worker are NaN or Inf:
-        all workers are then back at its beginning, and what the others have moved travels with the next one. Raises
-        ``NonFiniteError`` instead if the recipe says so.
+        ``agree``, called when all is sent, may raise on all workers, and then nothing has changed. Returns False if the
+        round was lost, because weights of some worker are NaN or Inf: all workers are then back at its beginning, and
+        what the others have moved travels with the next one. Raises ``NonFiniteError`` instead if the recipe says so,
+        and where a worker has skipped a step, too.
         """
         engine = self.engine
         plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
         weights = {i: tensor.weight for i, tensor in enumerate(self.large)}
         engine.send_rest(weights, plan)
         try:
-            finite = agree is None or agree()
+            if agree is not None:
+                agree()
         except Exception:
             engine.withdraw()
             raise
-        means, self.length = self._start_means()(), 0
+        finite, means, self.length = self._none_skipped(), self._start_means()(), 0
         try:
             taken = engine.receive(weights, plan, finite=finite and all_finite(means))
         except BaseException:
@@ -101,6 +118,14 @@ class Rounds:
             engine.context.kernels.write(tensor.residual, 0.0)
         finish_step([self.rule] * len(self.small), self.small, engine.context)
         return True
+
+    def _none_skipped(self) -> bool:
+        """Whether no worker has skipped a step, where that is an error. Collective then."""
+        skipped, self._skipped = self._skipped, False
+        if self.engine.recipe.on_nonfinite != "raise":
+            return True
+        total = self.engine.collectives.allreduce(np.array([skipped], np.float32), f"{self.engine.name}.skipped").wait()
+        return not total.any()
 
     def _start_means(self) -> Callable[[], list[Array]]:
         """Start the exact mean of what small tensors have moved; what is returned waits for it. Collective."""

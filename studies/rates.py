@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import sysconfig
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -27,6 +27,7 @@ from horovod_onebit.kernels import cpu
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import Local
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import parse
 from studies import pool, report
@@ -58,6 +59,10 @@ TASKS = {
 }
 
 
+OTHERS = {"long text": Kind(2000, 32, (4e-3,)), "digits": Kind(600, 64, (1e-3, 2e-3))}
+"""Of other studies."""
+
+
 @dataclass(frozen=True)
 class Cell:
     """One run of the study."""
@@ -69,8 +74,8 @@ class Cell:
     seed: int
 
     @property
-    def steps(self) -> int:
-        return TASKS[self.task].steps
+    def kind(self) -> Kind:
+        return TASKS.get(self.task) or OTHERS[self.task]
 
 
 def cells() -> Iterator[Cell]:
@@ -103,7 +108,7 @@ def documentation() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
-    if task != "text":
+    if task in ("vgg", "digits"):
         return load(parse(["--task", task]))
     raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
@@ -112,7 +117,7 @@ def examples(task: str) -> Task:
 def network(task: str) -> Any:
     """A new network for ``task``."""
     found = networks()
-    if task == "text":
+    if task not in ("vgg", "digits"):
         return found.CharacterModel(LETTERS, width=64, layers=2, length=SEQUENCE)
     data = examples(task)
     return found.build(task, 8, data.train_x.shape[1], data.classes)
@@ -120,7 +125,7 @@ def network(task: str) -> Any:
 
 def rate_at(cell: Cell, step: int) -> float:
     """The learning rate of ``step`` (from 0): up to ``cell.rate`` in RISE steps, then down along a cosine."""
-    steps = cell.steps
+    steps = cell.kind.steps
     if step < RISE:
         return cell.rate * (step + 1) / RISE
     return cell.rate * 0.5 * (1 + math.cos(math.pi * (step - RISE) / (steps - RISE)))
@@ -139,27 +144,37 @@ Hook = Callable[[NumpyOptimizer, dict[str, NDArray]], None]
 """What a worker does before each step, with its own gradients."""
 
 
-def train(cell: Cell, recipe: Recipe, hook: Callable[[], Hook] | None = None) -> Result:
-    """Test loss and accuracy (a share) of one run, and how many of its steps were exact.
+def train(
+    cell: Cell,
+    recipe: Recipe,
+    hook: Callable[[], Hook] | None = None,
+    schedule: Local | None = None,
+    exact: Sequence[str] | None = None,
+) -> Result:
+    """Test loss and accuracy (a share) of one run, how many of its steps were exact, and the bits that a worker has
+    sent for a parameter in a step.
 
-    A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step.
+    A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
+    ``schedule`` and ``exact`` are ``NumpyOptimizer``'s.
     """
     import torch
 
     torch.manual_seed(cell.seed)
     torch.set_num_threads(1)
     cpu.set_num_threads(1)
-    kind, data, first = TASKS[cell.task], examples(cell.task), network(cell.task)
+    kind, data, first = cell.kind, examples(cell.task), network(cell.task)
     models = [copy.deepcopy(first) for _ in range(cell.workers)]
     rule = Adam(lr=cell.rate)
     options = replace(parse([]), seed=cell.seed, batch_size=kind.batch // cell.workers)
 
-    def worker(collectives: Collectives) -> int:
+    def worker(collectives: Collectives) -> tuple[int, float]:
         rank, n = collectives.rank, collectives.size
         named = dict(models[rank].named_parameters())
         weights = {name: p.detach().numpy() for name, p in named.items()}
         warmup = kind.steps if cell.warmup is None else cell.warmup
-        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe)
+        optimizer = NumpyOptimizer(
+            weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe, schedule=schedule, exact=exact
+        )
         before = hook() if hook is not None else None
         for step in range(kind.steps):
             optimizer.rule = replace(rule, lr=rate_at(cell, step))
@@ -169,15 +184,17 @@ def train(cell: Cell, recipe: Recipe, hook: Callable[[], Hook] | None = None) ->
             if before is not None:
                 before(optimizer, grads)
             optimizer.step(grads)
-        return min(optimizer.warmup.steps, kind.steps)
+        optimizer.flush()
+        parameters = sum(array.size for array in weights.values())
+        return min(optimizer.warmup.steps, kind.steps), 8 * optimizer.engine.traffic.total / parameters / kind.steps
 
     with np.errstate(all="ignore"):
-        exact_steps = simulation.run(worker, cell.workers, timeout=600)[0]
+        exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]
     with torch.no_grad():
         loss, logits = losses(models[0].eval(), data.test_x, data.test_y)
     right = float((logits.argmax(1).numpy() == data.test_y.reshape(-1)).mean())
     final = float(loss) if math.isfinite(float(loss)) else math.inf
-    return {"loss": final, "accuracy": right, "exact_steps": exact_steps}
+    return {"loss": final, "accuracy": right, "exact_steps": exact_steps, "bits": bits}
 
 
 def kept(name: str, run: Callable[[], Result]) -> Result:

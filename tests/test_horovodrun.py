@@ -32,20 +32,20 @@ def horovodrun(processes, backend, *command, timeout=1800, **variables):
 
 # The last one leaves collectives behind that some worker never starts, which hvd.join() would stumble over.
 FACE = (
-    "", "_overlap", "_clients", "_checkpoint", "_state", "_parameters", "_algorithms", "_faults", "_bad_input",
-    "_monitor", "_agreement",
+    "", "_overlap", "_clients", "_checkpoint", "_state", "_parameters", "_algorithms", "_local", "_faults",
+    "_bad_input", "_monitor", "_agreement",
 )  # fmt: skip
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
-KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_state", "_faults", "_checkpoint", "_meeting")]
+KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_local", "_state", "_faults", "_checkpoint", "_meeting")]
 # All run over the backend that is faster where processes share cores, and over the other one test of each kind.
 OF_TWO = (
     "(for_300_steps and (arguments1 or arguments6)) or every_recipe or that_disagree or nan_on_one or nan_that_was_sent"
-    " or idiom or (zero_one_adam and robust) or then_clip"
+    " or idiom or (zero_one_adam and robust) or then_clip or (any_optimizer and RMSprop)"
 )
 OF_FOUR = (
     "(for_300_steps and arguments1) or (every_recipe and paper) or nan_on_one or nan_that_was_sent or sets"
     " or a_rank_out or (makes_alone and compressed) or idiom or (goes_on_bit and AdamW and 5)"
-    " or (continues_bit and AdamW)"
+    " or (continues_bit and AdamW) or (any_optimizer and AdamW) or round_with_damaged"
 )
 # As under `mpirun` with cores bound, or `srun -c 1`: TensorFlow has one thread to run operations on.
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "ONEBIT_ONE_CORE": "1"}

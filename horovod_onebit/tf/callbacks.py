@@ -277,3 +277,19 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
         self.batches += 1
         if self.batches % self.every == 0:
             check_replicas(self.model.optimizer)
+
+
+class FlushCallback(keras.callbacks.Callback):
+    """With local steps: all workers have the same weights when they are evaluated, and at the end of each epoch, when
+    other callbacks save them. Put it before those; on all workers."""
+
+    def _flush(self) -> None:
+        optimizer = self.model.optimizer
+        check_ours(optimizer)
+        optimizer.flush()
+
+    def on_test_begin(self, logs: Any = None) -> None:
+        self._flush()
+
+    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
+        self._flush()

@@ -105,7 +105,7 @@ class _Keras(checkpoints.Face):
             json.dumps(Packer(_never, len, (dict, list), text_keys=True).pack(extra, "extra"))
 
     def flush(self) -> None:
-        """Nothing: there is no 0/1 Adam in Keras."""
+        self.optimizer.flush()
 
     def steps(self) -> int:
         return int(self.optimizer.iterations)
@@ -204,8 +204,11 @@ class _Keras(checkpoints.Face):
 
     def _own_variables(self) -> dict[int, Any]:
         """By position, what each worker has of its own: the states of random generators, which Keras's file lacks, and
-        gradients that wait for the next step."""
-        mine = {id(v) for v in getattr(self.optimizer, "_accumulated", [])}
+        gradients that wait for the next step; after local steps all that the wrapped optimizer keeps."""
+        of_worker = getattr(self.optimizer, "_accumulated", [])
+        if self.optimizer._wrapping.schedule is not None:
+            of_worker = self.optimizer.variables
+        mine = {id(v) for v in of_worker}
         variables, count = self._variables(), len(self.model.variables)
         return {
             i: v

@@ -88,6 +88,12 @@ class Compressor:
                 announce("the first step of a hierarchical exchange", self.process_set)
                 self.collectives.make_groups()
 
+    def flush(self) -> None:
+        """All workers have the same weights after each step."""
+
+    def fold(self) -> None:
+        """Before the workers change: nothing that was moved since the last exchange is owed."""
+
     def exclude(self, patterns: Sequence[str]) -> None:
         """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
 
@@ -170,8 +176,8 @@ class Compressor:
                 momentum = tensor.momentum if tensor.momentum.size == weight.size else np.zeros_like(weight)
             else:
                 momentum = self.adapter.first_momentum(momentum, progress.learning_rate) if first else momentum
-                momentum = _aligned_copy(momentum)
-            tensor.weight, tensor.momentum = _aligned_copy(weight), momentum
+                momentum = aligned_copy(momentum)
+            tensor.weight, tensor.momentum = aligned_copy(weight), momentum
             tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
@@ -281,7 +287,7 @@ class Compressor:
                 )
 
 
-def _aligned_copy(array: Array) -> Array:
+def aligned_copy(array: Array) -> Array:
     """A copy that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
     memory = np.empty(array.nbytes + 64, np.uint8)
     start = -memory.__array_interface__["data"][0] % 64

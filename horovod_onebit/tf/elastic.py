@@ -77,6 +77,7 @@ class KerasState(ObjectState):
 
     def _save(self) -> None:
         self.optimizer._compressor.settle()
+        self.optimizer.flush()
         engine = self.optimizer._compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
         self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
@@ -105,6 +106,7 @@ class KerasState(ObjectState):
     def _sync(self) -> None:
         optimizer, compressor = self.optimizer, self.optimizer._compressor
         compressor.settle()
+        compressor.fold()
         engine = compressor.engine
         self._left = engine.leave_world(self._left)
         broadcast_variables(self._variables())
@@ -114,7 +116,9 @@ class KerasState(ObjectState):
         engine.exchanges, engine.skipped = known[0]
         warmup.load_state_dict(known[1])
         if optimizer.phase is Phase.COMPRESSED:
-            large = [(i, v) for i, v in enumerate(optimizer._trainable_variables) if compressor.is_compressed(v)]
+            alone = optimizer._wrapping.schedule is not None  # small variables, too, have something that is owed
+            listed = enumerate(optimizer._trainable_variables)
+            large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
             engine.share_out(self._left, sizes)
         self._left = None

@@ -15,10 +15,12 @@ from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name
 from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.schedule import Local
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
+from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
@@ -124,6 +126,10 @@ class _DistributedOptimizer:
         cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
+        if self._wrapping.schedule is not None:
+            grads, variables = zip(*pairs, strict=True)
+            take_step(self, pairs, lambda: super(_DistributedOptimizer, self).apply(grads, variables))  # type: ignore[misc]
+            return
         trained = [self._get_variable_index(v) for _, v in pairs]
         counters = [self._iterations, self._exact_steps, self._warmup_steps]
         if self._wrapping.backward_passes_per_step > 1:
@@ -230,6 +236,14 @@ class _DistributedOptimizer:
         """How gradients become bits."""
         return self._wrapping.recipe
 
+    def flush(self) -> None:
+        """After local steps, bring all workers to the same weights before they are saved or evaluated. Collective.
+
+        Ends the round: costs one exchange if a step was taken since the last one, nothing otherwise.
+        """
+        if self._wrapping.process_set.included():
+            self._compressor.flush()
+
     def stats(self, *, norms: bool = True) -> Stats:
         """What the run has cost so far; ``norms`` False leaves out those that need a pass over memory. Local."""
         return self._compressor.stats(norms)
@@ -302,6 +316,7 @@ def DistributedOptimizer(
     *,
     warmup_steps: int | float | str = "auto",
     total_steps: int | None = None,
+    schedule: Local | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
 ) -> Any:
@@ -312,12 +327,14 @@ def DistributedOptimizer(
     this one does not have, and are refused unless they are the defaults.
 
     Args:
-        optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one.
-            The result is an instance of its class.
+        optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
+            any with ``schedule=Local(...)``. The result is an instance of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
             starts compression when the learning rate no longer rises and the second moment is stable, but at most 200
             steps after that rise. (A run that is resumed before that looks at both afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
+        schedule: with ``horovod_onebit.tf.Local(...)``, ``optimizer`` may be any; each worker takes its steps alone,
+            and what all have moved is exchanged after some. There is then no warm-up.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
@@ -339,6 +356,8 @@ def DistributedOptimizer(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if schedule is not None:
+            raise UnsupportedError("schedule=Local(...) takes no LossScaleOptimizer: train in bfloat16 or float32")
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
@@ -349,13 +368,15 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
+        schedule=schedule,
     )  # fmt: skip
     return _distributed(optimizer, wrapping)
 
 
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
-    adapter = adapter_for(optimizer)
+    local = wrapping.schedule is not None
+    adapter = LocalAdapter() if local else adapter_for(optimizer)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
@@ -368,7 +389,8 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
     name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
-    wrapped._compressor = Compressor(wrapped, adapter, wrapping, name)
+    compressor = LocalSteps(wrapped, wrapping, name) if local else Compressor(wrapped, adapter, wrapping, name)
+    wrapped._compressor = compressor
     wrapped._agreement = Agreement(wrapped._compressor)
     counters = {
         "_exact_steps": "onebit_exact_steps",
@@ -379,7 +401,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         counters["_passes"] = "onebit_passes"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
-    wrapped._warmup_steps.assign(wrapping.warmup.steps)
+    wrapped._warmup_steps.assign(0 if local else wrapping.warmup.steps)
     if wrapped.built:
         wrapped._add_variables()
     return wrapped

@@ -146,5 +146,5 @@ def adapter_for(optimizer: Any) -> Adapter:
             return ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
-        "update_step)"
+        "update_step). With schedule=horovod_onebit.tf.Local(...), any optimizer works"
     )

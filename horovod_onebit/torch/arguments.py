@@ -67,15 +67,6 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
     return [[names.get(p) for p in group] for group in groups]
 
 
-def check_local(arguments: Arguments) -> None:
-    """What concerns averaged gradients, and workers that take steps alone have none."""
-    if arguments.sums or arguments.gradient_predivide_factor != 1.0:
-        raise UnsupportedError(
-            f"op={arguments.op!r}, gradient_predivide_factor={arguments.gradient_predivide_factor!r}: with "
-            "schedule=Local(...) gradients are not averaged, weights are; expected hvd.Average and 1.0"
-        )
-
-
 def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
     """``check_replicas_every``."""
     if every is None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -11,7 +10,6 @@ import torch
 
 from horovod_onebit import replicas
 from horovod_onebit.engine import Engine
-from horovod_onebit.handshake import Finite
 from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
@@ -29,8 +27,6 @@ from horovod_onebit.torch.rules import HYPERPARAMETERS, Adapter
 from horovod_onebit.warmup import Phase
 from horovod_onebit.warmup import make as make_warmup
 from horovod_onebit.world import Owed, Weighing
-
-logger = logging.getLogger("horovod_onebit")
 
 MOMENTUM = "onebit_momentum"
 """In a ``state_dict``: the momentum of the rounds, beside what the wrapped optimizer keeps of a parameter."""
@@ -68,9 +64,14 @@ class LocalParameters(Parameters):
 
     def bind_all(self) -> None:
         """Those that are trained now, where they lie now."""
-        self.bindings = {}
+        self.unbind()
         for p in self.trained():
             self._bind_one(p)
+
+    def unbind(self) -> None:
+        """The next step begins a round."""
+        self.bindings = {}
+        self.changed()
 
     def rebind(self) -> bool:
         """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any."""
@@ -124,10 +125,9 @@ class LocalParameters(Parameters):
 
     def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
-        self.bindings.clear()
+        self.unbind()
         self.kept.clear()
         self._find_never()
-        self.changed()
         if not keep_feedback:
             self.engine.feedback.reset()
         self.steps = progress.steps
@@ -191,7 +191,6 @@ class LocalSteps:
         self.agreement = Agreement(self.engine, self.parameters, self.gradients, self.process_set, compared)
         self._check_replicas_every = check_replicas_every
         self._checked = 0  # the step after which replicas were compared last
-        self._skipped = False  # a step of this round
         self.left: Owed | None = None
 
     @property
@@ -224,7 +223,7 @@ class LocalSteps:
         if loss_scale is not None:
             unscale(trained, loss_scale)
         if checked and not all_finite(trained):
-            self._skip()
+            self.rounds.skip()
         else:
             result = own_step()
         parameters.steps += 1
@@ -252,7 +251,6 @@ class LocalSteps:
         parameters = self.parameters
         self.agreement.start("step", options="a round begins")
         self.agreement.finish()
-        replicas.check(parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
         parameters.bind_all()
         parameters.pull()
         device = self.engine.collectives.gathers_on_device
@@ -262,25 +260,16 @@ class LocalSteps:
         )
         self.share_out()
 
-    def _skip(self) -> None:
-        self._skipped = True
-        self.engine.skipped += 1
-        level = logging.WARNING if self.engine.skipped & (self.engine.skipped - 1) == 0 else logging.DEBUG
-        text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
-        logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
-
     def _end_round(self, call: str) -> None:
         parameters = self.parameters
-        skipped, self._skipped = self._skipped, False
-        raises = skipped and self.engine.recipe.on_nonfinite == "raise"
         if parameters.rebind():
             large, small = parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
         parameters.pull()
 
-        def agree() -> bool:
-            self.agreement.start(call, Finite.NO if raises else Finite.UNKNOWN)
-            return self.agreement.finish().finite
+        def agree() -> None:
+            self.agreement.start(call)
+            self.agreement.finish()
 
         taken = False
         try:
@@ -325,7 +314,7 @@ class LocalSteps:
     def interrupt(self) -> None:
         """All workers together go on from other weights, or another state: the next step begins a round."""
         self.engine.abandon_step()
-        self.parameters.bindings.clear()
+        self.parameters.unbind()
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
@@ -341,7 +330,7 @@ class LocalSteps:
     def weigh(self, weighing: Weighing | None) -> None:
         """The residuals were replaced: see ``Engine.weigh``."""
         self.engine.weigh(weighing)
-        self.parameters.bindings.clear()
+        self.parameters.unbind()
 
     def fold(self) -> None:
         """Go back to the beginning of the round; what was moved since is owed. Local."""
@@ -354,7 +343,7 @@ class LocalSteps:
         """Horovod was started anew: forget what is under way, remember what is owed. Local."""
         self.left = self.engine.leave_world(self.left)
         self.agreement.reset()
-        self.parameters.bindings.clear()
+        self.parameters.unbind()
 
     def share_out(self) -> None:
         """Share out what was owed, if the workers have changed; all or none call this after ``leave_world``.

@@ -20,7 +20,7 @@ from horovod_onebit.face import next_name
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.arguments import Arguments, check_interval, check_local, groups_of, names_of, warmup_of
+from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of, warmup_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where
@@ -397,7 +397,7 @@ def DistributedOptimizer(
         "schedule": schedule, "placement": placement, "exact": patterns or (),
     }  # fmt: skip
     if isinstance(schedule, Local):
-        check_local(arguments)
+        arguments.check_local()
         wrapped = _instance(optimizer, _LocalOptimizer)
         wrapped._compressor = LocalSteps(wrapped, arguments, **options)
     else:

@@ -8,7 +8,10 @@ from tests.faults.elastic_jobs import HOSTS, Job
 pytestmark = pytest.mark.horovodrun
 
 
-@pytest.mark.parametrize(("script", "exchange"), [("elastic_torch.py", "two_stage"), ("elastic_keras.py", "direct")])
+@pytest.mark.parametrize(
+    ("script", "exchange"),
+    [("elastic_torch.py", "two_stage"), ("elastic_torch.py", "local"), ("elastic_keras.py", "direct")],
+)
 def test_training_goes_on_when_a_worker_is_killed_and_another_joins(script, exchange, tmp_path):
     first, second, third = HOSTS
     job = Job(tmp_path, script, [first, second], 300, exchange)
