@@ -31,6 +31,9 @@ ALL = (
     "onebit", "onebit no overlap",
 )  # fmt: skip
 FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit no overlap")
+SLOW = (
+    "no communication", "ddp powersgd 1", "onebit", "onebit local 8", "onebit local 16", "onebit local 64",
+)  # fmt: skip
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 
 
@@ -58,6 +61,8 @@ SETTINGS = (
     Setting(2, "100mbit", "1M", FEW),
     Setting(2, "100mbit", "25M", FEW, rounds=1, steps=2, exchanges=1),
     Setting(2, "10gbit", "25M", FEW),
+    Setting(2, "50mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
+    Setting(2, "10mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
     Setting(3, "1gbit", "25M", MANY, rounds=1, steps=3, exchanges=2),
     Setting(4, "1gbit", "25M", MANY, rounds=1, steps=3, exchanges=2),
 )
@@ -77,6 +82,7 @@ def run(setting: Setting) -> dict[str, Any]:
 def show(console: Console, found: dict[str, Any]) -> None:
     for part, baseline in (("exchange", "float32"), ("training", "horovod fp32")):
         rows = found.get(part, {})
+        baseline = baseline if baseline in rows else "ddp powersgd 1"
         title = f"{part}: {found['parameters']:,} parameters, {found['hosts']} hosts, {found['rate']}"
         table = Table("", "ms", "10 % to 90 %", "times faster", "MB received", title=title)
         for way, row in rows.items():

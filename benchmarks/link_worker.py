@@ -76,11 +76,25 @@ def ours(**options: Any) -> Callable[[str, torch.Tensor], Step]:
     def make(name: str, data: torch.Tensor) -> Step:
         model = build(name)
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        named, arguments = model.named_parameters(), dict(options)
+        named, arguments = model.named_parameters(), {"exchange": "auto", "warmup_steps": 1} | options
         recipe = Recipe(exchange=arguments.pop("exchange"))
-        return stepper(
-            model, onebit.DistributedOptimizer(optimizer, named, warmup_steps=1, recipe=recipe, **arguments), data
-        )
+        return stepper(model, onebit.DistributedOptimizer(optimizer, named, recipe=recipe, **arguments), data)
+
+    return make
+
+
+def local(every: int, **options: Any) -> Callable[[str, torch.Tensor], Step]:
+    """A whole round."""
+    schedule = onebit.Local(every=every, doubling=0)
+
+    def make(name: str, data: torch.Tensor) -> Step:
+        step = ours(schedule=schedule, warmup_steps=None, **options)(name, data)
+
+        def whole_round() -> None:
+            for _ in range(every):
+                step()
+
+        return whole_round
 
     return make
 
@@ -112,7 +126,16 @@ WAYS: dict[str, Callable[[str, torch.Tensor], Step]] = {
     "onebit direct": ours(exchange="direct"),
     "onebit two-stage": ours(exchange="two_stage"),
     "onebit no overlap": ours(exchange="auto", overlap=False),
+    "onebit local 8": local(8),
+    "onebit local 16": local(16),
+    "onebit local 64": local(64),
+    "float32 local 16": local(16, exact=["*"]),
 }
+
+
+def steps_of(way: str) -> int:
+    """How many steps one call of ``way`` takes."""
+    return int(way.split()[-1]) if "local" in way else 1
 
 
 def training(name: str, ways: list[str], rounds: int, steps: int) -> dict[str, Any]:
@@ -123,16 +146,16 @@ def training(name: str, ways: list[str], rounds: int, steps: int) -> dict[str, A
     nbytes: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(rounds):
         for way in ways:
-            step = WAYS[way](name, data)
-            for _ in range(WARM):
+            step, each = WAYS[way](name, data), steps_of(way)
+            for _ in range(WARM if each == 1 else 1):
                 step()
-            for _ in range(steps):
+            for _ in range(max(1, steps // each)):
                 hvd.barrier()
                 before, start = received(), time.perf_counter()
                 step()
-                seconds[way].append(time.perf_counter() - start)
+                seconds[way].append((time.perf_counter() - start) / each)
                 hvd.barrier()
-                nbytes[way].append(received() - before)
+                nbytes[way].append((received() - before) / each)
             del step
     return {way: {"seconds": spread(seconds[way]), "received": statistics.median(nbytes[way])} for way in ways}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from studies import early, magnitudes, moments, paraboloid, published, quadratics, rates, report, stages
+from studies import early, local, magnitudes, moments, paraboloid, published, quadratics, rates, report, stages
 
 STUDIES: dict[str, Callable[[], str]] = {
     "paraboloid": paraboloid.run,
@@ -21,6 +21,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "rates": rates.run,
     "moments": moments.run,
     "stages": stages.run,
+    "local": local.run,
 }
 HEAD = """# Studies
 

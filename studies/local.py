@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cache, partial
+from itertools import product
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Local
 from studies import pool, report
-from studies.rates import SEEDS, Cell, Result, kept, network, train
+from studies.moments import mean_of
+from studies.rates import SEEDS, Cell, Hook, Result, kept, network, train
 
 WORKERS = 4
 ROBUST = replace(PRESETS["robust"], exchange="direct")
@@ -34,21 +41,21 @@ def local(every: int, doubling: int = 0, momentum: float = 0.0, *, whole: bool =
 
 
 EXACT, ONEBIT = Way("exact"), Way("one bit in every step", warmup="auto")
-WAYS = [
+ALL = [
     EXACT,
     ONEBIT,
+    Way("one bit in every step after 20 exact ones", warmup=20),
     local(1),
     local(4),
+    local(8),
     local(16),
-    local(16, 100),
-    local(16, 200),
     local(16, 300),
-    local(16, 400),
-    local(64, 200),
+    local(4, whole=True),
     local(16, whole=True),
-    local(16, 200, whole=True),
-    local(16, 200, 0.3),
 ]
+IMAGES = [EXACT, ONEBIT, local(4), local(16), local(16, whole=True)]
+TASKS = {"long text": (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-3)}
+"""What is run of each task, and at which rate."""
 
 
 @dataclass(frozen=True)
@@ -68,3 +75,127 @@ def result(run: Run) -> Result:
     name = f"local/{run.task.replace(' ', '-')}-{way.text.replace(' ', '-').replace(',', '')}-{run.rate:g}-{run.seed}"
     exact = ["*"] if way.whole else None
     return kept(name, lambda: train(cell, ROBUST, schedule=way.schedule, exact=exact))
+
+
+class Averaged:
+    """A hook: the workers average these moments exactly before each step."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def __call__(self, optimizer: NumpyOptimizer, grads: dict[str, NDArray]) -> None:
+        for tensor, name in product(optimizer._tensors, self.names):
+            values = getattr(tensor, name)
+            values[:] = mean_of(optimizer, f"{tensor.name}.{name}", values)
+
+
+class Decayed:
+    """A hook: the error feedback is multiplied by ``factor`` before each step, or follows a falling learning rate."""
+
+    def __init__(self, factor: float | None = None) -> None:
+        self.factor = factor
+        self.rate = 0.0
+
+    def __call__(self, optimizer: NumpyOptimizer, grads: dict[str, NDArray]) -> None:
+        rate, before = optimizer.rule.lr, self.rate
+        factor = self.factor if self.factor is not None else min(1.0, rate / before if before else 1.0)
+        for tensor in optimizer._tensors:
+            tensor.residual *= np.float32(factor)
+        self.rate = rate
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Something that was tried, on the task ``text``."""
+
+    text: str
+    schedule: Local
+    recipe: Recipe = ROBUST
+    hook: Callable[[], Hook] | None = None
+    whole: bool = False
+
+
+GROWN = Local(16, 150)
+TRIED = {
+    "1": Trial("rounds of 1", Local(1, 0)),
+    "1-first": Trial("the same, first moments averaged in each step", Local(1, 0), hook=lambda: Averaged("momentum")),
+    "1-second": Trial("second moments averaged", Local(1, 0), hook=lambda: Averaged("variance")),
+    "1-both": Trial("both averaged", Local(1, 0), hook=lambda: Averaged("momentum", "variance")),
+    "1-two-bit": Trial("two bits", Local(1, 0), replace(ROBUST, codec="two_bit")),
+    "1-whole": Trial("float32", Local(1, 0), whole=True),
+    "grown": Trial("rounds of 1 to 16, doubled every 150 steps", GROWN),
+    "grown-decay": Trial("the same, errors times 0.99 in each step", GROWN, hook=lambda: Decayed(0.99)),
+    "grown-rate": Trial("errors that follow the learning rate down", GROWN, hook=Decayed),
+    "grown-128": Trial("blocks of 128", GROWN, replace(ROBUST, block_size=128)),
+    "grown-two-bit": Trial("two bits", GROWN, replace(ROBUST, codec="two_bit")),
+    "grown-whole": Trial("float32", GROWN, whole=True),
+}
+TRIED_AT = 4e-3
+
+
+def tried(name: str) -> Result:
+    """The result of a trial."""
+    trial, cell = TRIED[name], Cell("text", WORKERS, TRIED_AT, None, 0)
+    exact = ["*"] if trial.whole else None
+    run = partial(train, cell, trial.recipe, trial.hook, schedule=trial.schedule, exact=exact)
+    return kept(f"local/tried-{name}", run)
+
+
+def todo() -> Iterator[Run]:
+    """All runs."""
+    for seed, (task, (ways, rate)) in product(SEEDS, TASKS.items()):
+        for way in ways:
+            yield Run(way, task, rate, seed)
+
+
+@cache
+def _small(task: str) -> float:
+    """The share of a network's parameters that are not compressed."""
+    sizes = [p.numel() for p in network(task).parameters()]
+    return sum(size for size in sizes if size < ROBUST.min_compressed_size) / sum(sizes)
+
+
+def fewer(way: Way, task: str, exact_steps: float) -> float:
+    """How many times fewer bytes than float32 gradients a worker sends to one other, in a whole run."""
+    steps, small = Cell(task, WORKERS, 0.0, None, 0).kind.steps, _small(task)
+    one_bit = 32 * small + (1 + 32 / 1024) * (1 - small)
+    if way.schedule is not None:
+        rounds = sum(map(way.schedule.ends_round, range(1, steps + 1)))
+        rounds += not way.schedule.ends_round(steps)  # flush() ends the last one
+        return 32 * steps / (rounds * (32 if way.whole else one_bit))
+    return 32 * steps / (32 * exact_steps + one_bit * (steps - exact_steps))
+
+
+def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
+    ways, rate = TASKS[task]
+
+    def means(way: Way, key: str) -> float:
+        return mean(found[Run(way, task, rate, seed)][key] for seed in SEEDS)
+
+    exact = means(EXACT, "loss")
+    for way in ways:
+        loss = means(way, "loss")
+        times = fewer(way, task, means(way, "exact_steps")) if way != EXACT else 1.0
+        text = f"{loss:.4f}" if way == EXACT else f"{loss:.4f} ({100 * (loss / exact - 1):+.1f} %)"
+        yield [way.text, f"{times:.0f}", text, f"{100 * means(way, 'accuracy'):.1f} %"]
+
+
+def run() -> str:
+    """The section of the page."""
+    found = pool.results(result, todo())
+    text = [
+        "## 9. Local steps",
+        f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. Times "
+        "fewer bytes: of a whole run, its start included, from one worker to another, compared with float32 gradients "
+        "in every step. `rounds of 1 to 16, doubled every 300 steps` is `Local(every=16, doubling=300)`; in float32, "
+        "what workers have moved is averaged exactly. The text is that of study 6, in 2,000 steps.",
+    ]
+    for task in TASKS:
+        head = ["", "times fewer bytes", "test loss, above exact", "right"]
+        text += [f"### {task}, rate {TASKS[task][1]:g}", report.table(head, _rows(found, task))]
+    trials = pool.results(tried, TRIED)
+    text += [
+        f"### What else was tried: the text in 1,000 steps, rate {TRIED_AT:g}, one seed",
+        report.table(["", "test loss"], ([TRIED[name].text, f"{one['loss']:.3f}"] for name, one in trials.items())),
+    ]
+    return "\n\n".join(text) + "\n"

@@ -111,8 +111,8 @@ class LocalSteps(Compressor):
 
 
 def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callable[[], None]) -> None:
-    """One step of this worker alone: ``own_step``, unless gradients are not finite; at the end of a round, the exchange.
-    In a graph, or eagerly."""
+    """One step of this worker alone, ``own_step``, unless gradients are not finite; then, if the round ends, the
+    exchange. In a graph, or eagerly."""
     steps: LocalSteps = optimizer._compressor
     variables = [v for _, v in pairs]
     indices = tuple(optimizer._get_variable_index(v) for v in variables)

@@ -76,6 +76,7 @@ def _add_plan(add: Any) -> None:
         action="store_true",
         help="no hierarchical: without hvd.init(process_sets='dynamic'), for 0/1 Adam, and for auto in Keras",
     )
+    option("--local", type=int, default=1, metavar="H", help="local steps: one exchange every H steps (1)")
     option("--plot", metavar="FILE", help="write the step time by number of workers to this file (.png, .svg, ...)")
 
 
@@ -145,6 +146,7 @@ def _plan(args: argparse.Namespace) -> Answer:
         latency=1e-6 * args.latency_us,
         device=costs.DEVICES[args.device],
         process_sets=not args.no_process_sets,
+        every=args.local,
     )
     plan = planner.plan(job)
     if args.plot:
@@ -169,5 +171,6 @@ def _plan_text(plan: planner.Plan) -> str:
     title = (
         f"{job.parameters:,} parameters, {job.workers} workers on {job.hosts} hosts, "
         f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}"
+        + (f"; of 1 bit, a step of {job.every} local ones" if job.every > 1 else "")
     )
     return "\n".join([title, "", show.table(head, rows), "", plan.verdict])

@@ -32,6 +32,7 @@ class Job:
             in Keras ``"auto"`` never takes it.
         workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
             of a transfer's time is a core's work then.
+        every: steps of a round, with ``schedule=Local(every=...)``; 1 without.
     """
 
     parameters: int
@@ -45,9 +46,10 @@ class Job:
     recipe: Recipe = field(default_factory=Recipe)
     process_sets: bool = True
     workers_per_core: float = 1.0
+    every: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("parameters", "workers", "workers_per_host"):
+        for name in ("parameters", "workers", "workers_per_host", "every"):
             checks.whole(name, getattr(self, name))
         if self.workers % self.workers_per_host:
             raise ConfigurationError(
@@ -70,7 +72,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way of exchanging: ``received`` bytes by a host, ``transfer``, ``exposed``, ``step`` in seconds."""
+    """One way of exchanging: ``received`` bytes by a host, ``transfer``, ``exposed``, ``step`` in seconds; of a step, on
+    the average of a round."""
 
     way: str
     received: float
@@ -192,6 +195,10 @@ def _estimate(
     shared = 0.5 + 0.5 * job.workers_per_core
     stream, waits = shared * stream, shared * waits
     transfer = stream + waits
+    if job.every > 1 and way not in UNCOMPRESSED:  # nothing hides the exchange at the end of a round
+        each = transfer / job.every
+        step = job.compute + codec / job.every + each
+        return Estimate(way, received / job.every if job.hosts > 1 else 0.0, each, each, step)
     exposed = max(transfer - job.backward * job.compute, last * stream + waits)
     return Estimate(way, received if job.hosts > 1 else 0.0, transfer, exposed, job.compute + codec + exposed)
 

@@ -38,6 +38,18 @@ def test_bytes_grow_with_workers_in_direct_and_hardly_in_two_stage():
     assert many["1-bit direct"].received > many["float32"].received / 2
 
 
+def test_local_steps_share_an_exchange():
+    every, local = estimates(JOB), estimates(replace(JOB, every=16))
+    assert local["float32"] == every["float32"]
+    direct = local["1-bit direct"]
+    assert direct.received == every["1-bit direct"].received / 16
+    assert direct.step == pytest.approx(0.4 + direct.exposed, rel=0.02)
+    assert direct.exposed == every["1-bit direct"].transfer / 16
+    slow = planner.plan(replace(JOB, every=16, link=planner.rate("50mbit")))
+    assert slow.best.step < 1.12 * 0.4
+    assert slow.speedup > 5
+
+
 def test_hosts_of_several_workers():
     found = estimates(replace(JOB, workers=16, workers_per_host=8))
     message, answer = (costs.message_bytes(25_000_000, Recipe(), served=served) for served in (False, True))
