@@ -88,6 +88,7 @@ bench: setup ## time the codec, a step without a slow link, and training on shap
 	$(BIN)/python -m benchmarks.step
 	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.link
+	$(BIN)/python -m benchmarks.link --slow
 
 .PHONY: docs
 docs: setup $(DOCS_DONE) ## build docs/_build/html; a warning (a broken link, too) is an error

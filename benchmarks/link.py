@@ -1,6 +1,6 @@
 """Training and exchange on shaped links, against what one would use instead. Linux and root.
 
-    python -m benchmarks.link [--only 2-1gbit-25M ...] [--json benchmarks/results/link.json]
+    python -m benchmarks.link [--slow] [--only 2-1gbit-25M ...] [--json benchmarks/results/link.json]
 
 Hosts are network namespaces of this machine, a core for each as far as there are cores, joined by links that `tc`
 shapes. Everything that is compared runs in one job, on the same links, in turns; the figures to look at are ratios.
@@ -61,11 +61,15 @@ SETTINGS = (
     Setting(2, "100mbit", "1M", FEW),
     Setting(2, "100mbit", "25M", FEW, rounds=1, steps=2, exchanges=1),
     Setting(2, "10gbit", "25M", FEW),
-    Setting(2, "50mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
-    Setting(2, "10mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
     Setting(3, "1gbit", "25M", MANY, rounds=1, steps=3, exchanges=2),
     Setting(4, "1gbit", "25M", MANY, rounds=1, steps=3, exchanges=2),
 )
+
+SLOW_SETTINGS = (
+    Setting(2, "50mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
+    Setting(2, "10mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
+)
+"""With local steps, which have results of their own."""
 
 
 def run(setting: Setting) -> dict[str, Any]:
@@ -96,16 +100,18 @@ def show(console: Console, found: dict[str, Any]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", nargs="*", help=f"any of {', '.join(s.name for s in SETTINGS)}")
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--slow", action="store_true", help="the links that local steps are for")
+    parser.add_argument("--only", nargs="*", help=f"any of {', '.join(s.name for s in SETTINGS + SLOW_SETTINGS)}")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.json = options.json or RESULTS.with_name("slow.json" if options.slow else "link.json")
     console = Console()
     if reason := unavailable():
         console.print(f"Not run: {reason}")
         return
     old = json.loads(options.json.read_text())["results"] if options.json.exists() and options.only else {}
     machine = f"{os.cpu_count()} cores of an {processor()}, Linux {platform.release().split('-')[0]}"
-    for setting in SETTINGS:
+    for setting in SLOW_SETTINGS if options.slow else SETTINGS:
         if options.only and setting.name not in options.only:
             continue
         with console.status(f"{setting.hosts} hosts, {setting.rate}, {setting.model} parameters ..."):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,13 @@ single bucket over Gloo, or it crashes. Three and four hosts share two cores: no
 "no communication".
 
 {trainings}
+
+## Local steps on slow links
+
+On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is
+`schedule=Local(every=16, doubling=0)`: milliseconds and megabytes of one of its steps, on the average of a round.
+
+{slow}
 
 ## Without a slow link
 
@@ -114,6 +122,33 @@ def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
             yield result, kind, foretold[way].transfer, result["exchange"][kind]["seconds"]["median"]
 
 
+def steps_foretold(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, float, float]]:
+    """Measurement, way, seconds of a step foretold, seconds measured; of local steps."""
+    for result in results.values():
+        found = result["training"]
+        compute = found["no communication"]["seconds"]["median"]
+        for way in [way for way in found if "local" in way]:
+            told = planner.plan(replace(job(result, compute), every=int(way.split()[-1])))
+            direct = next(e for e in told.estimates if e.way == KINDS["1 bit"])
+            yield result, way, direct.step, found[way]["seconds"]["median"]
+
+
+def slow(results: dict[str, Any]) -> str:
+    told = {(id(result), way): seconds for result, way, seconds, _ in steps_foretold(results)}
+    parts = []
+    for result in results.values():
+        found = result["training"]
+        alone = found["no communication"]["seconds"]["median"]
+        rows = []
+        for way, row in found.items():
+            seconds, said = row["seconds"]["median"], told.get((id(result), way))
+            shares = [f"{100 * alone / seconds:.0f} %", f"{1e-6 * row['received']:.3f}"]
+            rows.append([way, *_ms(row), *shares, "" if said is None else f"{1e3 * said:,.0f}"])
+        heading = ["way", "ms a step", "10 to 90 %", "of it compute", "MB received", "foretold, ms"]
+        parts += [f"### {_title(result)}", table(heading, rows)]
+    return "\n\n".join(parts)
+
+
 def _title(result: dict[str, Any]) -> str:
     rate = result["rate"].replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
     return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {rate}"
@@ -184,12 +219,14 @@ def ahead() -> str:
 
 
 def main() -> None:
-    link, step, codec, local = load("link"), load("step"), load("codec"), load("local")
+    link, step, codec, local, slow_links = (load(name) for name in ("link", "step", "codec", "local", "slow"))
     size = step["memory"]["plain"]["parameters"]
     text = PAGE.format(
         machine=link["machine"],
         exchanges=exchanges(link["results"]),
         trainings=trainings(link["results"]),
+        slow_machine=slow_links["machine"],
+        slow=slow(slow_links["results"]),
         ratio=step["step"]["onebit"] / step["step"]["horovod fp32"],
         small=1e3 * (step["small"]["onebit"] - step["small"]["plain"]),
         memory=(step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size,

@@ -118,6 +118,7 @@ class Engine:
         self.recipe = recipe
         self.collectives = collectives
         self.name = name
+        self.sent = "gradients"  # of which messages are made, in what is said of NaN
         self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
@@ -486,7 +487,7 @@ class Engine:
             self.exchange.settle(False)
             self.restore_all()
         where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
-        self.say_skipped(f"the gradients of worker {where or 'unknown'}")
+        self.say_skipped(f"the {self.sent} of worker {where or 'unknown'}")
         return False
 
     def _finish(self, rules: Sequence[Rule]) -> bool:

@@ -42,7 +42,8 @@ AGREEMENT_MEANING = {
     "setup": "an argument of DistributedOptimizer (the recipe, the warm-up, groups, ...), what is trained (names, "
     "shapes, dtypes, memory order, frozen or exact parameters, how far the warm-up is, which state was loaded), or how "
     "many DistributedOptimizers were built before",
-    "options": "the learning rate, another hyperparameter or argument, or a GradScaler's scale",
+    "options": "the learning rate, another hyperparameter or argument, a GradScaler's scale, or how many local steps "
+    "were taken",
     "step": "the number of compressed steps taken",
     "gradients": "what was done to the averaged gradients before step() (synchronize(), clipping, skip_synchronize())",
 }

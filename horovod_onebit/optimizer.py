@@ -122,7 +122,7 @@ class NumpyOptimizer:
                 taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
         finally:
             self.engine.end_step()
-        self.step_count += taken or self.rounds is not None
+        self.step_count += taken and self.rounds is None
         return taken
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
@@ -137,7 +137,7 @@ class NumpyOptimizer:
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
         if self.rounds is not None:
-            if self.rounds.length:
+            if self.rounds.under_way:
                 self.rounds.exchange()
             return
         self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
@@ -185,7 +185,8 @@ class NumpyOptimizer:
                 self.rule.exact_step(tensor, flat[tensor.name], self.engine.context)
         else:
             rounds.skip()
-        return (rounds.exchange() and taken) if rounds.stepped(self.step_count + 1) else taken
+        self.step_count += 1
+        return (rounds.exchange() and taken) if rounds.stepped(self.step_count) else taken
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1

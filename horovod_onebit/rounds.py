@@ -13,6 +13,7 @@ import numpy as np
 from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.engine import Engine
+from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Tensor, finish_step
 from horovod_onebit.rules.local import Delta
@@ -38,6 +39,7 @@ class Rounds:
         self.engine = engine
         self.schedule = schedule
         self.rule = Delta(schedule.momentum)
+        engine.sent = "weights after local steps"
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
@@ -53,21 +55,28 @@ class Rounds:
 
         Raises ``DesyncError`` on all workers if they do not have the same. For ``details`` see ``Engine.prepare``.
         """
-        self.large, self.small, self.length, self._details = list(large), list(small), 0, details
-        self._prepare()
-        for tensor in self.tensors:
+        self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
+        self._details = details
+        host, found = self.engine.context.kernels.host, {}
+        for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
-        host = self.engine.context.kernels.host
-        found = {tensor.name: replicas.checksum(host(tensor.anchor)) for tensor in self.tensors}
-        replicas.check(found, self.engine.collectives, f"{self.engine.name}.begin")
-
-    def _prepare(self) -> None:
-        self.engine.prepare(self.large, [self.rule] * len(self.large), self._details)
+            found[tensor.name] = replicas.checksum(host(tensor.anchor))
+        try:
+            replicas.check(found, self.engine.collectives, f"{self.engine.name}.begin")
+        except DesyncError as error:
+            text = "Local steps begin with the same weights on all workers; call flush() before you load or broadcast"
+            raise DesyncError(f"{error}. {text} an optimizer's state in the middle of a round") from None
+        self.replace(large, small)
 
     def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> None:
-        """The same tensors in another memory. Local."""
+        """The same tensors in another memory. Local; collective when a round begins."""
+        self.engine.prepare(large, [self.rule] * len(large), self._details)
         self.large, self.small = list(large), list(small)
-        self._prepare()
+
+    @property
+    def under_way(self) -> bool:
+        """Whether workers have taken steps that were not exchanged."""
+        return bool(self.tensors) and self.length > 0
 
     def stepped(self, step: int) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
@@ -104,9 +113,16 @@ class Rounds:
         except Exception:
             engine.withdraw()
             raise
-        finite, means, self.length = self._none_skipped(), self._start_means()(), 0
+        skipped, means, self.length = self._who_skipped(), self._start_means()(), 0
         try:
-            taken = engine.receive(weights, plan, finite=finite and all_finite(means))
+            taken = engine.receive(weights, plan, finite=not skipped and all_finite(means))
+        except NonFiniteError as error:
+            self.fold()
+            where = f"the gradients of worker {skipped}" if skipped else "the weights of some worker"
+            raise NonFiniteError(
+                f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
+                "to pass over such steps"
+            ) from error
         except BaseException:
             self.fold()
             raise
@@ -119,13 +135,15 @@ class Rounds:
         finish_step([self.rule] * len(self.small), self.small, engine.context)
         return True
 
-    def _none_skipped(self) -> bool:
-        """Whether no worker has skipped a step, where that is an error. Collective then."""
+    def _who_skipped(self) -> list[int]:
+        """The workers that have skipped a step, where that is an error. Collective then."""
         skipped, self._skipped = self._skipped, False
         if self.engine.recipe.on_nonfinite != "raise":
-            return True
-        total = self.engine.collectives.allreduce(np.array([skipped], np.float32), f"{self.engine.name}.skipped").wait()
-        return not total.any()
+            return []
+        collectives = self.engine.collectives
+        own = np.zeros(collectives.size, np.float32)
+        own[collectives.rank] = skipped
+        return np.flatnonzero(collectives.allreduce(own, f"{self.engine.name}.skipped").wait()).tolist()
 
     def _start_means(self) -> Callable[[], list[Array]]:
         """Start the exact mean of what small tensors have moved; what is returned waits for it. Collective."""

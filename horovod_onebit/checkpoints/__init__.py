@@ -53,6 +53,9 @@ class Face(ABC):
     rank: int
     workers: int
 
+    kind: str = "step"
+    """What is exchanged: messages of steps, or of ``"local"`` ones. Error feedback of one is nothing to the other."""
+
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
         """The values of all workers, on every worker."""
@@ -204,7 +207,18 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
             f"{error}. The checkpoint before, of step {history[1].step}, is kept: load_checkpoint(..., previous=True)"
         ) from None
     own, shared = mine
-    _together(face, "load", "check", lambda: face.check(about, own["feedback"]))
+
+    def check() -> None:
+        saved = own.get("kind", "step")  # earlier versions did not write it
+        if saved != face.kind:
+            names = {"step": "without local steps", "local": "with schedule=Local(...)"}
+            raise ConfigurationError(
+                f"the checkpoint was saved {names.get(saved, saved)}, and this optimizer is {names[face.kind]}: build "
+                "it as it was, or load the weights alone"
+            )
+        face.check(about, own["feedback"])
+
+    _together(face, "load", "check", check)
     _together(face, "load", "model", lambda: face.take_over(shared, about))
     face.spread(about, own)
     lock.remember(place, history[0].key, chosen.key)

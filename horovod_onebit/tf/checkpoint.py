@@ -95,6 +95,7 @@ class _Keras(checkpoints.Face):
 
     def check_arguments(self) -> None:
         check_ours(self.optimizer)
+        self.kind = "local" if self.optimizer._wrapping.schedule is not None else "step"
         if not self.model.built:
             raise ConfigurationError("the model is not built: model.build(shape)")
         if not self.optimizer.built:
@@ -129,6 +130,7 @@ class _Keras(checkpoints.Face):
         about = {
             "format": FORMAT,
             "key": key,
+            "kind": self.kind,
             "served": own["served"],
             "divisor": own["divisor"],
             "encodes": own["encodes"],

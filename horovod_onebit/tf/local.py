@@ -6,10 +6,11 @@ import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.errors import NonFiniteError
+from horovod_onebit.errors import ConfigurationError, NonFiniteError
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
 from horovod_onebit.rules.local import Delta
@@ -30,7 +31,7 @@ class LocalAdapter(Adapter):
         return None
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
-        return Delta()
+        return Delta(lr=learning_rate)  # for the agreement
 
 
 class LocalSteps(Compressor):
@@ -41,16 +42,27 @@ class LocalSteps(Compressor):
         super().__init__(optimizer, LocalAdapter(), wrapping, name)
         assert wrapping.schedule is not None
         self.rounds = Rounds(self.engine, wrapping.schedule)
+        self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
     def begun(self, indices: tuple[int, ...]) -> bool:
-        """Whether the variables ``indices`` are in a round."""
-        return indices == self.indices and self.engine.layout is not None
+        """Whether the variables ``indices`` are in a round, and nobody has set them since the last exchange."""
+        if indices != self.indices or self.engine.layout is None:
+            return False
+        if self.rounds.under_way:
+            return True
+        both = zip(self.bound(), self.tensors, strict=True)
+        return all(np.array_equal(_host(v), _rounded(t.anchor, v)) for v, t in both)
 
     def begin(self, indices: tuple[int, ...], values: Sequence[Any]) -> None:
         """Begin a round with the ``values`` of the variables ``indices``. Runs in ``coroutine``; collective."""
+        if indices != self.indices and self.rounds.under_way:
+            raise ConfigurationError(
+                "what is trained has changed in the middle of a round of local steps: call optimizer.flush() before "
+                "the change, on all workers"
+            )
         variables = [self.optimizer._trainable_variables[i] for i in indices]
-        self.indices, self.tensors = indices, []
+        self.indices, self.tensors = (), []
         for i, variable, value in zip(indices, variables, values, strict=True):
             name = self.name_of(i, variable)
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
@@ -61,6 +73,7 @@ class LocalSteps(Compressor):
         both = list(zip(variables, self.tensors, strict=True))
         large = [tensor for variable, tensor in both if self.is_compressed(variable)]
         self.rounds.begin(large, [tensor for variable, tensor in both if not self.is_compressed(variable)])
+        self.indices = indices
 
     def stepped(self, steps: Any) -> bool:
         """A step was taken or skipped, by this worker alone; whether the round ends."""
@@ -76,8 +89,9 @@ class LocalSteps(Compressor):
     def exchange(self, *values: Any) -> None:
         """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
         self._pull(values)
+        self.lost = True
         try:
-            self.rounds.exchange()
+            self.lost = not self.rounds.exchange()
         except NonFiniteError as error:
             self._error = error
         except BaseException:
@@ -99,12 +113,12 @@ class LocalSteps(Compressor):
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective; eager."""
         self.settle()
-        if self.rounds.length and self.engine.layout is not None:
+        if self.rounds.under_way and self.engine.layout is not None:
             _exchange(self.optimizer, self.indices, self.bound())
 
     def fold(self) -> None:
         """Before the workers change: go back to the beginning of the round; what was moved since is owed. Local."""
-        if self.rounds.length and self.engine.layout is not None:
+        if self.rounds.under_way and self.engine.layout is not None:
             self._pull([tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in self.bound()])
             self.rounds.fold()
             _put(self.bound(), [tf.constant(tensor.weight) for tensor in self.tensors])
@@ -123,10 +137,14 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
 
         cond(_agreed(optimizer, indices), lambda: _run(steps, work, variables), lambda: None)
 
+    def skip() -> None:
+        host_call(steps.rounds.skip)
+        optimizer._iterations.assign_add(1)  # or learning rates that follow it would part
+
     with in_order():
         cond(host_value(lambda: steps.begun(indices), [], tf.bool), lambda: None, begin)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in pairs])
-        cond(finite, own_step, lambda: host_call(steps.rounds.skip))
+        cond(finite, own_step, skip)
         optimizer._compressed_steps.assign_add(1)
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
         ends = host_value(steps.stepped, [count], tf.bool)
@@ -151,10 +169,28 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         done = _run(steps, steps.exchange, variables)
         new = host_values(lambda _: [adopt(t.weight) for t in steps.tensors], [done], [tf.float32] * len(variables))
         _put(variables, new)
+        cond(host_value(lambda: steps.lost, [], tf.bool), lambda: _heal(optimizer), lambda: None)
         if optimizer.recipe.on_nonfinite == "raise":
             host_call(steps.say)
 
     cond(_agreed(optimizer, indices), exchange, lambda: None)
+
+
+def _heal(optimizer: Any) -> None:
+    """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""
+    for variable in optimizer.variables:
+        if keras.backend.is_float_dtype(variable.dtype):
+            value = tf.convert_to_tensor(variable.value)
+            variable.assign(tf.where(tf.math.is_finite(value), value, tf.zeros_like(value)))
+
+
+def _host(variable: Any) -> np.ndarray:
+    return np.asarray(variable.value).reshape(-1)
+
+
+def _rounded(array: Any, variable: Any) -> np.ndarray:
+    """``array`` as ``variable`` keeps it."""
+    return np.asarray(tf.cast(array, variable.dtype))
 
 
 def _put(variables: Sequence[Any], values: Sequence[Any]) -> None:

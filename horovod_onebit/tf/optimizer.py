@@ -376,6 +376,8 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     local = wrapping.schedule is not None
+    if local and optimizer.use_ema:
+        raise UnsupportedError("use_ema=True: with schedule=Local(...), each worker would average its own weights")
     adapter = LocalAdapter() if local else adapter_for(optimizer)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:

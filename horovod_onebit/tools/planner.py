@@ -72,8 +72,8 @@ class Job:
 
 @dataclass(frozen=True)
 class Estimate:
-    """One way of exchanging: ``received`` bytes by a host, ``transfer``, ``exposed``, ``step`` in seconds; of a step, on
-    the average of a round."""
+    """One way of exchanging: ``received`` bytes by a host, ``transfer``, ``exposed``, ``step`` in seconds; of a step,
+    on the average of a round."""
 
     way: str
     received: float

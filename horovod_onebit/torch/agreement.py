@@ -116,6 +116,7 @@ class Agreement:
             yield
         except Exception as error:
             if not self._begun:
+                self._begun = True  # around this, nobody has to be told again
                 with suppress(DesyncError):
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
                     self._gradients.refuse()  # all workers have found the same

@@ -95,7 +95,7 @@ class _Torch(checkpoints.Face):
         return hvd.allgather_object(value, name="onebit.checkpoint")
 
     def check_arguments(self) -> None:
-        check_ours(self.optimizer)
+        self.kind = check_ours(self.optimizer)._compressor.kind
         if not isinstance(self.model, torch.nn.Module):
             raise ConfigurationError(f"model is {type(self.model).__name__}: expected a torch.nn.Module")
 
@@ -123,7 +123,7 @@ class _Torch(checkpoints.Face):
         own = compressor.engine.owed()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         state = PACKER.pack(compressor.own_state(), "optimizer")
-        content = {**own, "feedback": feedback, "optimizer": state}
+        content = {**own, "feedback": feedback, "optimizer": state, "kind": self.kind}
         _write({"format": FORMAT, "key": key, "worker": self.rank, **content}, path)
 
     def write_shared(self, path: Path, key: str, extra: Any) -> None:

@@ -33,6 +33,8 @@ class Compressor:
     ``options`` are those of ``Parameters``. Parameters are found by the first ``check_groups``.
     """
 
+    kind = "step"  # in checkpoints
+
     def __init__(
         self,
         optimizer: Any,

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from horovod_onebit import replicas
+from horovod_onebit.checks import whole
 from horovod_onebit.engine import Engine
 from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
@@ -28,17 +29,17 @@ from horovod_onebit.warmup import Phase
 from horovod_onebit.warmup import make as make_warmup
 from horovod_onebit.world import Owed, Weighing
 
-MOMENTUM = "onebit_momentum"
-"""In a ``state_dict``: the momentum of the rounds, beside what the wrapped optimizer keeps of a parameter."""
+MOMENTUM, ANCHOR = "onebit_momentum", "onebit_anchor"
+"""What rounds keep of a parameter; in a ``state_dict``, the momentum is beside the wrapped optimizer's own state."""
 
 
 class LocalAdapter(Adapter):
     """Any optimizer: of its state, nothing is touched. What rounds keep lies apart from it."""
 
-    anchor_key = "anchor"
+    anchor_key = ANCHOR
 
     def __init__(self) -> None:
-        super().__init__(Wraps("Local", Delta, momentum="momentum"))
+        super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
 
     def init_state(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
         pass
@@ -88,7 +89,7 @@ class LocalParameters(Parameters):
         return large, small
 
     def _bind_one(self, p: torch.Tensor) -> None:
-        keys = ("anchor", "momentum") if self.local.momentum else ("anchor",)
+        keys = (ANCHOR, MOMENTUM) if self.local.momentum else (ANCHOR,)
         state = self.kept.setdefault(p, {})
         for key in keys:
             if key not in state:
@@ -98,6 +99,21 @@ class LocalParameters(Parameters):
             self.engine.use_kernels("cuda")
         self.bindings[p] = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
         self.changed()
+
+    def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
+
+    def round(self) -> None:
+        """After an exchange: what is common to all is the weights as they are kept, in bfloat16 say."""
+        self.push()
+        for binding in self.bindings.values():
+            if not binding.in_place:
+                binding.pull()
+                binding.state[ANCHOR].copy_(binding.p)
+
+    def moved_since(self) -> bool:
+        """Whether somebody has set weights since the last exchange."""
+        return any(not torch.equal(p, b.state[ANCHOR].to(p.device, p.dtype)) for p, b in self.bindings.items())
 
     def describe(self) -> str:
         return f"{super().describe()} {self.local}"
@@ -111,22 +127,24 @@ class LocalParameters(Parameters):
         return {}
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
-        """Of its progress alone: the rest is each worker's own."""
-        own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
+        """Of its progress alone, without the steps that it has skipped: the rest is each worker's own."""
+        own = dict(state_dict["param_groups"][0].get(STATE_KEY) or {}) if state_dict["param_groups"] else {}
+        own.pop("skipped", None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
     def export(self, state: dict[str, Any]) -> None:
         super().export(state)
         packed = state["state"]
         for _, position, p in self.enumerated():
-            momentum = self.kept.get(p, {}).get("momentum")
+            momentum = self.kept.get(p, {}).get(MOMENTUM)
             if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
                 packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
 
     def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
         self.unbind()
-        self.kept.clear()
+        if whole is not None:
+            self.kept.clear()
         self._find_never()
         if not keep_feedback:
             self.engine.feedback.reset()
@@ -134,7 +152,7 @@ class LocalParameters(Parameters):
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         for p in self.ordered():
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
-                self.kept[p] = {"momentum": momentum}
+                self.kept[p] = {MOMENTUM: momentum}
 
 
 class OwnGradients:
@@ -155,7 +173,7 @@ class OwnGradients:
         return f"{self._arguments}"
 
     def set_passes(self, passes: int) -> None:
-        self.passes = passes
+        self.passes = whole("backward_passes_per_step", passes)
 
     def send_late(self, reason: str, *, averages: bool = False) -> None:
         """Nothing is sent early."""
@@ -165,8 +183,14 @@ class OwnGradients:
         self._engine.abandon_step()
 
 
+class _NotFinite(Exception):
+    """Gradients are not finite; the argument is the loss."""
+
+
 class LocalSteps:
     """What ``Compressor`` is to gradients: the steps of one optimizer, and all that needs the other workers."""
+
+    kind = "local"
 
     def __init__(
         self,
@@ -199,33 +223,46 @@ class LocalSteps:
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
-        self.parameters.adopt()
+        if self.parameters.adopt():
+            self._checked = self.parameters.steps
 
     def check_groups(self) -> None:
         """Take notice of parameters that are new or gone, and of other workers."""
         if self.engine.workers_changed:
             self.leave_world()
         self.parameters.find_new()
-        self.parameters.adopt()
+        self.adopt()
         for p in self.parameters.forget_gone():
             self.parameters.kept.pop(p, None)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, own_step: Callable[[], Any], *, checked: bool, loss_scale: float | None) -> Any:
-        """Take one step alone, and end the round if it is the last one of it; returns what ``own_step`` does.
+    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, *, loss_scale: float | None) -> Any:
+        """Take one step alone, ``own_step`` with ``closure`` if there is one, and end the round if it is its last one;
+        returns what ``own_step`` does.
 
-        ``checked``: pass over it if gradients are not finite. ``loss_scale``: what they have to be divided by.
+        It is passed over if gradients are not finite. ``loss_scale``: what they have to be divided by.
         """
         parameters, result = self.parameters, None
         self._follow()
         trained = parameters.trained()
+
+        def computed() -> Any:
+            loss = closure() if closure is not None else None
+            if not all_finite(trained):
+                raise _NotFinite(loss)
+            return loss
+
         if loss_scale is not None:
             unscale(trained, loss_scale)
-        if checked and not all_finite(trained):
-            self.rounds.skip()
-        else:
-            result = own_step()
+        with self.agreement.told("step"):  # others may have gone on since the round began
+            try:
+                if closure is None:
+                    computed()
+                result = own_step(closure and computed)
+            except _NotFinite as found:
+                result = found.args[0]
+                self.rounds.skip()
         parameters.steps += 1
         try:
             if self.rounds.stepped(parameters.steps):
@@ -240,8 +277,9 @@ class LocalSteps:
         self.check_groups()
         bound = self.parameters.bindings
         if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
-            return
-        if bound and self.rounds.length:
+            if self.rounds.under_way or not self.parameters.moved_since():
+                return
+        elif bound and self.rounds.under_way:
             self._end_round("step")
         for name in {self.parameters.names[p] for p in bound if not p.requires_grad}:
             self.engine.feedback.discard(name)
@@ -249,15 +287,19 @@ class LocalSteps:
 
     def _begin(self) -> None:
         parameters = self.parameters
-        self.agreement.start("step", options="a round begins")
+        self.agreement.start("step", options=f"a round begins {parameters.steps}")
         self.agreement.finish()
         parameters.bind_all()
         parameters.pull()
         device = self.engine.collectives.gathers_on_device
         large, small = parameters.bound()
-        self.rounds.begin(
-            [b.tensor for b in large], [b.tensor for b in small], [b.detail(device=device) for b in large]
-        )
+        try:
+            self.rounds.begin(
+                [b.tensor for b in large], [b.tensor for b in small], [b.detail(device=device) for b in large]
+            )
+        except BaseException:
+            parameters.unbind()
+            raise
         self.share_out()
 
     def _end_round(self, call: str) -> None:
@@ -268,14 +310,14 @@ class LocalSteps:
         parameters.pull()
 
         def agree() -> None:
-            self.agreement.start(call)
+            self.agreement.start(call, options=f"{parameters.steps} {self.rounds.length}")
             self.agreement.finish()
 
         taken = False
         try:
             taken = self.rounds.exchange(agree)
         finally:
-            parameters.push()
+            parameters.round() if not self.rounds.under_way else parameters.push()
             if not taken:
                 self._heal()
         every = self._check_replicas_every
@@ -294,7 +336,7 @@ class LocalSteps:
 
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective."""
-        if self.included and self.parameters.bindings and self.rounds.length:
+        if self.included and self.parameters.bindings and self.rounds.under_way:
             self._end_round("flush")
 
     def check_replicas(self) -> None:
@@ -320,6 +362,7 @@ class LocalSteps:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
         self.engine.forget_sent()
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
+        self._checked = self.parameters.steps
 
     def own_state(self) -> Any:
         """What the wrapped optimizer keeps: each worker's is its own."""
@@ -334,7 +377,7 @@ class LocalSteps:
 
     def fold(self) -> None:
         """Go back to the beginning of the round; what was moved since is owed. Local."""
-        if self.parameters.bindings and self.rounds.length:
+        if self.parameters.bindings and self.rounds.under_way:
             self.parameters.pull()
             self.rounds.fold()
             self.parameters.push()

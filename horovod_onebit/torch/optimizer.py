@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 import sys
 import warnings
@@ -192,9 +191,10 @@ class _DistributedOptimizer:
         return self._compressor.engine.recipe
 
     def flush(self) -> None:
-        """0/1 Adam: bring all workers to the same weights before they are saved or evaluated. Collective.
+        """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Costs one exact exchange if the last step was a local one, nothing otherwise, as with all other algorithms.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise, as with all
+        other algorithms.
         """
         with torch.no_grad():
             self._compressor.flush()
@@ -203,7 +203,8 @@ class _DistributedOptimizer:
         """Compare weights and optimizer state with worker 0's, bit by bit. Collective; a pass over memory.
 
         Raises ``DesyncError`` on all workers, which names the parameters and the workers. ``check_replicas_every`` of
-        ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam, call ``flush()`` before.
+        ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam and local steps, call ``flush()``
+        before.
         """
         if self._participates:
             self._compressor.agreement.meet("check_replicas")
@@ -289,18 +290,36 @@ class _LocalOptimizer(_DistributedOptimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of this worker alone; collective if it is the last one of a round."""
-        own_step = functools.partial(self._exact_step, closure)
         if not self._participates:
-            return own_step()
+            return self._exact_step(closure)
+        if _called_by("horovod.torch.functions"):
+            return self._init_state_by_a_step()
         scaling = self._take_scaling()
         scale = scaling.get("grad_scale")
         try:
             with self._compressor.agreement.told("step"):
                 return self._compressor.step(
-                    own_step, checked=closure is None, loss_scale=None if scale is None else float(scale)
+                    self._exact_step, closure, loss_scale=None if scale is None else float(scale)
                 )
         finally:
             self.__dict__.update(scaling)
+
+    @torch.no_grad()
+    def _init_state_by_a_step(self) -> None:
+        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        weights = [p.clone() for p in parameters]
+        self._exact_step()
+        for p, weight in zip(parameters, weights, strict=True):
+            p.copy_(weight)
+
+
+def _called_by(module: str) -> bool:
+    """Whether a function of ``module`` is on the top of the stack, PyTorch's own wrappers of ``step`` apart."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", __name__)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:

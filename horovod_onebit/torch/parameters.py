@@ -386,7 +386,7 @@ class Parameters:
     def taken(self, p: torch.Tensor) -> int:
         """Optimizer steps that ``p`` has had."""
         binding = self.bindings.get(p)
-        return int(self.optimizer.state[p].get("step", 0)) if binding is None else binding.tensor.step
+        return int(self.optimizer.state.get(p, {}).get("step", 0)) if binding is None else binding.tensor.step
 
     def progress(self) -> Progress:
         """How far the run is."""

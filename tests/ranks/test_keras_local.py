@@ -102,13 +102,54 @@ def test_several_passes_make_a_step():
     assert optimizer.stats(norms=False).step == 8
 
 
-@pytest.mark.parametrize("what", ["every", "weights"])
-def test_workers_that_disagree_are_told(what):
+@pytest.mark.parametrize(
+    ("what", "text"), [("every", "argument"), ("rate", "learning rate"), ("weights", "drifted apart")]
+)
+def test_workers_that_disagree_are_told_and_may_go_on(what, text):
     model = build(seed=RANK if what == "weights" else 0)
     every = 4 if what == "every" and RANK == 0 else 8
-    optimizer = local(keras.optimizers.Adam(1e-3), onebit.Local(every=every, doubling=0))
-    with pytest.raises((DesyncError, tf.errors.OpError), match="drifted apart" if what == "weights" else "argument"):
-        train(model, optimizer, 16)
+    rate = 1e-3 * (1 + RANK) if what == "rate" else 1e-3
+    optimizer = local(keras.optimizers.Adam(rate), onebit.Local(every=every, doubling=0))
+    with pytest.raises((DesyncError, tf.errors.OpError), match=text):
+        train(model, optimizer, 16, eager=True)
+    if what == "weights":
+        onebit.broadcast_variables(model.variables)
+        train(model, optimizer, 8, eager=True)
+        assert_replicas_equal(model)
+
+
+def test_weights_that_were_set_between_rounds_are_where_the_next_one_begins():
+    model, optimizer = build(), local(keras.optimizers.SGD(0.0), SHORT)
+    train(model, optimizer, 4)
+    saved = [np.ones(v.shape, np.float32) for v in model.trainable_variables]
+    for variable, value in zip(model.trainable_variables, saved, strict=True):
+        variable.assign(value)
+    train(model, optimizer, 4)
+    for variable, value in zip(model.trainable_variables, saved, strict=True):
+        np.testing.assert_array_equal(variable, value)
+
+
+def test_a_round_with_damaged_weights_is_lost_and_training_goes_on():
+    model, optimizer = build(), local(keras.optimizers.Adam(3e-3), SHORT)
+    train(model, optimizer, 6)
+    if RANK == SIZE - 1:
+        model.trainable_variables[0].assign(model.trainable_variables[0] * float("nan"))
+        optimizer._velocities[0].assign(optimizer._velocities[0] * float("nan"))
+    train(model, optimizer, 14, start=6)
+    assert_replicas_equal(model)
+
+
+def test_what_is_trained_may_change_between_rounds_only():
+    model, optimizer = build(hidden=(64, 64)), local(keras.optimizers.Adam(3e-3), SHORT)
+    optimizer.build(model.trainable_variables)
+    train(model, optimizer, 6, eager=True)
+    model.layers[0].trainable = False
+    with pytest.raises(ConfigurationError, match="in the middle of a round"):
+        train(model, optimizer, 1, start=6, eager=True)
+    optimizer.flush()
+    train(model, optimizer, 4, start=6, eager=True)
+    optimizer.flush()
+    assert_replicas_equal(model)
 
 
 def nan_on(rank, model, optimizer, step):
@@ -190,10 +231,11 @@ def test_a_saved_model_goes_on(folder):
         ({"op": hvd.Sum}, UnsupportedError, "gradients are not averaged"),
         ({"schedule": "local"}, ConfigurationError, "expected a Local"),
         ({"schedule": onebit.Local(momentum=0.5)}, UnsupportedError, "no momentum"),
+        ({"optimizer": keras.optimizers.Adam(1e-3, use_ema=True)}, UnsupportedError, "use_ema"),
     ],
 )
 def test_bad_arguments(arguments, error, text):
     with pytest.raises(error, match=text):
-        onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), **({"schedule": SHORT} | arguments))
+        onebit.DistributedOptimizer(**({"optimizer": keras.optimizers.Adam(1e-3), "schedule": SHORT} | arguments))
     with pytest.raises(UnsupportedError, match=r"schedule=horovod_onebit.tf.Local\(...\), any optimizer works"):
         onebit.DistributedOptimizer(keras.optimizers.RMSprop(1e-3))

@@ -9,7 +9,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,
@@ -21,6 +21,7 @@ from tests.ranks.torch_common import (
     spoil,
     train,
     weights,
+    wrap,
 )
 
 GROWING = onebit.Local(every=4, doubling=8)
@@ -37,7 +38,9 @@ class Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
-                    self.state[p]["count"] = self.state[p].get("count", 0) + 1
+                    if p not in self.state:
+                        self.state[p] = {"count": 0, "momentum": 0.5}
+                    self.state[p]["count"] += 1
                     p.sub_(p.grad / (p.grad.norm() + 1e-6), alpha=group["lr"])
 
 
@@ -173,6 +176,52 @@ def test_workers_that_disagree_are_told(what):
         train(model, optimizer, 8)
 
 
+def test_training_goes_on_when_the_weights_were_made_equal():
+    model = Net(seed=RANK)
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    with pytest.raises(DesyncError, match="begin with the same weights"):
+        train(model, optimizer, 1)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    train(model, optimizer, 4)
+    assert_replicas_equal(model)
+
+
+def test_a_worker_that_misses_a_step_is_told():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 6 if RANK == 0 else 5)
+    with pytest.raises(DesyncError, match="the learning rate, another hyperparameter or argument"):
+        optimizer.flush()
+
+
+def test_weights_that_were_set_between_rounds_are_where_the_next_one_begins():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0), lr=0.0, weight_decay=0.0)
+    train(model, optimizer, 4)
+    saved = {name: torch.ones_like(value) for name, value in model.state_dict().items()}
+    model.load_state_dict(saved)
+    train(model, optimizer, 4)
+    assert all(torch.equal(value, saved[name]) for name, value in model.state_dict().items())
+
+
+def test_horovods_own_broadcast_of_a_state_that_only_one_worker_has():
+    torch.manual_seed(RANK)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 64), torch.nn.Linear(64, 10))
+    optimizer = local(model)
+    if RANK == 0:
+        plain = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+        plain.step()
+        optimizer.load_state_dict(plain.state_dict())
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    before = weights(model)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert torch.equal(before, weights(model))
+    assert float(optimizer.state[model[0].weight]["step"]) == 1
+    train(model, optimizer, 16)
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_nan_on_one_worker_skips_its_own_step(value):
     model = Net()
@@ -183,6 +232,28 @@ def test_nan_on_one_worker_skips_its_own_step(value):
         train(model, optimizer, 1, start=step)
     assert_replicas_equal(model)
     assert optimizer.stats().skipped_steps == (RANK == 0)
+
+
+def test_nan_in_a_closure_skips_the_step():
+    model = Net()
+    optimizer = local(model)
+    for step in range(16):
+        x, y = batch(step)
+
+        def closure(x=x, y=y, bad=RANK == 0 and step == 9):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            if bad:
+                model.second.weight.grad[0, 0] = float("nan")
+            return loss
+
+        assert torch.isfinite(optimizer.step(closure))
+    assert_replicas_equal(model)
+    assert optimizer.stats().skipped_steps == (RANK == 0)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 8, start=16)
+    assert_replicas_equal(model)
 
 
 def test_nan_on_one_worker_is_raised_on_all_at_the_end_of_the_round():
@@ -235,6 +306,22 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum):
     optimizer.flush()
     resumed.flush()
     assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize("since", ["local", "step"])
+def test_a_checkpoint_is_for_steps_of_its_kind(folder, since):
+    def make(kind):
+        model = Net()
+        return model, local(model) if kind == "local" else wrap(model)
+
+    model, optimizer = make(since)
+    train(model, optimizer, 8)
+    onebit.save_checkpoint(folder, model, optimizer)
+    other, resumed = make("step" if since == "local" else "local")
+    before = weights(other)
+    with pytest.raises(CheckpointError, match="the checkpoint was saved with"):
+        onebit.load_checkpoint(folder, other, resumed)
+    assert torch.equal(before, weights(other))
 
 
 def test_a_state_dict_goes_to_another_optimizer_and_to_a_plain_one():

@@ -190,3 +190,10 @@ def test_bytes_are_those_that_the_interfaces_counted(name):
 def test_times_are_within_a_quarter_of_those_measured(name):
     for _, kind, foretold, measured in report.predictions({name: RESULTS[name]}):
         assert foretold == pytest.approx(measured, rel=0.25), kind
+
+
+def test_local_steps_are_within_a_quarter_of_those_measured():
+    rows = list(report.steps_foretold(report.load("slow")["results"]))
+    assert rows
+    for _, way, foretold, measured in rows:
+        assert foretold == pytest.approx(measured, rel=0.25), way
