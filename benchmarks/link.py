@@ -34,6 +34,7 @@ FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "on
 SLOW = (
     "no communication", "ddp powersgd 1", "onebit", "onebit local 8", "onebit local 16", "onebit local 64",
 )  # fmt: skip
+SLOWEST = ("no communication", "onebit local 16", "onebit local 64")  # others begin with exact steps of minutes
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 
 
@@ -67,7 +68,7 @@ SETTINGS = (
 
 SLOW_SETTINGS = (
     Setting(2, "50mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
-    Setting(2, "10mbit", "25M", SLOW, rounds=1, steps=2, exchanges=0),
+    Setting(2, "10mbit", "25M", SLOWEST, rounds=1, steps=2, exchanges=0),
 )
 """With local steps, which have results of their own."""
 
