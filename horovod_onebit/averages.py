@@ -32,6 +32,14 @@ def start_sum(
     return arrive
 
 
+def start_mean(
+    arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
+) -> Callable[[], list[Array]]:
+    """The same for the means over the workers. Collective."""
+    arrive, workers = start_sum(arrays, collectives, name, traffic), np.float32(collectives.size)
+    return lambda: [total / workers for total in arrive()]
+
+
 def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
     """The root mean square, over the workers, of norms whose ``squares`` this worker has, (k,). Collective.
 

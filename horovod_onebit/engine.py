@@ -496,14 +496,19 @@ class Engine:
         finish_step(rules, self.tensors, self.context)
         return True
 
+    @property
+    def speaks(self) -> bool:
+        """Whether to warn of the step that was skipped last: the 1st, 2nd, 4th, 8th ... A run that diverges skips
+        every step."""
+        return self.skipped & (self.skipped - 1) == 0
+
     def say_skipped(self, where: str) -> None:
         """Account for a step that all workers skip; raises ``NonFiniteError`` if the recipe says so."""
         self.skipped += 1
         text = f"NaN or Inf in {where}"
         if self.recipe.on_nonfinite == "raise":
             raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
-        # A run that diverges skips every step: speak the 1st, 2nd, 4th, 8th ... time only.
-        speak = self.collectives.rank == 0 and self.skipped & (self.skipped - 1) == 0
+        speak = self.collectives.rank == 0 and self.speaks
         logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
 
     def _restore(self, item: _Sent) -> None:

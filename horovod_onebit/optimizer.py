@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, start_sum
+from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
@@ -144,10 +144,9 @@ class NumpyOptimizer:
 
     def _start_mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> Callable[[], dict[str, Array]]:
         """Start averaging the gradients of ``tensors``, exactly, in one allreduce; what is returned waits for it."""
-        engine, workers = self.engine, np.float32(self.engine.collectives.size)
-        grads = [flat[t.name] for t in tensors]
-        arrive = start_sum(grads, engine.collectives, f"{engine.name}.exact", engine.traffic)
-        return lambda: {t.name: total / workers for t, total in zip(tensors, arrive(), strict=True)}
+        engine, grads = self.engine, [flat[t.name] for t in tensors]
+        arrive = start_mean(grads, engine.collectives, f"{engine.name}.exact", engine.traffic)
+        return lambda: {t.name: mean for t, mean in zip(tensors, arrive(), strict=True)}
 
     def _warmup_step(self, flat: Mapping[str, Array]) -> bool:
         means = self._start_mean(self._tensors, flat)()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from horovod_onebit import replicas
-from horovod_onebit.averages import all_finite, start_sum
+from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.kernels.reference import Array
@@ -91,7 +91,7 @@ class Rounds:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""
         self._skipped = True
         self.engine.skipped += 1
-        level = logging.WARNING if self.engine.skipped & (self.engine.skipped - 1) == 0 else logging.DEBUG
+        level = logging.WARNING if self.engine.speaks else logging.DEBUG
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 
@@ -113,7 +113,7 @@ class Rounds:
         except Exception:
             engine.withdraw()
             raise
-        skipped, means, self.length = self._who_skipped(), self._start_means()(), 0
+        skipped, means, self.length = self._who_skipped(), self._means(), 0
         try:
             taken = engine.receive(weights, plan, finite=not skipped and all_finite(means))
         except NonFiniteError as error:
@@ -145,19 +145,22 @@ class Rounds:
         own[collectives.rank] = skipped
         return np.flatnonzero(collectives.allreduce(own, f"{self.engine.name}.skipped").wait()).tolist()
 
-    def _start_means(self) -> Callable[[], list[Array]]:
-        """Start the exact mean of what small tensors have moved; what is returned waits for it. Collective."""
-        engine, host, workers = self.engine, self.engine.context.kernels.host, np.float32(self.engine.collectives.size)
-        moved = [host(t.anchor) - host(t.weight) + host(t.residual) for t in self.small]
-        arrive = start_sum(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
-        return lambda: [total / workers for total in arrive()]
+    def _means(self) -> list[Array]:
+        """The exact means of what small tensors have moved. Collective."""
+        engine = self.engine
+        return start_mean(self._owing(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)()
+
+    def _owing(self, tensors: Sequence[Tensor]) -> list[Array]:
+        """What this worker has moved in this round, and what it owed before, in host memory."""
+        host = self.engine.context.kernels.host
+        with np.errstate(invalid="ignore", over="ignore"):
+            return [host(t.anchor) - host(t.weight) + host(t.residual) for t in tensors]
 
     def fold(self) -> None:
         """Go back to the beginning of the round. What this worker has moved since, it owes, if it is finite; but not
         where its host compresses as one, whose other workers know nothing of it: there it is lost. Local."""
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
-        with np.errstate(invalid="ignore", over="ignore"):
-            owing = [host(t.anchor) - host(t.weight) + host(t.residual) for t in self.tensors]
+        owing = self._owing(self.tensors)
         alone = self.engine.weighing is None or self.engine.weighing.encodes is None
         keeps = alone and all_finite(owing)
         for tensor, residual in zip(self.tensors, owing, strict=True):

@@ -119,7 +119,7 @@ class LocalSteps(Compressor):
     def fold(self) -> None:
         """Before the workers change: go back to the beginning of the round; what was moved since is owed. Local."""
         if self.rounds.under_way and self.engine.layout is not None:
-            self._pull([tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in self.bound()])
+            self._pull(_flat(self.bound()))
             self.rounds.fold()
             _put(self.bound(), [tf.constant(tensor.weight) for tensor in self.tensors])
 
@@ -158,8 +158,11 @@ def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
 
 def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) -> Any:
     """``work`` with the flat values of ``variables``; a tensor that is there when it is done."""
-    flat = [tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in variables]
-    return in_rounds(steps.coroutine, steps.collectives, work, flat)
+    return in_rounds(steps.coroutine, steps.collectives, work, _flat(variables))
+
+
+def _flat(variables: Sequence[Any]) -> list[Any]:
+    return [tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in variables]
 
 
 def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]) -> None:

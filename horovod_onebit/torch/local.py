@@ -41,9 +41,6 @@ class LocalAdapter(Adapter):
     def __init__(self) -> None:
         super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
 
-    def init_state(self, group: dict[str, Any], p: torch.Tensor, state: dict[str, Any]) -> None:
-        pass
-
 
 class LocalParameters(Parameters):
     """All trained parameters are bound, the small ones, too. What the wrapped optimizer keeps is each worker's own."""
@@ -317,7 +314,10 @@ class LocalSteps:
         try:
             taken = self.rounds.exchange(agree)
         finally:
-            parameters.round() if not self.rounds.under_way else parameters.push()
+            if self.rounds.under_way:  # the workers did not agree
+                parameters.push()
+            else:
+                parameters.round()
             if not taken:
                 self._heal()
         every = self._check_replicas_every

@@ -97,9 +97,12 @@ class _DistributedOptimizer:
         """
         positive("max_norm", max_norm)
         if not self._participates:
-            return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
+            return self._clip_own_grad_norm(max_norm)
         self._compressor.synchronize("clip_grad_norm_", f"max_norm={float(max_norm)}")
         return self._compressor.clip_grad_norm_(max_norm)
+
+    def _clip_own_grad_norm(self, max_norm: float) -> float:
+        return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -284,8 +287,7 @@ class _LocalOptimizer(_DistributedOptimizer):
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale this worker's own gradients so that their norm is at most ``max_norm``; returns it. Local."""
-        positive("max_norm", max_norm)
-        return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
+        return self._clip_own_grad_norm(positive("max_norm", max_norm))
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
