@@ -13,7 +13,6 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-from horovod_onebit import replicas
 from horovod_onebit.checks import whole
 from horovod_onebit.engine import Engine
 from horovod_onebit.progress import Progress
@@ -22,17 +21,15 @@ from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Wraps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
-from horovod_onebit.stats import Stats
-from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, Placement
-from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.hooks import Where, all_finite, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS, Adapter
+from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
 from horovod_onebit.warmup import make as make_warmup
-from horovod_onebit.world import Owed, Weighing
+from horovod_onebit.world import Weighing
 
 MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 """What rounds keep of a parameter; in a ``state_dict``, the momentum is beside the wrapped optimizer's own state."""
@@ -204,10 +201,11 @@ class _NotFinite(Exception):
     """Gradients are not finite; the argument is the loss."""
 
 
-class LocalSteps:
-    """What ``Compressor`` is to gradients: the steps of one optimizer, and all that needs the other workers."""
+class LocalSteps(Steps):
+    """Steps of each worker alone, in rounds."""
 
     kind = "local"
+    parameters: LocalParameters
 
     def __init__(
         self,
@@ -222,23 +220,13 @@ class LocalSteps:
         exact: Any,
         check_replicas_every: int | None,
     ) -> None:
-        self.process_set = arguments.process_set
-        self.included = self.process_set.included()
-        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
+        super().__init__(arguments, name, recipe, check_replicas_every)
         self.rounds = Rounds(self.engine, schedule)
-        self.parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
-        self.gradients: Any = OwnGradients(self.engine, arguments)
-        compared = str(check_replicas_every)
-        self.agreement = Agreement(self.engine, self.parameters, self.gradients, self.process_set, compared)
-        self._check_replicas_every = check_replicas_every
+        parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
+        self._concern(parameters, OwnGradients(self.engine, arguments))
         self._checked = 0  # the step after which replicas were compared last
-        self.left: Owed | None = None
         if schedule.delay:
             atexit.register(_let_arrive, weakref.ref(self))
-
-    @property
-    def phase(self) -> Phase:
-        return self.parameters.phase
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -366,18 +354,8 @@ class LocalSteps:
         exchange is under way. Collective."""
         if self.rounds.hidden:
             self.rounds.check_replicas()
-            return
-        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
-
-    def stats(self, norms: bool) -> Stats:
-        compressible = self.parameters.compressible
-        return self.engine.stats(
-            phase=self.phase.value,
-            step=self.parameters.steps,
-            parameters=sum(p.numel() for p in self.parameters.exact_steps),
-            compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
-            norms=norms,
-        )
+        else:
+            super().check_replicas()
 
     def interrupt(self) -> None:
         """All workers together go on from other weights, or another state: the next step begins a round."""
@@ -409,15 +387,8 @@ class LocalSteps:
             self.parameters.push()
 
     def leave_world(self) -> None:
-        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
-        self.left = self.engine.leave_world(self.left)
-        self.agreement.reset()
+        super().leave_world()
         self.parameters.unbind()
 
-    def share_out(self) -> None:
-        """Share out what was owed, if the workers have changed; all or none call this after ``leave_world``.
-        Collective then."""
-        if self.left is not None:
-            sizes = {self.parameters.names[p]: p.numel() for p in self.parameters.trained()}
-            self.engine.share_out(self.left, sizes)
-            self.left = None
+    def owing(self) -> list[torch.Tensor]:
+        return self.parameters.trained()

@@ -1,6 +1,6 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
-elastic_torch.py FOLDER STEPS EXCHANGE, or "local" in place of the exchange for local steps that hide theirs: each worker
+elastic_torch.py FOLDER STEPS EXCHANGE, or "local" in its place for local steps that hide their exchange: each worker
 leaves its process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their weights. A
 worker that finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one every 50
 steps, and goes on from the last one.
