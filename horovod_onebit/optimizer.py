@@ -185,7 +185,9 @@ class NumpyOptimizer:
         else:
             rounds.skip()
         self.step_count += 1
-        return (rounds.exchange() and taken) if rounds.stepped(self.step_count) else taken
+        if rounds.stepped(self.step_count):
+            return rounds.exchange() and taken
+        return rounds.take_over() and taken if rounds.due else taken
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1

@@ -45,7 +45,7 @@ class Rounds:
     """The rounds of one worker.
 
     ``begin`` says which tensors there are; then, after each step that the worker has taken alone, ``stepped``, and
-    ``exchange`` where it says that the round ends, or at any time.
+    ``exchange`` where it says that the round ends, or at any time; ``take_over`` where an exchange is ``due``.
 
     Attributes:
         large, small: the tensors, whose ``weight`` is this worker's own; small ones are averaged exactly. Their
@@ -103,6 +103,11 @@ class Rounds:
         """Whether an exchange is under way. Weights then differ, and anchors are the same."""
         return self._under_way is not None
 
+    @property
+    def due(self) -> bool:
+        """Whether the exchange that is under way is to be taken over now."""
+        return self.hidden and self.length >= self.schedule.delay
+
     def check_replicas(self) -> None:
         """Raise ``DesyncError`` on all workers if what they have in common is not the same. Collective."""
         self._check_replicas(self.tensors, f"{self.engine.name}.replicas")
@@ -133,13 +138,29 @@ class Rounds:
 
     def exchange(self, agree: Callable[[], object] | None = None, *, flush: bool = False) -> bool:
         """End the round. Collective. All workers have the same weights afterwards; or, if the schedule has a delay and
-        without ``flush``, the same anchors: the exchange before this one has then arrived, and this one is under way.
+        without ``flush``, the same anchors: the exchange before this one was then taken over, and this one is under
+        way.
 
         ``agree``, called before anything is sent, may raise on all workers; the weights have not changed then. Returns
         False if a round was lost, because weights of some worker were NaN or Inf: all workers are then back where they
         last had the same, and what the others have moved travels with the next one. Raises ``NonFiniteError`` instead
         if the recipe says so, and where a worker has skipped a step, too.
         """
+        self._agree(agree)
+        length, self.length = self.length, 0
+        hidden = self.schedule.delay > 0 and not flush
+        taken = self._arrive(stepped=length > 0)
+        if length or not taken:
+            self._start(hidden=hidden)
+        return (hidden or self._arrive()) and taken
+
+    def take_over(self, agree: Callable[[], object] | None = None) -> bool:
+        """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
+        what is returned and what is raised are as with ``exchange``."""
+        self._agree(agree)
+        return self._arrive(stepped=True)
+
+    def _agree(self, agree: Callable[[], object] | None) -> None:
         try:
             if agree is not None:
                 agree()
@@ -147,12 +168,6 @@ class Rounds:
             self.engine.withdraw()  # what is under way
             self._under_way = None
             raise
-        length, self.length = self.length, 0
-        hidden = self.schedule.delay > 0 and not flush
-        taken = self._arrive(stepped=length > 0)
-        if length or not taken:
-            self._start(hidden=hidden)
-        return (hidden or self._arrive()) and taken
 
     def _start(self, *, hidden: bool) -> None:
         """Send what this worker has moved. Collective."""

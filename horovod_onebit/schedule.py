@@ -83,9 +83,9 @@ class Local:
         doubling: rounds have 1 step at first, and twice as many after every so many steps until they have ``every``:
             most is learnt in the beginning, and there it is where workers that part lose most. 0: ``every`` at once.
         momentum: of the mean of what workers have moved, in Nesterov's way (DiLoCo's outer momentum); 0 is none.
-        delay: 1 hides the exchange behind the next round: its result is taken over when that round ends, and each
-            worker keeps the steps that it has taken meanwhile. Takes one more copy of the weights. 0 waits for the
-            exchange.
+        delay: how many steps of the next round are taken while the exchange is under way; its result is then taken
+            over, and each worker keeps these steps. At most ``every``. Hides the exchange behind so many steps, takes
+            one more copy of the weights, and costs quality, the more the longer. 0 waits for the exchange.
     """
 
     every: int = 16
@@ -96,8 +96,8 @@ class Local:
     def __post_init__(self) -> None:
         whole("every", self.every)
         whole("doubling", self.doubling, least=0)
-        if whole("delay", self.delay, least=0) > 1:
-            raise ConfigurationError(f"delay={self.delay}: expected 0 or 1")
+        if whole("delay", self.delay, least=0) > self.every:
+            raise ConfigurationError(f"delay={self.delay}: expected at most every={self.every}")
         if not finite("momentum", self.momentum) < 1:
             raise ConfigurationError(f"momentum={self.momentum}: expected 0 <= momentum < 1")
 

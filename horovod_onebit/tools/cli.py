@@ -77,8 +77,7 @@ def _add_plan(add: Any) -> None:
         help="no hierarchical: without hvd.init(process_sets='dynamic'), for 0/1 Adam, and for auto in Keras",
     )
     option("--local", type=int, default=1, metavar="H", help="local steps: one exchange every H steps (1)")
-    help = "local steps with delay=1: the exchange is hidden behind the next round"
-    option("--hidden", action="store_const", const=1, default=0, help=help)
+    option("--delay", type=int, default=0, metavar="N", help="local steps: N of the next round hide the exchange (0)")
     option("--plot", metavar="FILE", help="write the step time by number of workers to this file (.png, .svg, ...)")
 
 
@@ -149,7 +148,7 @@ def _plan(args: argparse.Namespace) -> Answer:
         device=costs.DEVICES[args.device],
         process_sets=not args.no_process_sets,
         every=args.local,
-        delay=args.hidden,
+        delay=args.delay,
     )
     plan = planner.plan(job)
     if args.plot:

@@ -33,7 +33,7 @@ class Job:
         workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
             of a transfer's time is a core's work then.
         every: steps of a round, with ``schedule=Local(every=...)``; 1 without.
-        delay: that of ``Local``: with 1, the exchange at the end of a round is hidden behind the next one.
+        delay: that of ``Local``: the exchange at the end of a round is hidden behind so many steps of the next one.
     """
 
     parameters: int
@@ -64,8 +64,8 @@ class Job:
             raise ConfigurationError(f"workers_per_core={self.workers_per_core!r}: expected 1 or more")
         for name in ("compute", "latency"):
             checks.finite(name, getattr(self, name), "seconds")
-        if self.delay not in (0, 1) or (self.delay and self.every == 1):
-            raise ConfigurationError(f"delay={self.delay!r}, every={self.every}: expected 0, or 1 with every > 1")
+        if checks.whole("delay", self.delay, least=0) > (self.every if self.every > 1 else 0):
+            raise ConfigurationError(f"delay={self.delay}: expected at most every={self.every}, and local steps")
         if not 0 <= checks.number("backward", self.backward) <= 1:
             raise ConfigurationError(f"backward={self.backward!r}: expected a share of compute, from 0 to 1")
 
@@ -200,7 +200,7 @@ def _estimate(
     stream, waits = shared * stream, shared * waits
     transfer = stream + waits
     if job.every > 1 and way not in UNCOMPRESSED:
-        hidden = job.delay * job.every * job.compute
+        hidden = job.delay * job.compute
         exposed = max(0.0, transfer - hidden) / job.every
         step = job.compute + codec / job.every + exposed
         return Estimate(way, received / job.every if job.hosts > 1 else 0.0, transfer / job.every, exposed, step)

@@ -274,6 +274,8 @@ class LocalSteps(Steps):
         try:
             if self.rounds.stepped(parameters.steps):
                 self._end_round("step")
+            elif self.rounds.due:
+                self._take_over()
         finally:
             self.agreement.reset()
             self.engine.end_step()
@@ -309,20 +311,34 @@ class LocalSteps(Steps):
             raise
         self.share_out()
 
-    def _end_round(self, call: str, *, flush: bool = False) -> None:
+    def _pull(self) -> None:
         parameters = self.parameters
         if parameters.rebind():
             large, small = parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
         parameters.pull()
 
-        def agree() -> None:
-            self.agreement.start(call, options=f"{parameters.steps} {self.rounds.length}")
-            self.agreement.finish()
+    def _agree(self, call: str) -> None:
+        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length}")
+        self.agreement.finish()
 
+    def _take_over(self) -> None:
+        """In the middle of a round, the exchange of the last one."""
+        self._pull()
         taken = False
         try:
-            taken = self.rounds.exchange(agree, flush=flush)
+            taken = self.rounds.take_over(lambda: self._agree("step"))
+        finally:
+            self.parameters.push()
+            if not taken:
+                self._heal()
+
+    def _end_round(self, call: str, *, flush: bool = False) -> None:
+        parameters = self.parameters
+        self._pull()
+        taken = False
+        try:
+            taken = self.rounds.exchange(lambda: self._agree(call), flush=flush)
         finally:
             if self.rounds.under_way:  # the exchange, or the workers did not agree
                 parameters.push()

@@ -28,7 +28,7 @@ local = exchange == "local"
 optimizer = onebit.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3),
     named_parameters=model.named_parameters(),
-    **({"schedule": onebit.Local(every=8, doubling=5, delay=1)} if local else {"warmup_steps": 5}),
+    **({"schedule": onebit.Local(every=8, doubling=5, delay=4)} if local else {"warmup_steps": 5}),
     recipe=Recipe(block_size=64, min_compressed_size=64, exchange="direct" if local else exchange),
     check_replicas_every=1,
     overlap=False,  # a NaN is put in after backward()
