@@ -13,6 +13,7 @@ import argparse
 import json
 import os
 import platform
+import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -174,7 +175,7 @@ def main() -> None:
     options = parser.parse_args()
     name = "keras.json" if options.framework == "tf" else "slow.json" if options.slow else "link.json"
     options.json = options.json or RESULTS / name
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else 150)
     if reason := unavailable():
         console.print(f"Not run: {reason}")
         return

@@ -276,6 +276,8 @@ def compare(
         "rounds": len(rounds),
         "discarded": discarded,
         "met": decision is Verdict.MET,
+        "pairs": len(pairs),
+        "settled": sum(interval(ratios(rounds, *pair)).settled(target) for pair in pairs),
         "seconds": ends[-1] - ends[0],
         "load": {"median": statistics.median(loads), "largest": max(loads)},
         "anyway": anyway,
@@ -337,10 +339,13 @@ def pairs_of(ways: Sequence[str], baselines: Sequence[str]) -> list[tuple[str, s
 
 def describe(found: Mapping[str, Any]) -> str:
     """One sentence on how well something that ``compare`` returned is known."""
-    known = "every interval is within 10 %" if found["met"] else "**not every interval is within 10 %**"
+    known = "every interval is within 10 %"
+    if not found["met"]:
+        known = f"**only {found['settled']} of {found['pairs']} intervals are within 10 %**"
     load = f"other processes used {100 * found['load']['median']:.0f} % of the cores"
     load += f" (at most {100 * found['load']['largest']:.0f} %)"
     if found["load"]["largest"] > LIMIT:
         load = f"**measured on a loaded machine**: {load}"
-    dropped = f", {found['discarded']} more discarded" if found["discarded"] else ""
-    return f"{found['rounds']} rounds{dropped}; {known}; {load}."
+    rounds = "1 round" if found["rounds"] == 1 else f"{found['rounds']} rounds"
+    discarded = f", {found['discarded']} more discarded" if found["discarded"] else ""
+    return f"{rounds}{discarded}; {known}; {load}."

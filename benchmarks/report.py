@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import measure, target
+from benchmarks.link_job import FIT
 from horovod_onebit import costs
 from horovod_onebit.tools import planner
 from studies.report import DOCS, axes, save, table
@@ -247,7 +248,7 @@ def trainings(results: dict[str, Any]) -> str:
         found = result["training"]
         rows = []
         for way, row in found.items():
-            alone = "no communication fit" if way.endswith(" fit") and "no communication fit" in found else ALONE
+            alone = FIT if way.endswith(" fit") and FIT in found else ALONE
             ratios = [times(found, way, alone), times(found, way, "horovod fp32", inverse=True)]
             rows.append([way, _ms(row), *ratios, f"{1e-6 * row['received']:.2f}"])
         heading = ["way", "ms a step", 'to "no communication"', "times Horovod fp32's speed", "MB received"]

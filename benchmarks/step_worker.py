@@ -62,7 +62,7 @@ def step_of(way: str, model: torch.nn.Module, data: torch.Tensor) -> Callable[[]
 
 def calls(way: str, model: torch.nn.Module, data: torch.Tensor) -> int:
     """Calls of functions, Python's and built-in ones, in a backward pass and a step: the same on any machine."""
-    optimizer, found = optimizer_of(f"{way}", model), 0
+    optimizer, found = optimizer_of(way, model), 0
 
     def note(_: Any, event: str, __: Any) -> None:
         nonlocal found
