@@ -83,8 +83,8 @@ class Setting:
 
 
 SETTINGS = (
-    Setting(2, "1gbit", "25M", ALL, seconds=120, exchange=30),
-    Setting(2, "1gbit", "1M", ALL, steps=5, seconds=45),
+    Setting(2, "1gbit", "25M", ALL, seconds=180, exchange=40),
+    Setting(2, "1gbit", "1M", ALL, steps=10, seconds=60),
     Setting(2, "1gbit", "110M", FEW, seconds=120, exchange=60),
     Setting(2, "100mbit", "1M", FEW, steps=2, seconds=45),
     Setting(2, "100mbit", "25M", FEW, seconds=150, exchange=60),

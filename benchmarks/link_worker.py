@@ -158,8 +158,8 @@ WAYS: dict[str, Make] = {
 }
 
 
-def exchange(name: str) -> dict[str, Way]:
-    """The exchange alone: gradients as float32, as float16, as 1-bit messages."""
+def exchange(name: str, calls: int) -> dict[str, Way]:
+    """The exchange alone: gradients as float32, as float16, as 1-bit messages; so many ``calls`` in a turn."""
     tensors = [p.detach().clone() for p in build(name).parameters() if p.numel() >= 1024]
     halves = [t.half() for t in tensors]
     collectives = HorovodCollectives()
@@ -181,7 +181,7 @@ def exchange(name: str) -> dict[str, Way]:
     }
     for run in kinds.values():
         run()
-    return {kind: Way(run) for kind, run in kinds.items()}
+    return {kind: Way(run, calls=calls) for kind, run in kinds.items()}
 
 
 def main() -> None:
@@ -201,7 +201,7 @@ def main() -> None:
         for name, most in options.ways.items():
             ways[name] = limited(WAYS[name](options.model, data, name), most, options.steps)
     parameters = sum(p.numel() for p in build(options.model).parameters())
-    finish(options, hvd, ways, parameters=parameters, exchange=lambda: exchange(options.model))
+    finish(options, hvd, ways, parameters=parameters, exchange=lambda: exchange(options.model, options.steps))
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ def timed(work: Callable[[], object]) -> Way:
         work()
 
     run()
-    return Way(run, steps=SIZE, calls=5)
+    return Way(run, steps=SIZE, calls=15)
 
 
 def main() -> None:

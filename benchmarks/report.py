@@ -414,7 +414,11 @@ def instructions(counts: dict[str, Any]) -> str:
 
 
 def codec_table(codec: dict[str, Any]) -> str:
-    return table(["", "ratio"], [[name, f"{value:.2f}"] for name, value in codec["ratios"].items()])
+    rows = []
+    for name, values in codec["paired"].items():
+        found = measure.interval(values)
+        rows.append([name, between(found.median, found.low, found.high, found._asdict())])
+    return table(["", "ratio"], rows)
 
 
 if __name__ == "__main__":
