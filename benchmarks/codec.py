@@ -6,7 +6,7 @@ Everything is timed in one run, interleaved, on the same arrays; the figures to 
 within a repeat: their medians and 95 % intervals are shown. Refused while other processes use the machine.
 
 Bytes per element count each array once: encode in update space reads g, m, v, error and writes error (20 bytes) and one
-bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w; LAMB reads m, v, w twice and writes w.
+bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w; LAMB reads m, v, w twice, writes w.
 """
 
 from __future__ import annotations
