@@ -182,7 +182,7 @@ def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
     """Measurement, kind of exchange, seconds foretold, seconds measured."""
     for result in results.values():
         foretold = {e.way: e for e in planner.plan(job(result)).estimates}
-        for kind, way in KINDS.items():
+        for kind, way in KINDS.items() if "exchange" in result else ():
             yield result, kind, foretold[way].transfer, result["exchange"][kind]["seconds"]["median"]
 
 
@@ -223,7 +223,7 @@ def _ms(row: dict[str, Any]) -> str:
 
 
 def exchanges(results: dict[str, Any]) -> str:
-    rows = []
+    rows, results = [], {name: result for name, result in results.items() if "exchange" in result}
     for result in results.values():
         found = result["exchange"]
         for kind, row in found.items():
