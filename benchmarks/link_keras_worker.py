@@ -21,8 +21,6 @@ import horovod_onebit.tf as onebit
 from benchmarks.link_job import MODELS, finish, limited, parse, take_core
 from benchmarks.measure import Way
 
-FIRST = 3
-"""Steps before the first turn: tracing, and our one exact step."""
 PORT = 29666
 
 
@@ -48,11 +46,13 @@ Make = Callable[[str, tf.Tensor, str], Way]
 """A way to train of the model's name, the data and the way's own name; its first steps are taken. Collective."""
 
 
-def called(step: Callable[[], Any]) -> Way:
+def called(step: Callable[[], Any], *, first: int = 3) -> Way:
+    """One call is a step; the ``first`` ones, of which one traces and one of ours is exact, are taken."""
+
     def run() -> None:
         float(step())  # a function has returned when all that it does is done
 
-    for _ in range(FIRST):
+    for _ in range(first):
         run()
     return Way(run)
 
@@ -75,7 +75,7 @@ def loop(optimizer: Callable[[], Any], average: Callable[[Any, str], Any] | None
             own.apply_gradients(zip(grads, model.trainable_variables, strict=True))
             return loss
 
-        return called(step)
+        return called(step, first=2 if average else 3)
 
     return make
 
@@ -107,7 +107,7 @@ def mirrored(name: str, data: tf.Tensor, way: str) -> Way:
         return loss
 
     step = tf.function(lambda: STRATEGY[0].run(replica))
-    return called(lambda: STRATEGY[0].experimental_local_results(step())[0])
+    return called(lambda: STRATEGY[0].experimental_local_results(step())[0], first=2)
 
 
 STRATEGY: list[tf.distribute.Strategy] = []
