@@ -182,6 +182,8 @@ def main() -> None:
                     lambda way=way, one=one: train(way, task, one, own.target, own.evaluate), workers, anyway=own.anyway
                 )
                 found[way].append(result)
+                if hvd.rank() == 0:
+                    print(f"{way}, seed {seed}: {result}", file=sys.stderr, flush=True)
     except Loaded as error:
         found = {"refused": str(error)}
     if hvd.rank() == 0:
