@@ -83,12 +83,15 @@ format: setup ## rewrite the code as ruff would have it
 	$(BIN)/ruff format .
 
 .PHONY: bench
-bench: setup ## time the codec, a step without a slow link, and training on shaped links (root; half an hour)
+bench: setup ## time the codec, a step without a slow link, and training on shaped links (root; an hour, and a quiet machine)
 	$(BIN)/python benchmarks/codec.py --json benchmarks/results/codec.json
 	$(BIN)/python -m benchmarks.step
+	$(BIN)/python -m benchmarks.step --framework tf
 	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.link
 	$(BIN)/python -m benchmarks.link --slow
+	$(BIN)/python -m benchmarks.link --framework tf
+	$(BIN)/python -m benchmarks.target
 
 .PHONY: docs
 docs: setup $(DOCS_DONE) ## build docs/_build/html; a warning (a broken link, too) is an error

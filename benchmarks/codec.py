@@ -1,11 +1,12 @@
 """How fast the CPU kernels are, beside a memcpy, separate torch operations, and torch's own fused Adam.
 
-    python benchmarks/codec.py [--elements 25600000] [--threads 1] [--json results.json]
+    python benchmarks/codec.py [--elements 25600000] [--threads 1] [--anyway] [--json results.json]
 
-Everything is timed in one run, interleaved, on the same arrays; the figures to compare are the ratios. A time is the
-median of the repeats. Bytes per element count each array once: encode in update space reads g, m, v, error and writes
-error (20 bytes) and one bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w; LAMB reads
-m, v, w twice and writes w.
+Everything is timed in one run, interleaved, on the same arrays; the figures to compare are the ratios, which are taken
+within a repeat: their medians and 95 % intervals are shown. Refused while other processes use the machine.
+
+Bytes per element count each array once: encode in update space reads g, m, v, error and writes error (20 bytes) and one
+bit; in momentum space 16; decode + Adam reads v, m or nothing, w and writes m, w; LAMB reads m, v, w twice, writes w.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import json
 import os
 import platform
 import statistics
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -29,6 +31,10 @@ from horovod_onebit import __version__, codecs
 from horovod_onebit.kernels import cpu
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 from horovod_onebit.rules import adam, lamb, scalars
+
+sys.path.append(str(Path(__file__).resolve().parents[1]))
+
+from benchmarks import measure
 
 BLOCK = 1024
 WORKERS = 2
@@ -123,7 +129,7 @@ def fused_adam(a: Inputs) -> Callable[[], None]:
     return torch.optim.Adam([p], lr=LR, fused=True).step
 
 
-def measure(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
+def repeated(work: dict[str, Callable[[], object]], repeats: int) -> dict[str, list[float]]:
     """Seconds of each call, the calls interleaved."""
     for call in work.values():
         call()
@@ -141,6 +147,7 @@ def main() -> None:
     parser.add_argument("--elements", type=int, default=25_600_000, help="a multiple of 1024")
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if args.elements < BLOCK or args.elements % BLOCK:
@@ -160,11 +167,42 @@ def main() -> None:
         "LAMB, lengths and step of a layer": (lamb_step(a), 28),
         "LAMB as separate torch operations": (separate_lamb(a), 28),
     }
-    times = measure({name: call for name, (call, _) in work.items()}, args.repeats)
-    report(args, {name: nbytes for name, (_, nbytes) in work.items()}, times)
+    try:
+        measure.refuse(measure.look(), anyway=args.anyway)
+        before = measure.usage()
+        times = repeated({name: call for name, (call, _) in work.items()}, args.repeats)
+        load = measure.others([before], [measure.usage()])
+        measure.refuse(load, anyway=args.anyway)
+    except measure.Loaded as error:
+        parser.exit(1, f"Not run: {error}\n")
+    report(args, {name: nbytes for name, (_, nbytes) in work.items()}, times, load)
 
 
-def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, list[float]]) -> None:
+RATIOS = (
+    ("encode / memcpy bandwidth (to reach: at least 0.6)", "memcpy", "encode, update space", (20 + 1 / 8) / 8),
+    (
+        "separate operations / encode, time (to reach: at least 15)",
+        "encode as separate torch operations",
+        "encode, update space",
+        1,
+    ),
+    (
+        "decode + Adam / fused Adam, time (to reach: at most 1.3)",
+        f"decode {WORKERS} workers + Adam",
+        "torch.optim.Adam(fused=True)",
+        1,
+    ),
+    (
+        "LAMB: separate operations / kernels, time",
+        "LAMB as separate torch operations",
+        "LAMB, lengths and step of a layer",
+        1,
+    ),
+)
+"""Of a repeat: the ratio's name, seconds of what to those of what, times what."""
+
+
+def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, list[float]], load: float) -> None:
     median = {name: statistics.median(values) for name, values in times.items()}
     rate = {name: nbytes[name] * args.elements / median[name] / 1e9 for name in median}
     table = Table(title=f"{args.elements:,} elements, {args.threads} thread(s), median of {args.repeats}")
@@ -179,19 +217,13 @@ def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, 
             f"{rate[name]:.1f}",
             f"{rate[name] / rate['memcpy']:.2f}",
         )
-    ratios = {
-        "encode / memcpy bandwidth (to reach: at least 0.6)": rate["encode, update space"] / rate["memcpy"],
-        "separate operations / encode, time (to reach: at least 15)": median["encode as separate torch operations"]
-        / median["encode, update space"],
-        "decode + Adam / fused Adam, time (to reach: at most 1.3)": median[f"decode {WORKERS} workers + Adam"]
-        / median["torch.optim.Adam(fused=True)"],
-        "LAMB: separate operations / kernels, time": median["LAMB as separate torch operations"]
-        / median["LAMB, lengths and step of a layer"],
-    }
+    paired = {label: [scale * x / y for x, y in zip(times[a], times[b], strict=True)] for label, a, b, scale in RATIOS}
     console = Console()
     console.print(table)
-    for name, value in ratios.items():
-        console.print(f"{name}: [bold]{value:.2f}[/bold]")
+    for name, values in paired.items():
+        found = measure.interval(values)
+        console.print(f"{name}: [bold]{found.median:.2f}[/bold] ({found.low:.2f} to {found.high:.2f})")
+    console.print(f"other processes used {load:.0%} of the cores")
     if args.json:
         machine = {"processor": platform.processor() or platform.machine(), "cores": os.cpu_count()}
         versions = {"horovod_onebit": __version__, "torch": torch.__version__, "numpy": np.__version__}
@@ -202,7 +234,8 @@ def report(args: argparse.Namespace, nbytes: dict[str, float], times: dict[str, 
             "threads": args.threads,
             "seconds": times,
             "gigabytes_per_second": rate,
-            "ratios": ratios,
+            "paired": paired,
+            "load": load,
         }
         args.json.write_text(json.dumps(result, indent=1) + "\n")
 

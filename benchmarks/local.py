@@ -1,6 +1,6 @@
 """How long the workers of one host take to add up float32 gradients, so that each has the sum of a share.
 
-    python -m benchmarks.local [--json benchmarks/results/local.json]
+    python -m benchmarks.local [--anyway] [--json benchmarks/results/local.json]
 
 Nanoseconds a parameter, two workers on this machine: Horovod's allreduce and reduce-scatter, and the alltoall that
 ``hierarchical`` uses with the addition that follows it; an allgather of a bit a parameter for comparison.
@@ -17,25 +17,44 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measure
+from benchmarks.link import ratio
 from jobs.processes import two_processes
 from studies.report import processor
 
 RESULTS = Path(__file__).parent / "results" / "local.json"
 
 
+def job(backend: str, *, anyway: bool, seconds: float) -> dict[str, Any]:
+    """What two workers found. Raises ``measure.Loaded`` if other processes disturb them."""
+    measure.refuse(measure.look(), anyway=anyway)
+    arguments = ["--seconds", str(seconds), *(["--anyway"] if anyway else [])]
+    found = two_processes("benchmarks/local_worker.py", *arguments, backend=backend)
+    if "refused" in found:
+        raise measure.Loaded(found["refused"])
+    return dict(found)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seconds", type=float, default=20, help="for each of MPI and Gloo")
+    parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console()
     found: dict[str, Any] = {}
-    for backend in ("mpi", "gloo"):
-        with console.status(f"Two workers, {backend} ..."):
-            found[backend] = two_processes("benchmarks/local_worker.py", backend=backend)
-    table = Table("nanoseconds a parameter", *found)
-    for name in found["mpi"]:
-        table.add_row(name, *(f"{one[name]:.2f}" for one in found.values()))
-    console.print(table)
+    try:
+        for backend in ("mpi", "gloo"):
+            with console.status(f"Two workers, {backend} ..."):
+                found[backend] = job(backend, anyway=options.anyway, seconds=options.seconds)
+    except measure.Loaded as error:
+        parser.exit(1, f"Not run: {error}\n")
+    for backend, one in found.items():
+        title = f"nanoseconds a parameter, {backend}"
+        table = Table("", "ns", "to allreduce", title=title, caption=measure.describe(one))
+        for name, row in one["ways"].items():
+            table.add_row(name, f"{1e9 * row['seconds']['median']:.2f}", ratio(row["ratios"].get("allreduce")))
+        console.print(table)
     options.json.parent.mkdir(exist_ok=True)
     machine = f"{os.cpu_count()} cores of an {processor()}"
     options.json.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")

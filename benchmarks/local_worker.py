@@ -2,34 +2,23 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-import statistics
 import sys
-import time
 from collections.abc import Callable
+from typing import Any
 
 import horovod.torch as hvd
 import numpy as np
 import torch
 
+from benchmarks.measure import Loaded, Way, Workers, compare, pairs_of
 from horovod_onebit.torch.collectives import HorovodCollectives
 
-SIZE, ROUNDS = 4 * 2**20, 15
+SIZE = 4 * 2**20
 
 
-def nanoseconds(work: Callable[[], object]) -> float:
-    """The median, for each parameter."""
-    times = []
-    for _ in range(ROUNDS):
-        hvd.barrier()
-        start = time.perf_counter()
-        work()
-        times.append(time.perf_counter() - start)
-    return 1e9 * statistics.median(times) / SIZE
-
-
-def main() -> None:
-    hvd.init()
+def ways() -> dict[str, Callable[[], object]]:
     collectives, grads = HorovodCollectives(), np.ones(SIZE, np.float32)
     bits = np.zeros(SIZE // 8, np.uint8)
 
@@ -38,14 +27,40 @@ def main() -> None:
         parts.mean(axis=0)
 
     tensor = torch.from_numpy(grads)
-    found = {
-        "allreduce": nanoseconds(lambda: collectives.allreduce(grads, "sum").wait()),
-        "reduce-scatter": nanoseconds(lambda: hvd.reducescatter(tensor, name="scattered", op=hvd.Sum)),
-        "alltoall and addition": nanoseconds(by_alltoall),
-        "allgather of a bit a parameter": nanoseconds(lambda: collectives.allgather(bits, "bits").wait()),
+    return {
+        "allreduce": lambda: collectives.allreduce(grads, "sum").wait(),
+        "reduce-scatter": lambda: hvd.reducescatter(tensor, name="scattered", op=hvd.Sum),
+        "alltoall and addition": by_alltoall,
+        "allgather of a bit a parameter": lambda: collectives.allgather(bits, "bits").wait(),
     }
+
+
+def timed(work: Callable[[], object]) -> Way:
+    """A call is ``SIZE`` steps, so that what is reported is for one parameter."""
+
+    def run() -> None:
+        work()
+
+    run()
+    return Way(run, steps=SIZE, calls=15)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--seconds", type=float, default=20)
+    parser.add_argument("--anyway", action="store_true")
+    options = parser.parse_args()
+    hvd.init()
+    found: dict[str, Any]
+    try:
+        timed_ways = {name: timed(work) for name, work in ways().items()}
+        pairs = pairs_of(list(timed_ways), ["allreduce"])
+        found = compare(timed_ways, pairs, Workers(hvd), seconds=options.seconds, anyway=options.anyway)
+    except Loaded as error:
+        found = {"refused": str(error)}
     if hvd.rank() == 0:
         sys.stdout.write(f"RESULT {json.dumps(found)}\n")
+    hvd.barrier()
 
 
 if __name__ == "__main__":

@@ -3,22 +3,31 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks import measure, target
+from benchmarks.link_job import FIT
 from horovod_onebit import costs
 from horovod_onebit.tools import planner
 from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
+ALONE = "no communication"
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
 PAGE = """# Performance
 
 Made by `make bench` and `python -m benchmarks.report` on {machine}. Hosts are network namespaces of that
-machine, a core for each as far as there are cores; `tc` shapes their links in both directions. All that is compared in
-a table ran in one job, in turns. Times vary with the machine: look at ratios.
+machine, a core for each as far as there are cores; `tc` shapes their links in both directions.
+
+All ways in a table are measured in one job. In each round every way takes one turn, in an order that changes, and its
+time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
+with the 95 % confidence interval in brackets. Rounds are repeated until every interval is within 10 % of its median, or
+the time is up, which the sentence above the table then says. A run is refused, and a round is discarded, if other
+processes use more than a tenth of the cores. Times differ between machines: look at the ratios.
 
 ## When not to use it
 
@@ -33,33 +42,29 @@ and the time that a step computes:
 
 ## Training
 
-Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
-single bucket over Gloo, or it crashes. Three and four hosts share two cores: nothing can be faster there than
-"no communication".
+Linear layers of one width, AdamW. "no communication" is `torch.optim.AdamW` on all hosts at once, each alone; the time
+is that of the slowest host, as it is for all ways. PowerSGD needs a single bucket over Gloo, or it crashes. Three and
+four hosts share two cores: nothing can be faster there than "no communication".
 
 {trainings}
 
-## Local steps on slow links
+{keras}## Local steps on slow links
 
-On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is
-`schedule=Local(every=16, doubling=0)`: milliseconds and megabytes of one of its steps, on the average of a round.
+On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is `schedule=Local(every=16, doubling=0)`;
+`diloco 16` is DiLoCo in float32 with rounds of 16 steps (Douillard et al. 2023: AdamW inside, Nesterov's SGD outside
+with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce. Milliseconds and
+megabytes are those of one step, averaged over a round of local steps.
 
 {slow}
 
-## Without a slow link
+{target}## Without a slow link
 
-Two processes on one machine (`python -m benchmarks.step`).
-
-| | measured | wanted |
-|---|---|---|
-| compressed step, time to Horovod fp32's | {ratio:.2f} | 1.15 |
-| Python's work for 300 small tensors, a step | {small:.1f} ms | 3 ms |
-| peak memory beyond AdamW's, bytes a parameter | {memory:.1f} | 8 |
+{step}
 
 ## Within a host
 
-Two workers on this machine add up float32 gradients, each a half of them; nanoseconds a parameter
-(`python -m benchmarks.local`). A hierarchical exchange takes the alltoall.
+Two workers on this machine add up float32 gradients, each a half of them; nanoseconds a parameter, and the ratio to the
+allreduce (`python -m benchmarks.local`). A hierarchical exchange takes the alltoall.
 
 {local}
 
@@ -97,9 +102,68 @@ memory, from a GPU too, which takes 0.4 s of its step here.
 {ahead}
 """
 
+KERAS = """## Training with Keras 3
+
+The same model and links on {machine}, by TensorFlow with one core a host (`python -m benchmarks.link --framework tf`).
+Stock Horovod has no optimizer that synchronises under Keras 3: its rows are a `tf.function` with a `tf.GradientTape`
+whose gradients are averaged by `hvd.allreduce`. `mirrored fp32` is `tf.distribute.MultiWorkerMirroredStrategy` in such
+a loop; `model.fit` does not run under it (Keras 3.15 stops with "Attempt to convert a value (PerReplica ...) with an
+unsupported type to a Tensor"). `onebit` is `DistributedOptimizer` in such a loop and `onebit fit` the same in the train
+function of `model.fit`, beside `no communication fit`. XLA compiles none of them.
+
+{trainings}
+
+"""
+TARGETS = """## Seconds until a given test loss
+
+A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
+seeds for all ways (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps. The clock stands
+still during evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
+
+{tables}
+
+"""
+
 
 def load(name: str) -> dict[str, Any]:
     return json.loads((RESULTS / f"{name}.json").read_text())
+
+
+def there(name: str) -> bool:
+    """Whether there are results of that name."""
+    return (RESULTS / f"{name}.json").exists()
+
+
+def known(found: dict[str, Any] | None) -> str:
+    """How well the ratios of a table are known, in a sentence."""
+    if found is None:
+        return "Measured before intervals were taken: ratios of medians, by the clock of one host."
+    return measure.describe(found)
+
+
+def times(rows: dict[str, Any], way: str, baseline: str, *, inverse: bool = False) -> str:
+    """Seconds of ``way`` to those of ``baseline``, or the inverse: the median and its interval, if there is one."""
+    found = rows[way].get("ratios", {}).get(baseline)
+    if baseline not in rows:
+        return ""
+    if found is None:
+        value = rows[way]["seconds"]["median"] / rows[baseline]["seconds"]["median"]
+        return _number(1 / value if inverse else value)
+    values = [found[key] for key in ("median", "low", "high")]
+    if inverse:
+        values = [1 / value for value in (values[0], values[2], values[1])]
+    return between(*values, found)
+
+
+def between(middle: float, low: float, high: float, found: dict[str, Any]) -> str:
+    """A median and its interval; where ``found`` has too few values for 95 %, their range and how many there are."""
+    few = "" if found["confidence"] >= measure.CONFIDENCE else f" ({found['count']} of them)"
+    span = f" [{_number(low)}, {_number(high)}]" if found["count"] > 1 else ""
+    return f"{_number(middle)}{span}{few}"
+
+
+def _number(x: float) -> str:
+    return f"{x:,.0f}" if abs(x) >= 100 else f"{x:.3g}"
 
 
 def job(result: dict[str, Any], compute: float = 0.0) -> planner.Job:
@@ -118,16 +182,16 @@ def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
     """Measurement, kind of exchange, seconds foretold, seconds measured."""
     for result in results.values():
         foretold = {e.way: e for e in planner.plan(job(result)).estimates}
-        for kind, way in KINDS.items():
+        for kind, way in KINDS.items() if "exchange" in result else ():
             yield result, kind, foretold[way].transfer, result["exchange"][kind]["seconds"]["median"]
 
 
 def steps_foretold(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, float, float]]:
-    """Measurement, way, seconds of a step foretold, seconds measured; of local steps."""
+    """Measurement, way, seconds of a step foretold, seconds measured; of local steps whose exchange is waited for."""
     for result in results.values():
         found = result["training"]
         compute = found["no communication"]["seconds"]["median"]
-        for way in [way for way in found if "local" in way]:
+        for way in [way for way in found if re.fullmatch(r"onebit local \d+", way)]:
             told = planner.plan(replace(job(result, compute), every=int(way.split()[-1])))
             direct = next(e for e in told.estimates if e.way == KINDS["1 bit"])
             yield result, way, direct.step, found[way]["seconds"]["median"]
@@ -138,14 +202,14 @@ def slow(results: dict[str, Any]) -> str:
     parts = []
     for result in results.values():
         found = result["training"]
-        alone = found["no communication"]["seconds"]["median"]
         rows = []
         for way, row in found.items():
-            seconds, said = row["seconds"]["median"], told.get((id(result), way))
-            shares = [f"{100 * alone / seconds:.0f} %", f"{1e-6 * row['received']:.3f}"]
-            rows.append([way, *_ms(row), *shares, "" if said is None else f"{1e3 * said:,.0f}"])
-        heading = ["way", "ms a step", "10 to 90 %", "of it compute", "MB received", "foretold, ms"]
-        parts += [f"### {_title(result)}", table(heading, rows)]
+            said = told.get((id(result), way))
+            megabytes = f"{1e-6 * row['received']:.3f}"
+            foretold = "" if said is None else f"{1e3 * said:,.0f}"
+            rows.append([way, _ms(row), times(found, way, "no communication"), megabytes, foretold])
+        heading = ["way", "ms a step", 'to "no communication"', "MB received", "predicted, ms"]
+        parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
     return "\n\n".join(parts)
 
 
@@ -154,36 +218,136 @@ def _title(result: dict[str, Any]) -> str:
     return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {rate}"
 
 
-def _ms(row: dict[str, Any]) -> list[str]:
-    s = row["seconds"]
-    return [f"{1e3 * s['median']:,.0f}", f"{1e3 * s['p10']:,.0f} to {1e3 * s['p90']:,.0f}"]
+def _ms(row: dict[str, Any]) -> str:
+    return f"{1e3 * row['seconds']['median']:,.{0 if row['seconds']['median'] >= 0.01 else 1}f}"
 
 
 def exchanges(results: dict[str, Any]) -> str:
-    rows = []
+    rows, results = [], {name: result for name, result in results.items() if "exchange" in result}
     for result in results.values():
         found = result["exchange"]
-        base = found["float32"]
         for kind, row in found.items():
-            faster = base["seconds"]["median"] / row["seconds"]["median"]
-            fewer = base["received"] / row["received"]
+            fewer = found["float32"]["received"] / row["received"]
             megabytes = f"{1e-6 * row['received']:.2f}"
-            rows.append([_title(result), kind, *_ms(row), f"{faster:.1f}", megabytes, f"{fewer:.1f}"])
-    return table(["", "exchange of", "ms", "10 to 90 %", "times faster", "MB received", "times fewer"], rows)
+            faster = times(found, kind, "float32", inverse=True)
+            rows.append([_title(result), kind, _ms(row), faster, megabytes, f"{fewer:.1f}"])
+    sentences = {known(result.get("measured", {}).get("exchange")) for result in results.values()}
+    text = sentences.pop() if len(sentences) == 1 else _all_known(results)
+    return f"{text}\n\n" + table(["", "exchange of", "ms", "times faster", "MB received", "times fewer"], rows)
+
+
+def _all_known(results: dict[str, Any]) -> str:
+    """How well the ratios of several measurements are known."""
+    parts = {_title(result): known(result.get("measured", {}).get("exchange")) for result in results.values()}
+    return "\n".join(f"- {title}: {text}" for title, text in parts.items())
 
 
 def trainings(results: dict[str, Any]) -> str:
     parts = []
     for result in results.values():
         found = result["training"]
-        base = found["horovod fp32"]["seconds"]["median"]
-        rows = [
-            [way, *_ms(row), f"{base / row['seconds']['median']:.1f}", f"{1e-6 * row['received']:.2f}"]
-            for way, row in found.items()
-        ]
-        heading = ["way", "ms a step", "10 to 90 %", "times Horovod fp32's speed", "MB received"]
-        parts += [f"### {_title(result)}", table(heading, rows)]
+        rows = []
+        for way, row in found.items():
+            alone = FIT if way.endswith(" fit") and FIT in found else ALONE
+            ratios = [times(found, way, alone), times(found, way, "horovod fp32", inverse=True)]
+            rows.append([way, _ms(row), *ratios, f"{1e-6 * row['received']:.2f}"])
+        heading = ["way", "ms a step", 'to "no communication"', "times Horovod fp32's speed", "MB received"]
+        parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
     return "\n\n".join(parts)
+
+
+def keras() -> str:
+    """The section on Keras; nothing as long as nothing was measured."""
+    if not there("keras"):
+        return ""
+    found = load("keras")
+    return KERAS.format(machine=found["machine"], trainings=trainings(found["results"]))
+
+
+def step_rows() -> list[list[str]]:
+    """What a step costs without a slow link: measured, wanted."""
+    step = load("step")
+    size, memory = step["memory"]["plain"]["parameters"], step["memory"]
+    extra = (memory["onebit"]["peak"] - memory["plain"]["peak"]) / size
+    if "ways" in step["step"]:
+        ways, small = step["step"]["ways"], step["small"]["ways"]["onebit"]["differences"]["plain"]
+        ratio = times(ways, "onebit", "horovod fp32")
+        milliseconds = between(*(1e3 * small[key] for key in ("median", "low", "high")), small)
+    else:
+        ratio = _number(step["step"]["onebit"] / step["step"]["horovod fp32"])
+        milliseconds = _number(1e3 * (step["small"]["onebit"] - step["small"]["plain"]))
+    return [
+        ["compressed step, time to Horovod fp32's", ratio, "1.15"],
+        ["Python's work for 300 small tensors, a step", f"{milliseconds} ms", "3 ms"],
+        ["peak memory beyond AdamW's, bytes a parameter", f"{extra:.1f}", "8"],
+    ]
+
+
+def keras_step_rows() -> list[list[str]]:
+    found = load("step_keras")
+    ways, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
+    milliseconds = between(*(1e3 * small[key] for key in ("median", "low", "high")), small)
+    return [
+        ["compressed step in a loop, time to Horovod fp32's", times(ways, "onebit", "horovod fp32"), "1.1"],
+        ["the same in `fit`", times(ways, "onebit fit", "horovod fp32"), "1.1"],
+        ["a step of `fit` with 300 small variables, beyond plain Keras", f"{milliseconds} ms", "3 ms"],
+    ]
+
+
+def steps() -> str:
+    """Both frameworks' tables."""
+    heading = ["", "measured", "wanted"]
+    text = "Two processes on one machine (`python -m benchmarks.step`). "
+    parts = [
+        text + known(load("step")["step"] if "ways" in load("step")["step"] else None),
+        table(heading, step_rows()),
+    ]
+    if there("step_keras"):
+        text = "The same in Keras (`python -m benchmarks.step --framework tf`). "
+        parts += [text + known(load("step_keras")["step"]), table(heading, keras_step_rows())]
+    return "\n\n".join(parts)
+
+
+def local() -> str:
+    found = load("local")
+    backends = {"MPI": found["mpi"], "Gloo": found["gloo"]}
+    if "ways" not in found["mpi"]:
+        rows = [[name, *(f"{one[name]:.1f}" for one in backends.values())] for name in found["mpi"]]
+        return f"{known(None)}\n\n" + table(["", *backends], rows)
+    rows, heading = [], [""]
+    for name in backends:
+        heading += [name, "to its allreduce"]
+    for way in found["mpi"]["ways"]:
+        cells = [
+            (f"{1e9 * one['ways'][way]['seconds']['median']:.1f}", times(one["ways"], way, "allreduce"))
+            for one in backends.values()
+        ]
+        rows.append([way, *(text for pair in cells for text in pair)])
+    text = "\n".join(f"- {name}: {known(one)}" for name, one in backends.items())
+    return f"{text}\n\n" + table(heading, rows)
+
+
+def targets() -> str:
+    """The section on the time to a test loss; nothing as long as nothing was measured."""
+    if not there("target"):
+        return ""
+    found = load("target")
+    parts = []
+    for rate, result in found["results"].items():
+        rows = []
+        for way, one in target.rows(result).items():
+            middle, low, high = one["seconds"]
+            reached = "" if one["reached"] == one["seeds"] else f", {one['reached']} of {one['seeds']} got there"
+            ratio = one["ratio"]
+            spans = [f"{middle:.1f} [{low:.1f}, {high:.1f}]{reached}"]
+            spans.append(f"{_number(ratio['median'])} [{_number(ratio['low'])}, {_number(ratio['high'])}]")
+            rows.append([way, *spans, f"{one['steps']:.0f}", f"{1e-6 * one['received']:.2f}"])
+        seeds = max(len(runs) for runs in result["ways"].values())
+        load_text = f"{seeds} seeds; other processes used at most {target.load(result):.0%} of the cores."
+        heading = ["way", "seconds", "to Horovod fp32's", "steps", "MB received"]
+        text = rate.replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
+        parts += [f"### To a test loss of {result['target']}, {text}", load_text, table(heading, rows)]
+    return TARGETS.format(machine=found["machine"], tables="\n\n".join(parts))
 
 
 def foretold(results: dict[str, Any]) -> str:
@@ -191,7 +355,7 @@ def foretold(results: dict[str, Any]) -> str:
         [_title(result), kind, f"{1e3 * said:.0f}", f"{1e3 * seen:.0f}", f"{100 * (said / seen - 1):+.0f} %"]
         for result, kind, said, seen in predictions(results)
     ]
-    return table(["", "exchange of", "foretold, ms", "measured, ms", "off by"], rows)
+    return table(["", "exchange of", "predicted, ms", "measured, ms", "off by"], rows)
 
 
 def ahead() -> str:
@@ -219,21 +383,17 @@ def ahead() -> str:
 
 
 def main() -> None:
-    link, step, codec, local, slow_links = (load(name) for name in ("link", "step", "codec", "local", "slow"))
-    size = step["memory"]["plain"]["parameters"]
+    link, codec, slow_links = (load(name) for name in ("link", "codec", "slow"))
     text = PAGE.format(
         machine=link["machine"],
         exchanges=exchanges(link["results"]),
         trainings=trainings(link["results"]),
+        keras=keras(),
         slow_machine=slow_links["machine"],
         slow=slow(slow_links["results"]),
-        ratio=step["step"]["onebit"] / step["step"]["horovod fp32"],
-        small=1e3 * (step["small"]["onebit"] - step["small"]["plain"]),
-        memory=(step["memory"]["onebit"]["peak"] - step["memory"]["plain"]["peak"]) / size,
-        local=table(
-            ["", "MPI", "Gloo"],
-            [[name, f"{local['mpi'][name]:.1f}", f"{local['gloo'][name]:.1f}"] for name in local["mpi"]],
-        ),
+        target=targets(),
+        step=steps(),
+        local=local(),
         elements=codec["elements"],
         codec=codec_table(codec),
         foretold=foretold(link["results"]),
@@ -254,7 +414,11 @@ def instructions(counts: dict[str, Any]) -> str:
 
 
 def codec_table(codec: dict[str, Any]) -> str:
-    return table(["", "ratio"], [[name, f"{value:.2f}"] for name, value in codec["ratios"].items()])
+    rows = []
+    for name, values in codec["paired"].items():
+        found = measure.interval(values)
+        rows.append([name, between(found.median, found.low, found.high, found._asdict())])
+    return table(["", "ratio"], rows)
 
 
 if __name__ == "__main__":

@@ -1,11 +1,11 @@
 """What a compressed step costs where there is no slow link: two processes on this machine.
 
-    python -m benchmarks.step [--json benchmarks/results/step.json]
+    python -m benchmarks.step [--framework tf] [--anyway] [--json benchmarks/results/step.json]
 
 step    a whole step of 25 M parameters, to that of Horovod with float32
-small   Python's own work in a step with 300 small tensors, beyond the optimizer's, and its calls of functions; those of
-        a step with 300 compressed tensors
-memory  peak bytes a parameter, beyond plain AdamW
+small   the work of a step with 300 small tensors beyond the optimizer's: in PyTorch Python's own work and its calls of
+        functions, and those of a step with 300 compressed tensors; in Keras the time of a step of `fit`
+memory  peak bytes a parameter, beyond plain AdamW (PyTorch)
 """
 
 from __future__ import annotations
@@ -19,43 +19,77 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from benchmarks import measure
+from benchmarks.link import ratio
 from jobs.processes import two_processes
 from studies.report import processor
 
-RESULTS = Path(__file__).parent / "results" / "step.json"
+RESULTS = Path(__file__).parent / "results"
+WORKERS = {"torch": "benchmarks/step_worker.py", "tf": "benchmarks/step_keras_worker.py"}
 
 
-def job(*arguments: str) -> dict[str, Any]:
-    """The result of a job on two processes over MPI."""
-    return two_processes("benchmarks/step_worker.py", *arguments)
+def job(framework: str, *arguments: str, anyway: bool) -> dict[str, Any]:
+    """The result of a job on two processes over MPI. Raises ``measure.Loaded`` if other processes disturb it."""
+    measure.refuse(measure.look(), anyway=anyway)
+    found = two_processes(WORKERS[framework], *arguments, *(["--anyway"] if anyway else []))
+    if "refused" in found:
+        raise measure.Loaded(found["refused"])
+    return dict(found)
+
+
+def milliseconds(found: dict[str, Any]) -> str:
+    """Of a difference in seconds: median and interval."""
+    return f"{1e3 * found['median']:.1f} [{1e3 * found['low']:.1f}, {1e3 * found['high']:.1f}] ms"
+
+
+def rows(framework: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
+    """What was measured, and what is wanted."""
+    step, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
+    wanted = "1.15" if framework == "torch" else "1.1"
+    result = [("compressed step, time to Horovod fp32's", ratio(step["onebit"]["ratios"]["horovod fp32"]), wanted)]
+    if framework == "tf":
+        fit = ratio(step["onebit fit"]["ratios"]["horovod fp32"])
+        return [*result, ("the same in fit", fit, "1.1"), ("300 small variables, a step", milliseconds(small), "3 ms")]
+    memory = found["memory"]
+    extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / memory[way]["parameters"] for way in memory}
+    return [
+        *result,
+        ("300 small tensors, Python's work a step", milliseconds(small), "3 ms"),
+        ("the same, calls of functions a step", f"{found['small']['calls']:,}", ""),
+        ("300 compressed tensors, calls of functions a step", f"{found['small']['calls compressed']:,}", ""),
+        ("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8"),
+        ("the same of Horovod fp32", f"{extra['horovod fp32']:.1f}", ""),
+    ]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--json", type=Path, default=RESULTS)
+    parser.add_argument("--framework", choices=tuple(WORKERS), default="torch")
+    parser.add_argument("--seconds", type=float, default=60, help="for each of the comparisons")
+    parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
+    options.json = options.json or RESULTS / ("step_keras.json" if options.framework == "tf" else "step.json")
     console = Console()
-    with console.status("A step without a slow link ..."):
-        step = job("step")
-    with console.status("300 small tensors ..."):
-        small = job("small")
-    with console.status("Memory ..."):
-        memory = {way: job("memory", "--way", way) for way in ("plain", "horovod fp32", "onebit")}
-    size = memory["plain"]["parameters"]
-    extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / size for way in ("horovod fp32", "onebit")}
+    found: dict[str, Any] = {"machine": f"{os.cpu_count()} cores of an {processor()}"}
+    try:
+        for what, text in (("step", "A step without a slow link"), ("small", "300 small tensors")):
+            with console.status(f"{text} ..."):
+                seconds = ["--seconds", str(options.seconds)]
+                found[what] = job(options.framework, what, *seconds, anyway=options.anyway)
+        if options.framework == "torch":
+            with console.status("Memory ..."):
+                ways = ("plain", "horovod fp32", "onebit")
+                found["memory"] = {way: job("torch", "memory", "--way", way, anyway=options.anyway) for way in ways}
+    except measure.Loaded as error:
+        parser.exit(1, f"Not run: {error}\n")
     table = Table("", "", "to reach")
-    table.add_row("compressed step, time to Horovod fp32's", f"{step['onebit'] / step['horovod fp32']:.2f}", "1.15")
-    table.add_row(
-        "300 small tensors, Python's work a step", f"{1e3 * (small['onebit'] - small['plain']):.1f} ms", "3 ms"
-    )
-    table.add_row("the same, calls of functions a step", f"{small['calls']:,}", "")
-    table.add_row("300 compressed tensors, calls of functions a step", f"{small['calls compressed']:,}", "")
-    table.add_row("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8")
-    table.add_row("the same of Horovod fp32", f"{extra['horovod fp32']:.1f}", "")
+    for row in rows(options.framework, found):
+        table.add_row(*row)
     console.print(table)
+    for what in ("step", "small"):
+        console.print(f"{what}: {measure.describe(found[what])}")
     options.json.parent.mkdir(exist_ok=True)
-    machine = f"{os.cpu_count()} cores of an {processor()}"
-    found = {"machine": machine, "step": step, "small": small, "memory": memory}
     options.json.write_text(json.dumps(found, indent=1) + "\n")
 
 

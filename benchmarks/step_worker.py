@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import resource
-import statistics
 import sys
 import time
+from collections.abc import Callable
 from typing import Any
 
 import horovod.torch as hvd
 import torch
 
 import horovod_onebit.torch as onebit
+from benchmarks.measure import Loaded, Way, Workers, compare
 
 
 def large() -> torch.nn.Module:
@@ -35,28 +36,28 @@ class Small(torch.nn.Module):
 
 def optimizer_of(way: str, model: torch.nn.Module) -> Any:
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    named = [(f"{way}.{name}", p) for name, p in model.named_parameters()]
     if way == "horovod fp32":
-        return hvd.DistributedOptimizer(optimizer, model.named_parameters())
+        return hvd.DistributedOptimizer(optimizer, named)
     if way == "onebit":
-        return onebit.DistributedOptimizer(optimizer, model.named_parameters(), warmup_steps=1)
+        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=1)
     return optimizer
 
 
-def step_times(way: str, model: torch.nn.Module, data: torch.Tensor, steps: int) -> tuple[float, float]:
-    """Median seconds of a whole step, and of this thread's own work in ``optimizer.step()``."""
+def step_of(way: str, model: torch.nn.Module, data: torch.Tensor) -> Callable[[], float]:
+    """A step, which returns the seconds of this thread's own work in ``optimizer.step()``; the first ones are taken."""
     optimizer = optimizer_of(way, model)
-    whole, own = [], []
-    for step in range(steps + 3):
-        hvd.barrier()
-        start = time.perf_counter()
+
+    def step() -> float:
         optimizer.zero_grad()
         model(data).square().mean().backward()
         before = time.thread_time()
         optimizer.step()
-        if step >= 3:
-            own.append(time.thread_time() - before)
-            whole.append(time.perf_counter() - start)
-    return statistics.median(whole), statistics.median(own)
+        return time.thread_time() - before
+
+    for _ in range(3):
+        step()
+    return step
 
 
 def calls(way: str, model: torch.nn.Module, data: torch.Tensor) -> int:
@@ -89,33 +90,46 @@ def peak(way: str) -> int:
     return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def whole_step(**options: Any) -> dict[str, Any]:
+    """A step of 25 M parameters."""
+    data = torch.randn(128, 2048)
+
+    def way(name: str) -> Way:
+        step = step_of(name, large(), data)
+        return Way(lambda: (step(), None)[1], calls=2)
+
+    names = ("plain", "horovod fp32", "onebit")
+    pairs = [("onebit", "horovod fp32"), ("onebit", "plain")]
+    return compare({name: way(name) for name in names}, pairs, Workers(hvd), **options)
+
+
+def small_tensors(**options: Any) -> dict[str, Any]:
+    """Python's own work in a step with 300 small tensors."""
+    data = torch.randn(8, 768)
+    ways = {name: Way(step_of(name, Small(), data), calls=20) for name in ("plain", "onebit")}
+    found = compare(ways, [("onebit", "plain")], Workers(hvd), **options)
+    found["calls"] = calls("onebit", Small(), data)
+    found["calls compressed"] = calls("onebit", Small(2 * 768), data)
+    return found
+
+
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("what", choices=("step", "small", "memory"))
     parser.add_argument("--way", default="onebit")
-    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--anyway", action="store_true")
     options = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
-    found: dict[str, Any] = {}
-    if options.what == "memory":
-        found = {"peak": peak(options.way), "parameters": sum(p.numel() for p in large().parameters())}
-    elif options.what == "step":
-        data = torch.randn(128, 2048)
-        times: dict[str, list[float]] = {"horovod fp32": [], "onebit": []}
-        for _ in range(options.rounds):
-            for way, seconds in times.items():
-                seconds.append(step_times(way, large(), data, 8)[0])
-        found = {way: statistics.median(seconds) for way, seconds in times.items()}
-    else:
-        data = torch.randn(8, 768)
-        own: dict[str, list[float]] = {"plain": [], "onebit": []}
-        for _ in range(options.rounds):
-            for way, seconds in own.items():
-                seconds.append(step_times(way, Small(), data, 50)[1])
-        found = {way: statistics.median(seconds) for way, seconds in own.items()}
-        found["calls"] = calls("onebit", Small(), data)
-        found["calls compressed"] = calls("onebit", Small(2 * 768), data)
+    try:
+        if options.what == "memory":
+            found = {"peak": peak(options.way), "parameters": sum(p.numel() for p in large().parameters())}
+        else:
+            run = {"step": whole_step, "small": small_tensors}[options.what]
+            found = run(seconds=options.seconds, anyway=options.anyway)
+    except Loaded as error:
+        found = {"refused": str(error)}
     if hvd.rank() == 0:
         print("RESULT", json.dumps(found), flush=True)
     hvd.barrier()

@@ -34,7 +34,8 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
 def two_processes(script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str) -> Any:
     """The ``result`` of a Python program that horovodrun starts twice on this machine; ``env`` is set besides."""
     python = Path(sys.executable)
-    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"} | env
+    packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": packages} | env
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(python.with_name("horovodrun")), "-np", "2", f"--{backend}", str(python), str(script), *arguments]
     return result(run(command, os.environ | {"PATH": path} | env, timeout))
