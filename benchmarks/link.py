@@ -43,10 +43,10 @@ ALL = (
 FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit")
 SLOW = (
     "no communication", "horovod fp32:2", "horovod fp16:2", "ddp powersgd 1", "onebit", "onebit local 16",
-    "onebit local 64:2", "diloco 16:2", "diloco 64:1",
+    "onebit local 16 hidden", "onebit local 64:2", "diloco 16:2", "diloco 64:1",
 )  # fmt: skip
 SLOWEST = (  # others begin with exact steps of minutes
-    "no communication", "onebit local 16", "onebit local 64:2", "diloco 16:1", "diloco 64:1",
+    "no communication", "onebit local 16", "onebit local 16 hidden", "onebit local 64:2", "diloco 16:1", "diloco 64:1",
 )  # fmt: skip
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 KERAS = (

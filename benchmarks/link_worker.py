@@ -150,7 +150,7 @@ WAYS: dict[str, Make] = {
     "onebit no overlap": ours(exchange="auto", overlap=False),
     "onebit local 8": local(8),
     "onebit local 16": local(16),
-    "onebit local 16 hidden": local(16, delay=1),
+    "onebit local 16 hidden": local(16, delay=4),
     "onebit local 64": local(64),
     "float32 local 16": local(16, exact=["*"]),
     "diloco 16": diloco(16),

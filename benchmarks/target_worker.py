@@ -98,7 +98,7 @@ WAYS: dict[str, Make] = {
     "diloco 16": diloco(16),
     "onebit": every_step,
     "onebit local 16": local(16),
-    "onebit local 16 hidden": local(16, delay=1),
+    "onebit local 16 hidden": local(16, delay=4),
 }
 
 

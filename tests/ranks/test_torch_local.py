@@ -230,8 +230,8 @@ def test_training_goes_on_when_the_weights_were_made_equal():
 def test_a_worker_that_misses_a_step_is_told(schedule):
     model = Net()
     optimizer = local(model, schedule=schedule)
-    train(model, optimizer, 6 if RANK == 0 else 5)
-    with pytest.raises(DesyncError, match="the learning rate, another hyperparameter or argument"):
+    with pytest.raises(DesyncError, match="the learning rate, another hyperparameter or argument|different methods"):
+        train(model, optimizer, 6 if RANK == 0 else 5)
         optimizer.flush()
 
 
