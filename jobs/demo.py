@@ -101,8 +101,8 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
     ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
     exact = f" One bit begins after {args.warmup_steps} exact steps." if "onebit" in args.compressions else ""
     console.print(
-        f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} on {args.np} processes, for {args.steps} "
-        f"steps each time, with gradients of {ways}.{exact}",
+        f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} on {args.np} processes, for "
+        f"{args.steps} steps each time, with gradients of {ways}.{exact}",
         highlight=False,
     )
     if network:

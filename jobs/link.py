@@ -4,9 +4,9 @@
 
 Needs Linux, `unshare`, `ip` and `tc`, and root or user namespaces. Each link carries the rate in each direction.
 
-The namespaces have no names and live as long as their processes. All of these end with the first process of their process
-namespace, which ends with the job, or when nobody holds the other end of its stdin any more. So nothing is left behind,
-even if the caller is killed, and several jobs at once have nothing in common.
+The namespaces have no names and live as long as their processes. All of these end with the first process of their
+process namespace, which ends with the job, or when nobody holds the other end of its stdin any more. So nothing is left
+behind, even if the caller is killed, and several jobs at once have nothing in common.
 """
 
 from __future__ import annotations
@@ -152,7 +152,7 @@ def _wait(hosts: Sequence[subprocess.Popen]) -> int:
 
 
 def main() -> int:
-    """In the namespaces that ``prefix`` makes: links and workers; at the end ``RESULT`` with the bytes each has sent."""
+    """In the namespaces that ``prefix`` makes: links and workers. Prints ``RESULT`` and the bytes each has sent."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--rate", required=True)

@@ -1,6 +1,6 @@
-"""Jobs that are ended when they take too long or when their caller ends, and what they print for those who started them.
+"""Jobs that end when they take too long or when their caller ends, and what they print for who started them.
 
-python -m jobs.processes COMMAND ...  # ends COMMAND when nobody holds the other end of its stdin any more
+python -m jobs.processes COMMAND ...  # runs COMMAND, and ends it when nobody holds the other end of stdin any more
 """
 
 import json

@@ -98,12 +98,12 @@ def conclusion(runs: Sequence[Run]) -> str:
         return ""
     exact, onebit = ({key: average(runs, kind, key) for key in AVERAGED} for kind in ("none", "onebit"))
     ratio = exact["seconds"] / onebit["seconds"]
-    speed = f"{ratio:.1f} times as fast as" if ratio > 1 else f"{1 / ratio:.1f} times as long as with"
+    speed = f"{ratio:.1f} times as fast as" if ratio > 1 else f"{1 / ratio:.1f} times as long as"
     return (
-        f"With one bit, training {'was' if ratio > 1 else 'took'} {speed} float32, and sent "
+        f"With one bit, training {'was' if ratio > 1 else 'took'} {speed} with float32. Each worker sent "
         f"{exact['bytes_sent'] / onebit['bytes_sent']:.1f} times fewer bytes (after the exact steps: "
-        f"{exact['last_step_bytes'] / onebit['last_step_bytes']:.1f} times fewer), at a test loss of "
-        f"{onebit['test_loss']:.3f} (float32: {exact['test_loss']:.3f})."
+        f"{exact['last_step_bytes'] / onebit['last_step_bytes']:.1f} times fewer). The test loss "
+        f"is {onebit['test_loss']:.3f} (float32: {exact['test_loss']:.3f})."
     )
 
 
@@ -115,8 +115,8 @@ def readable(rate: str) -> str:
 def predictions(runs: Sequence[Run], rates: Sequence[str]) -> Table:
     """Seconds of a whole run of each kind by links of ``rates``, as ``horovod_onebit.tools.planner`` predicts them.
 
-    A worker is taken to compute for as long as a step of the first run took. That includes its exchange on this machine,
-    so the predicted ratio is rather too small.
+    A worker is taken to compute for as long as a step of the first run took. That includes its exchange on this
+    machine, so the predicted ratio is rather too small.
     """
     result = Table(title="Predicted seconds, a process on each host", show_edge=False)
     result.add_column("link")

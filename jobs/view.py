@@ -37,9 +37,9 @@ class _Row:
 
 
 class View:
-    """``with View(console, labels, steps) as view``, then ``with view.run(i) as watch`` and any number of ``watch(records)``.
+    """The runs ``labels``, in their order, of ``steps`` steps each.
 
-    ``labels`` are the names of the runs, in their order; ``steps`` is how many each has.
+    ``with View(console, labels, steps) as view``, then ``with view.run(i) as watch`` and ``watch(records)`` at will.
     """
 
     def __init__(self, console: Console, labels: Sequence[str], steps: int) -> None:
@@ -85,7 +85,8 @@ class View:
     def _line(self, row: _Row, record: dict[str, Any]) -> str:
         text = (
             f"{row.label}: step {record['step']} of {self.steps}, {record['seconds']:.1f} s, "
-            f"loss {record['loss']:.3f}, accuracy {100 * record['accuracy']:.1f} %, {1e-6 * record['bytes_sent']:.1f} MB sent"
+            f"loss {record['loss']:.3f}, accuracy {100 * record['accuracy']:.1f} %, "
+            f"{1e-6 * record['bytes_sent']:.1f} MB sent"
         )
         return "\n".join(filter(None, (text, self._comparison(row, record))))
 
@@ -96,9 +97,10 @@ class View:
         if row is first or record is None or same is None or not record["seconds"]:
             return ""
         ratio = same["seconds"] / record["seconds"]
+        faster = f": {ratio:.1f} times as fast" if ratio > 1 else ""
         return (
             f"After {record['step']} steps: {first.label} {same['seconds']:.1f} s, loss {same['loss']:.3f}; "
-            f"{row.label} {record['seconds']:.1f} s, loss {record['loss']:.3f}: {ratio:.1f} times as fast"
+            f"{row.label} {record['seconds']:.1f} s, loss {record['loss']:.3f}{faster}"
         )
 
     def _table(self) -> Group:
