@@ -144,11 +144,11 @@ def _variables(workers: int) -> list[dict[str, str]]:
 def _wait(hosts: Sequence[subprocess.Popen]) -> int:
     """0, or the status of a worker that failed; the others then have ten seconds to say why."""
     deadline = float("inf")
-    while any(host.poll() is None for host in hosts) and time.monotonic() < deadline:
-        if deadline == float("inf") and any(host.returncode for host in hosts):
+    while None in (states := [host.poll() for host in hosts]) and time.monotonic() < deadline:
+        if deadline == float("inf") and any(states):
             deadline = time.monotonic() + 10
         time.sleep(0.05)
-    return next((host.returncode for host in hosts if host.returncode), 0)
+    return next((state for state in states if state), 0)
 
 
 def main() -> int:
