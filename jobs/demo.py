@@ -120,7 +120,7 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
         )
     usual = (args.task, args.steps, args.seeds, args.np, args.more) == (TASK, STEPS, [0], 2, [])
     if usual and len(args.compressions) == 2:
-        console.print("It takes less than a minute on two quiet cores. Ctrl-C ends it and leaves nothing behind.\n")
+        console.print("It takes about a minute on two quiet cores. Ctrl-C ends it and leaves nothing behind.\n")
     else:
         console.print("The table shows how far it is. Ctrl-C ends it and leaves nothing behind.\n")
 
@@ -145,11 +145,14 @@ def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.R
     report.plot(runs, picture)
     console.print(f"Picture: {picture}", soft_wrap=True, highlight=False)
     other = "tf" if args.framework == "torch" else "torch"
+    program = Path(sys.executable).with_name("horovod-onebit")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
     console.print(
         f"""
 Next:
   make demo FRAMEWORK={other}    # the same in {FRAMEWORKS[other]}
-  {Path(sys.executable).with_name("horovod-onebit")} plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
+  {program} plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
                             # will it pay for your model, on your network?
   make docs                 # how to change your own job, in docs/_build/html/index.html""",
         soft_wrap=True, highlight=False,

@@ -159,7 +159,7 @@ def plot(runs: Sequence[Run], path: Path) -> None:
     by_step, by_bytes = figure.subplots(1, 2, sharey=True)
     for index, kind in enumerate(kinds(runs)):
         for number, run in enumerate(run for run in runs if run.compression == kind):
-            label = f"{NAMES[kind]}, {average(runs, kind, 'seconds'):.0f} s" if number == 0 else None
+            label = f"{NAMES[kind]}: {1e-6 * average(runs, kind, 'bytes_sent'):,.0f} MB" if number == 0 else None
             style: dict[str, Any] = {"color": COLORS[index], "lw": 1.4, "label": label}
             loss = [s["loss"] for s in run.steps]
             by_step.plot([s["step"] for s in run.steps], loss, ls=LINES[index], **style)
@@ -170,8 +170,8 @@ def plot(runs: Sequence[Run], path: Path) -> None:
         by_step.axvline(begin, color="0.5", ls=":", lw=1)
         by_step.annotate("one bit starts", (begin, 1), (3, -3), xycoords=("data", "axes fraction"),
                          textcoords="offset points", va="top", fontsize=9, color="0.35")  # fmt: skip
-    by_step.set(xlabel="step", ylabel="training loss", yscale="log", title="The same loss after as many steps")
-    by_bytes.set(xlabel="MB sent by a worker (log scale)", xscale="log", title="with fewer bytes")
+    by_step.set(xlabel="step", ylabel="training loss", yscale="log", title="Loss by step")
+    by_bytes.set(xlabel="MB sent by a worker (log scale)", xscale="log", title="Loss by bytes sent")
     by_bytes.xaxis.set_major_formatter("{x:g}")
     by_bytes.legend(frameon=False)
     for axes in (by_step, by_bytes):
