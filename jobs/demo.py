@@ -87,8 +87,6 @@ def network_of(args: argparse.Namespace) -> tuple[list[str], str]:
     try:
         if args.backend != "gloo":
             raise link.UnavailableError("a link needs --backend gloo, since MPI starts its processes on hosts by ssh")
-        if args.np < 2:
-            raise link.UnavailableError("one process sends nothing")
         return link.prefix(rate), ""
     except link.UnavailableError as error:
         if args.link != "auto":
@@ -174,7 +172,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--link", choices=("auto", "none", *RATES), default="auto", help="auto is 100mbit where that is possible")
     add("--output", type=Path, default=ROOT / "build" / "demo")
     args, args.more = parser.parse_known_args(argv)
-    for name in ("steps", "warmup_steps", "np"):
+    if args.np < 2:
+        parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
+    for name in ("steps", "warmup_steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a positive number")
     args.output = args.output.absolute()

@@ -128,7 +128,7 @@ def predictions(runs: Sequence[Run], rates: Sequence[str]) -> Table:
 
 
 def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
-    final, steps = runs[0].final, runs[0].steps
+    final, steps = runs[0].final, [{"step": 0, "seconds": 0.0}, *runs[0].steps]
     # The median: the first steps include compilation.
     compute = median((b["seconds"] - a["seconds"]) / (b["step"] - a["step"]) for a, b in pairwise(steps))
     plan = planner.plan(
