@@ -135,7 +135,8 @@ def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.R
         counted = {report.NAMES[kind]: report.average(runs, kind, "link_bytes") for kind in report.kinds(runs)}
         text = ", ".join(f"{1e-6 * count:,.1f} MB with {name}" for name, count in counted.items())
         console.print(
-            f"The network interface of a process counted {text}, headers and all else included.", highlight=False
+            f"The network interface of a process counted {text}, with headers, the first broadcast and Horovod's own messages.",
+            highlight=False,
         )
     else:
         console.print("\n", report.predictions(runs, RATES))
@@ -198,7 +199,8 @@ def main() -> None:
     labels = [report.NAMES[kind] + (f", seed {seed}" if len(args.seeds) > 1 else "") for kind, seed in planned]
     runs = []
     try:
-        with View(console, labels, args.steps) as view:
+        baselines = [index % len(args.seeds) for index in range(len(planned))]  # the first kind's run of the same seed
+        with View(console, labels, args.steps, baselines) as view:
             for index, (kind, seed) in enumerate(planned):
                 with view.run(index) as watch:
                     runs.append(run(args, kind, seed, network, watch))

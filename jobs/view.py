@@ -27,6 +27,7 @@ class _Row:
     state: str = "waiting"
     records: list[dict[str, Any]] = field(default_factory=list)
     began: float = 0.0
+    baseline: _Row | None = None
 
     def last(self, key: str) -> Any:
         """The newest value of ``key``; None if there is none yet."""
@@ -37,15 +38,17 @@ class _Row:
 
 
 class View:
-    """The runs ``labels``, in their order, of ``steps`` steps each.
+    """The runs ``labels``, in their order, of ``steps`` steps each; run i is compared with run ``baselines[i]``.
 
-    ``with View(console, labels, steps) as view``, then ``with view.run(i) as watch`` and ``watch(records)`` at will.
+    ``with View(...) as view``, then ``with view.run(i) as watch`` and ``watch(records)`` at will.
     """
 
-    def __init__(self, console: Console, labels: Sequence[str], steps: int) -> None:
+    def __init__(self, console: Console, labels: Sequence[str], steps: int, baselines: Sequence[int]) -> None:
         self.console = console
         self.steps = steps
         self.rows = [_Row(label) for label in labels]
+        for row, index in zip(self.rows, baselines, strict=True):
+            row.baseline = self.rows[index]
         self.live = (
             Live(console=console, get_renderable=self._table, refresh_per_second=5) if console.is_terminal else None
         )
@@ -77,7 +80,7 @@ class View:
             if not self.live:
                 for record in new:
                     if "accuracy" in record:
-                        self.console.print(self._line(row, record))
+                        self.console.print(self._line(row, record), soft_wrap=True, highlight=False)
 
         yield watch
         row.state = "done"
@@ -91,10 +94,10 @@ class View:
         return "\n".join(filter(None, (text, self._comparison(row, record))))
 
     def _comparison(self, row: _Row, record: dict[str, Any] | None) -> str:
-        """How far the first run was after as many steps."""
-        first = self.rows[0]
+        """How far the run that this one is compared with was after as many steps."""
+        first = row.baseline or row
         same = first.at(record["step"]) if record else None
-        if row is first or record is None or same is None or not record["seconds"]:
+        if first is row or record is None or same is None or not record["seconds"]:
             return ""
         ratio = same["seconds"] / record["seconds"]
         faster = f": {ratio:.1f} times as fast" if ratio > 1 else ""

@@ -146,7 +146,7 @@ def test_a_line_that_is_being_written_is_not_read(tmp_path):
 
 def watched(console):
     """What a person sees of two runs, the second twice as fast."""
-    with View(console, ["float32", "one bit"], 20) as view:
+    with View(console, ["float32", "one bit"], 20, [0, 0]) as view:
         for index, seconds in enumerate((4.0, 2.0)):
             record = {"step": 20, "loss": 0.5, "accuracy": 0.9, "bytes_sent": 10**6, "seconds": seconds}
             with view.run(index) as watch:
