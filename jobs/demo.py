@@ -135,7 +135,8 @@ def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.R
         counted = {report.NAMES[kind]: report.average(runs, kind, "link_bytes") for kind in report.kinds(runs)}
         text = ", ".join(f"{1e-6 * count:,.1f} MB with {name}" for name, count in counted.items())
         console.print(
-            f"The network interface of a process counted {text}, with headers, the first broadcast and Horovod's own messages.",
+            f"The network interface of a process counted {text}, with headers, the first broadcast and Horovod's own "
+            "messages.",
             highlight=False,
         )
     else:
