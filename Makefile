@@ -49,7 +49,7 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
 
 .PHONY: demo
-demo: setup ## set everything up, train on two processes with and without compression, compare
+demo: setup ## set everything up, train on two processes over a slow link with float32 and with one bit, compare
 	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK)
 
 .PHONY: test

@@ -24,11 +24,10 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from jobs.link import INTERFACE, NETWORK, shape
 from jobs.processes import ROOT, run
 
 NAME = "onebit"  # begins the names of the namespaces and of the bridge
-NETWORK = "10.77.0"
-INTERFACE = "e0"
 NAMES = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace's folder there in place of those in /etc
 TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
 
@@ -158,11 +157,8 @@ def _network(made: Cluster, rate: str | None) -> None:
         for device in ("lo", INTERFACE):
             _run(*inside, "ip", "link", "set", device, "up")
         if rate:
-            # What a link lets through at once beyond its rate must be little beside a message.
-            burst = "16kb" if rate.endswith("mbit") else "64kb"
-            shape = ["root", "tbf", "rate", rate, "burst", burst, "latency", "400ms"]
-            _run("tc", "qdisc", "add", "dev", outside, *shape)
-            _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, *shape)
+            _run("tc", "qdisc", "add", "dev", outside, *shape(rate))
+            _run(*inside, "tc", "qdisc", "add", "dev", INTERFACE, *shape(rate))
 
 
 def _ssh(made: Cluster) -> None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -49,14 +50,24 @@ def load(options: Options) -> Task:
 
 
 def _digits(enlarge: int) -> Task:
-    from sklearn.datasets import load_digits
-
-    images, labels = load_digits(return_X_y=True)
+    images, labels = _scikit_learn_digits()
     x = (images.reshape(-1, 1, 8, 8) / 8 - 1).astype(np.float32)
     x = x.repeat(enlarge, axis=2).repeat(enlarge, axis=3)
     order = np.random.default_rng(0).permutation(len(x))
     x, y = np.ascontiguousarray(x[order]), labels[order].astype(np.int64)
     return Task(x[:1437], y[:1437], x[1437:], y[1437:], classes=10)
+
+
+def _scikit_learn_digits() -> tuple[NDArray, NDArray]:
+    """``sklearn.datasets.load_digits``, from its file: importing scikit-learn takes seconds of every process."""
+    package = find_spec("sklearn")
+    file = Path(package.origin or "").parent / "datasets" / "data" / "digits.csv.gz" if package else None
+    if file is None or not file.exists():
+        from sklearn.datasets import load_digits
+
+        return load_digits(return_X_y=True)
+    rows = np.loadtxt(file, delimiter=",")
+    return rows[:, :-1], rows[:, -1].astype(np.int64)
 
 
 def _cifar(folder: Path) -> Task:

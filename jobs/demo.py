@@ -1,72 +1,213 @@
-"""Train with and without compression, one after the other, and compare.
+"""Train with and without compression, one after the other over a slow link, and compare.
 
-python -m jobs.demo --framework torch --task digits --seeds 0 1 2
+    python -m jobs.demo                  # what `make demo` does: about a minute
+    python -m jobs.demo --framework tf   # the same in Keras
+    python -m jobs.demo --link none --task digits --compressions none fp16 onebit --steps 600 --seeds 0 1 2
 
-What it does not know itself (--optimizer lamb, --width 64, ...) it hands to the job.
+The link is between network namespaces (jobs/link.py), where the machine allows that. What the demo does not know itself
+(--optimizer lamb, --width 64, ...) it hands to the job.
 """
 
 from __future__ import annotations
 
 import argparse
-import subprocess
+import os
+import signal
 import sys
+import tempfile
+import time
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.console import Console
 
-from jobs import report
+from jobs import link, report
+from jobs.options import TASKS
+from jobs.processes import ROOT, guarded, result, started
+from jobs.view import Records, View
 
-ROOT = Path(__file__).resolve().parents[1]
+FRAMEWORKS = {"torch": "PyTorch", "tf": "Keras"}
+RATES = ("100mbit", "1gbit")
+STEPS, WARMUP, TASK = 300, 20, "mlp"
 
 
-def run(args: argparse.Namespace, compression: str, seed: int) -> report.Run:
-    """One horovodrun job. Exits with its status, after the end of its output, if it fails."""
-    metrics = args.output / f"{args.framework}-{args.task}-{compression}-{seed}.jsonl"
-    metrics.unlink(missing_ok=True)
-    horovodrun = Path(sys.executable).with_name("horovodrun")
-    job = ROOT / args.framework / "train.py"
-    command = [str(horovodrun), "-np", str(args.np), f"--{args.backend}", sys.executable, str(job)]
-    command += ["--task", args.task, "--compression", compression, "--seed", str(seed), "--steps", str(args.steps)]
-    command += ["--warmup-steps", str(args.warmup_steps), "--recipe", args.recipe, "--metrics", str(metrics)]
-    command += args.more
-    result = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode != 0 or not metrics.exists():
-        lines = "\n".join(result.stdout.splitlines()[-25:])
-        sys.exit(f"{lines}\njobs.demo: {' '.join(command)}\nended with status {result.returncode}")
-    return report.read(metrics)
+def run(
+    args: argparse.Namespace,
+    compression: str,
+    seed: int,
+    network: Sequence[str] = (),
+    watch: Callable[[Records], None] = lambda records: None,
+) -> report.Run:
+    """One job, by horovodrun or in the ``network`` of ``jobs.link``; ``watch`` gets its records while it goes on.
+
+    Exits with its status, after the end of its output, if it fails.
+    """
+    name = f"{args.framework}-{args.task}-{compression}-{seed}.jsonl"
+    with tempfile.TemporaryDirectory(prefix=".running-", dir=args.output) as folder:
+        metrics, log = Path(folder, name), Path(folder, "log")
+        command = _job(args, compression, seed, metrics)
+        if network:
+            command = [*network, "--workers", str(args.np), "--", *command]
+        else:
+            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+            command = guarded([horovodrun, "-np", str(args.np), f"--{args.backend}", *command])
+        with started(command, link.environment(), log) as job:
+            while job.poll() is None:
+                watch(report.lines(metrics))
+                time.sleep(0.1)
+            watch(report.lines(metrics))
+        output = log.read_text(errors="replace")
+        if job.returncode != 0 or not metrics.exists():
+            end = "\n".join(output.splitlines()[-25:])
+            sys.exit(f"{end}\njobs.demo: {' '.join(command)}\nended with status {job.returncode}")
+        done = report.read(metrics)
+        if network:
+            done.final["link_bytes"] = max(result(output)["sent"])
+        os.replace(metrics, args.output / name)
+    return done
+
+
+def _job(args: argparse.Namespace, compression: str, seed: int, metrics: Path) -> list[str]:
+    often = ["--log-interval", str(max(1, args.steps // 60)), "--eval-interval", str(max(1, args.steps // 6))]
+    return [
+        sys.executable, str(ROOT / args.framework / "train.py"), "--task", args.task, "--compression", compression,
+        "--seed", str(seed), "--steps", str(args.steps), "--warmup-steps", str(args.warmup_steps),
+        "--recipe", args.recipe, "--metrics", str(metrics), *often, *args.more,
+    ]  # fmt: skip
+
+
+def network_of(args: argparse.Namespace) -> tuple[list[str], str]:
+    """The command prefix of ``jobs.link``; or none, and why.
+
+    Raises ``UnavailableError`` if a link was demanded.
+    """
+    if args.link == "none":
+        return [], "--link none"
+    rate = RATES[0] if args.link == "auto" else args.link
+    try:
+        if args.backend != "gloo":
+            raise link.UnavailableError("a link needs --backend gloo, since MPI starts its processes on hosts by ssh")
+        return link.prefix(rate), ""
+    except link.UnavailableError as error:
+        if args.link != "auto":
+            raise
+        return [], str(error)
+
+
+def introduce(console: Console, args: argparse.Namespace, network: Sequence[str], reason: str) -> None:
+    """Say what is going to happen, and for how long."""
+    ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
+    exact = f" One bit begins after {args.warmup_steps} exact steps." if "onebit" in args.compressions else ""
+    console.print(
+        f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} on {args.np} processes, for "
+        f"{args.steps} steps each time, with gradients of {ways}.{exact}",
+        highlight=False,
+    )
+    if network:
+        rate = report.readable(RATES[0] if args.link == "auto" else args.link)
+        console.print(
+            f"Each process is in a network namespace of its own. A link of {rate} joins them, so that they wait for "
+            "the network as they would on two hosts.",
+            highlight=False,
+        )
+    else:
+        console.print(
+            f"There is no slow link ({reason}). Processes on one machine have no network to wait for, so one bit "
+            "cannot be faster here. The times on a network are predicted at the end.",
+            highlight=False,
+        )
+    usual = (args.task, args.steps, args.seeds, args.np, args.more) == (TASK, STEPS, [0], 2, [])
+    if usual and len(args.compressions) == 2:
+        console.print("It takes about a minute on two quiet cores. Ctrl-C ends it and leaves nothing behind.\n")
+    else:
+        console.print("The table shows how far it is. Ctrl-C ends it and leaves nothing behind.\n")
+
+
+def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.Run]) -> None:
+    """The table, the picture, and what to do next."""
+    title = f"{args.task} in {FRAMEWORKS[args.framework]}, {args.np} processes, {args.steps} steps, seeds {args.seeds}"
+    console.print()
+    console.print(report.table(runs, title))
+    console.print()
+    if text := report.conclusion(runs):
+        console.print(text, style="bold", highlight=False)
+    if all("link_bytes" in run.final for run in runs):
+        counted = {report.NAMES[kind]: report.average(runs, kind, "link_bytes") for kind in report.kinds(runs)}
+        text = ", ".join(f"{1e-6 * count:,.1f} MB with {name}" for name, count in counted.items())
+        console.print(
+            f"The network interface of a process counted {text}, with headers, the first broadcast and Horovod's own "
+            "messages.",
+            highlight=False,
+        )
+    else:
+        console.print("\n", report.predictions(runs, RATES))
+    picture = args.output / f"{args.framework}-{args.task}.png"
+    report.plot(runs, picture)
+    console.print(f"Picture: {picture}", soft_wrap=True, highlight=False)
+    other = "tf" if args.framework == "torch" else "torch"
+    program = Path(sys.executable).with_name("horovod-onebit")
+    if program.is_relative_to(Path.cwd()):
+        program = program.relative_to(Path.cwd())
+    console.print(
+        f"""
+Next:
+  make demo FRAMEWORK={other}    # the same in {FRAMEWORKS[other]}
+  {program} plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
+                            # will it pay for your model, on your network?
+  make docs                 # how to change your own job, in docs/_build/html/index.html""",
+        soft_wrap=True, highlight=False,
+    )  # fmt: skip
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--framework", choices=FRAMEWORKS, default="torch")
+    add("--task", choices=TASKS, default=TASK)
+    add("--compressions", nargs="+", default=["none", "onebit"], choices=report.NAMES)
+    add("--recipe", default="robust")
+    add("--steps", type=int, default=STEPS)
+    add("--warmup-steps", type=int, default=WARMUP)
+    add("--seeds", type=int, nargs="+", default=[0])
+    add("--np", type=int, default=2, help="processes")
+    add("--backend", choices=("gloo", "mpi"), default="gloo")
+    add("--link", choices=("auto", "none", *RATES), default="auto", help="auto is 100mbit where that is possible")
+    add("--output", type=Path, default=ROOT / "build" / "demo")
+    args, args.more = parser.parse_known_args(argv)
+    if args.np < 2:
+        parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
+    for name in ("steps", "warmup_steps"):
+        if getattr(args, name) < 1:
+            parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a positive number")
+    args.output = args.output.absolute()
+    args.output.mkdir(parents=True, exist_ok=True)
+    return args
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--framework", choices=("torch", "tf"), default="torch")
-    parser.add_argument("--task", choices=("digits", "vgg", "charlm"), default="digits")
-    parser.add_argument("--compressions", nargs="+", default=["none", "onebit"], choices=("none", "fp16", "onebit"))
-    parser.add_argument("--recipe", default="robust")
-    parser.add_argument("--steps", type=int, default=600)
-    parser.add_argument("--warmup-steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--np", type=int, default=2, help="processes")
-    parser.add_argument("--backend", choices=("gloo", "mpi"), default="gloo")
-    parser.add_argument("--output", type=Path, default=ROOT / "build" / "demo")
-    args, more = parser.parse_known_args()
-    args.more = more
-    args.output = args.output.absolute()
-    args.output.mkdir(parents=True, exist_ok=True)
-
+    args = parse()
+    for number in (signal.SIGTERM, signal.SIGHUP):  # as Ctrl-C: what was started is ended
+        signal.signal(number, lambda number, frame: sys.exit(128 + number))
     console = Console()
+    try:
+        network, reason = network_of(args)
+    except link.UnavailableError as error:
+        sys.exit(
+            f"jobs.demo: --link {args.link}: {error}. Take --link none, which needs no link and predicts the times."
+        )
+    introduce(console, args, network, reason)
+    planned = [(kind, seed) for kind in args.compressions for seed in args.seeds]
+    labels = [report.NAMES[kind] + (f", seed {seed}" if len(args.seeds) > 1 else "") for kind, seed in planned]
     runs = []
-    for compression in args.compressions:
-        for seed in args.seeds:
-            what = f"{args.task} on {args.np} processes, {args.steps} steps, compression {compression}, seed {seed}"
-            with console.status(f"Training {what} ..."):
-                runs.append(run(args, compression, seed))
-            final = runs[-1].final
-            console.print(f"Trained {what}: accuracy {final['accuracy']:.3f}, {final['seconds']:.1f} s")
-    title = f"{args.task} in {args.framework}, {args.np} processes, {args.steps} steps, seeds {args.seeds}"
-    console.print(report.table(runs, title))
-    picture = args.output / f"{args.framework}-{args.task}.png"
-    report.plot(runs, picture)
-    console.print(f"Loss curves: {picture}")
+    try:
+        baselines = [index % len(args.seeds) for index in range(len(planned))]  # the first kind's run of the same seed
+        with View(console, labels, args.steps, baselines) as view:
+            for index, (kind, seed) in enumerate(planned):
+                with view.run(index) as watch:
+                    runs.append(run(args, kind, seed, network, watch))
+    except KeyboardInterrupt:
+        sys.exit("\njobs.demo: ended by Ctrl-C; the processes and their network are gone.")
+    conclude(console, args, runs)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ TASKS = {
     "digits": Defaults(lr=1e-3, batch_size=32, width=32),
     "vgg": Defaults(lr=5e-4, batch_size=32, width=8),
     "charlm": Defaults(lr=1e-3, batch_size=16, width=128),
+    "mlp": Defaults(lr=1e-3, batch_size=32, width=448),
 }
 
 
@@ -31,7 +32,7 @@ LR_FACTORS = {"sgd": 50, "lamb": 10}
 
 @dataclass(frozen=True)
 class Options:
-    """One run. ``batch_size`` is for each worker; ``width`` is channels (digits, vgg) or features (charlm)."""
+    """One run. ``batch_size`` is for each worker; ``width`` is channels (digits, vgg) or features (charlm, mlp)."""
 
     task: str
     optimizer: str

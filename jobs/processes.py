@@ -1,11 +1,16 @@
-"""Jobs that are ended when they take too long, and what they print for those who started them."""
+"""Jobs that end when they take too long or when their caller ends, and what they print for who started them.
+
+python -m jobs.processes COMMAND ...  # runs COMMAND, and ends it when nobody holds the other end of stdin any more
+"""
 
 import json
 import os
 import signal
 import subprocess
 import sys
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +36,44 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
     return output
 
 
+@contextmanager
+def started(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen]:
+    """A job that prints to ``log`` and has ended when the context ends, however that comes about.
+
+    The job must end when its stdin does, as those of ``guarded`` and of ``jobs.link`` do. Then it ends even if this
+    process is killed.
+    """
+    with log.open("w") as output:
+        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": output, "stderr": subprocess.STDOUT}
+        job = subprocess.Popen(arguments, cwd=ROOT, env=env, start_new_session=True, **pipes)
+    try:
+        yield job
+    finally:
+        assert job.stdin is not None
+        job.stdin.close()
+        try:
+            job.wait(timeout=30)
+        except subprocess.TimeoutExpired:
+            os.killpg(job.pid, signal.SIGKILL)
+            job.wait()
+
+
+def guarded(arguments: Sequence[str]) -> list[str]:
+    """The command that runs ``arguments`` until they end, or until its stdin does."""
+    return [sys.executable, "-m", "jobs.processes", *arguments]
+
+
+def when_stdin_ends(then: Callable[[], None]) -> None:
+    """Call ``then``, in a thread of its own, when nobody holds the other end of this process's stdin any more."""
+
+    def watch() -> None:
+        while os.read(0, 4096):
+            pass
+        then()
+
+    threading.Thread(target=watch, daemon=True).start()
+
+
 def two_processes(script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str) -> Any:
     """The ``result`` of a Python program that horovodrun starts twice on this machine; ``env`` is set besides."""
     python = Path(sys.executable)
@@ -45,3 +88,21 @@ def result(output: str) -> Any:
     """What worker 0 printed as ``RESULT`` and JSON."""
     line = next(line for line in output.splitlines() if "RESULT " in line)
     return json.loads(line.split("RESULT ", 1)[1])
+
+
+def main() -> int:
+    job = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, start_new_session=True)
+
+    def end() -> None:
+        with suppress(ProcessLookupError):
+            os.killpg(job.pid, signal.SIGTERM)
+            with suppress(subprocess.TimeoutExpired):
+                job.wait(timeout=15)
+            os.killpg(job.pid, signal.SIGKILL)
+
+    when_stdin_ends(end)
+    return job.wait()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -3,8 +3,11 @@
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import time
+from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
@@ -127,6 +130,60 @@ def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, unco
     assert onebit["accuracy"] >= none["accuracy"] - 0.01
     small = 4 * (onebit["parameters"] - onebit["compressed_parameters"])
     assert onebit["last_step_bytes"] <= 1.1 * onebit["compressed_parameters"] / 8 + small
+
+
+def demo(output, *options):
+    """The demo as a process; a child of a shell in the background would not hear SIGINT."""
+    command = [sys.executable, "-m", "jobs.demo", "--output", str(output), *options]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
+    hears = {"preexec_fn": lambda: signal.signal(signal.SIGINT, signal.default_int_handler)}
+    return subprocess.Popen(command, cwd=ROOT, env=os.environ | CROWDED, **pipes, **hears)
+
+
+def test_a_short_demo_from_its_first_words_to_its_picture(tmp_path):
+    """Over a link where the machine allows it, else with predictions."""
+    process = demo(tmp_path, "--steps", "24", "--warmup-steps", "4", "--width", "64")
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert said.startswith("This trains the network")
+    assert said.index("float32: step 24 of 24") < said.index("one bit: step 24 of 24") < said.index("Next:")
+    assert "The network interface of a process counted" in said or "Predicted seconds" in said
+    assert sorted(file.name for file in tmp_path.iterdir()) == [
+        "torch-mlp-none-0.jsonl", "torch-mlp-onebit-0.jsonl", "torch-mlp.png",
+    ]  # fmt: skip
+
+
+def of(folder):
+    """The processes whose command names ``folder``."""
+    found = []
+    for command in Path("/proc").glob("[0-9]*/cmdline"):
+        with suppress(OSError):
+            words = command.read_bytes().decode(errors="replace")
+            if str(folder) in words:
+                found.append(words)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+@pytest.mark.parametrize("link", ["auto", "none"])
+@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+def test_a_demo_that_is_ended_leaves_no_process_behind(link, end, tmp_path):
+    process = demo(tmp_path, "--link", link)
+    deadline = time.monotonic() + 120
+    while not any(
+        "train.py" in words and "horovodrun" not in words and "jobs.link" not in words for words in of(tmp_path)
+    ):
+        assert process.poll() is None, process.stdout.read()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(getattr(signal, end))
+    process.communicate(timeout=120)
+    assert process.returncode != 0
+    while of(tmp_path):
+        assert time.monotonic() < deadline + 120, of(tmp_path)
+        time.sleep(0.1)
+    if end != "SIGKILL":
+        assert list(tmp_path.iterdir()) == []
 
 
 def test_bad_options_end_the_job_on_every_rank():

@@ -14,6 +14,8 @@ def build(task: str, width: int, shape: tuple[int, ...], classes: int) -> keras.
         return digits(width, shape, classes)
     if task == "vgg":
         return vgg(width, shape, classes)
+    if task == "mlp":
+        return mlp(width, shape, classes)
     return character_model(classes, width, shape[0])
 
 
@@ -25,6 +27,15 @@ def digits(width: int, shape: tuple[int, ...], classes: int) -> keras.Model:
         x = layers.Activation("relu")(layers.GroupNormalization(8)(x))
         x = layers.MaxPooling2D(2)(x) if pool else x
     x = layers.Dense(4 * width, activation="relu")(layers.Flatten()(x))
+    return keras.Model(inputs, layers.Dense(classes)(x))
+
+
+def mlp(width: int, shape: tuple[int, ...], classes: int) -> keras.Model:
+    """Two wide layers for 8x8 images: many parameters and little to compute."""
+    x = inputs = layers.Input(shape)
+    x = layers.Flatten()(x)
+    for _ in range(2):
+        x = layers.Dense(width, activation="relu")(x)
     return keras.Model(inputs, layers.Dense(classes)(x))
 
 

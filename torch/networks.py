@@ -14,6 +14,8 @@ def build(task: str, width: int, channels: int, classes: int) -> nn.Module:
         return digits(width, channels, classes)
     if task == "vgg":
         return vgg(width, channels, classes)
+    if task == "mlp":
+        return mlp(width, channels, classes)
     return CharacterModel(classes, width)
 
 
@@ -39,6 +41,12 @@ def digits(width: int, channels: int, classes: int) -> nn.Module:
         nn.ReLU(),
         nn.Linear(4 * width, classes),
     )
+
+
+def mlp(width: int, channels: int, classes: int) -> nn.Module:
+    """Two wide layers for 8x8 images: many parameters and little to compute."""
+    layers = [nn.Flatten(), nn.Linear(64 * channels, width), nn.ReLU(), nn.Linear(width, width), nn.ReLU()]
+    return nn.Sequential(*layers, nn.Linear(width, classes))
 
 
 def vgg(width: int, channels: int, classes: int) -> nn.Module:

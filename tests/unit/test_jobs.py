@@ -1,7 +1,13 @@
 """What the jobs of all frameworks share."""
 
+import io
 import json
+import os
+import signal
+import subprocess
 import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -9,13 +15,17 @@ import pytest
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from jobs import report
+from rich.console import Console
+
+from jobs import demo, link, report
 from jobs.data import SEQUENCE, load
 from jobs.metrics import Metrics
-from jobs.options import learning_rate, parse
+from jobs.options import TASKS, learning_rate, parse
+from jobs.processes import ROOT, guarded, started
+from jobs.view import View
 
 
-@pytest.mark.parametrize("task", ["digits", "vgg", "charlm"])
+@pytest.mark.parametrize("task", TASKS)
 def test_batches_depend_on_seed_step_and_rank_alone(task):
     options = parse(["--task", task, "--batch-size", "8", "--seed", "3"])
     data, again = load(options), load(options)
@@ -69,24 +79,200 @@ def test_the_cosine_schedule_ends_near_zero():
     assert learning_rate(parse(["--lr", "0.5", "--lr-schedule", "constant"]), 99) == 0.5
 
 
-def test_metrics_make_a_table_and_a_plot(tmp_path):
-    runs = []
-    for compression in ("none", "onebit"):
-        path = tmp_path / f"{compression}.jsonl"
-        options = parse(["--compression", compression, "--metrics", str(path), "--steps", "20"])
-        with Metrics(options, rank=0) as metrics:
-            for step in (10, 20):
-                metrics.log(step, loss=1.0 / step, phase="compressed", bytes_sent=step, bytes_received=step)
-            totals = {"accuracy": 0.9, "test_loss": 0.1, "last_step_bytes": 100, "fp32_step_bytes": 3200}
-            metrics.final(**totals, bytes_sent=2000, bytes_received=2000)
-        lines = [json.loads(line) for line in path.read_text().splitlines()]
-        assert [line.get("final") for line in lines] == [None, None, True]
-        runs.append(report.read(path))
+def test_digits_are_those_of_scikit_learn():
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    data = load(parse(["--task", "digits"]))
+    order = np.random.default_rng(0).permutation(len(labels))
+    np.testing.assert_array_equal(np.concatenate([data.train_y, data.test_y]), labels[order])
+    np.testing.assert_array_equal(
+        np.concatenate([data.train_x, data.test_x]).reshape(-1, 64), (images[order] / 8 - 1).astype(np.float32)
+    )
+
+
+def one_run(folder, compression, step_bytes):
+    """A run of 20 steps as a job writes it."""
+    path = folder / f"{compression}.jsonl"
+    options = parse(["--compression", compression, "--metrics", str(path), "--steps", "20", "--warmup-steps", "5"])
+    with Metrics(options, rank=0) as metrics:
+        for step in (10, 20):
+            metrics.log(step, loss=1.0 / step, phase="compressed", bytes_sent=step, bytes_received=step)
+        totals = {"accuracy": 0.9, "test_loss": 0.1, "last_step_bytes": step_bytes, "fp32_step_bytes": 3200}
+        metrics.final(**totals, bytes_sent=2000, bytes_received=2000, parameters=10**6, workers=2)
+    return path
+
+
+def timed(run, seconds):
+    """The same run, had it taken so long."""
+    steps = [line | {"seconds": seconds * line["step"] / 20} for line in run.steps]
+    return report.Run(steps, run.final | {"seconds": seconds})
+
+
+@pytest.fixture
+def runs(tmp_path):
+    return [timed(report.read(one_run(tmp_path, *kind)), s) for kind, s in ((("none", 3200), 6), (("onebit", 100), 2))]
+
+
+def test_metrics_make_a_table_and_a_plot(runs, tmp_path):
+    lines = [json.loads(line) for line in (tmp_path / "none.jsonl").read_text().splitlines()]
+    assert [line.get("final") for line in lines] == [None, None, True]
     table = report.table(runs, "title")
-    assert table.row_count == 2
-    assert [*table.columns[4].cells] == ["32.0", "32.0"]
+    assert [*table.columns[0].cells] == ["float32", "one bit"]
+    assert [*table.columns[4].cells] == ["1.0", "32.0"]
     report.plot(runs, tmp_path / "plots" / "loss.png")
-    assert (tmp_path / "plots" / "loss.png").stat().st_size > 5000
+    assert 5000 < (tmp_path / "plots" / "loss.png").stat().st_size < 150_000
+
+
+def test_the_conclusion_says_which_was_faster(runs):
+    assert "3.0 times as fast as with float32" in report.conclusion(runs)
+    assert "took 2.0 times as long as with float32" in report.conclusion([runs[0], timed(runs[1], 12)])
+    assert report.conclusion(runs[1:]) == ""
+
+
+def test_predictions_are_those_of_the_planner(runs):
+    """A slower link costs float32 more; the exact steps cost one bit the same."""
+    slow, fast = ([float(s) for s in report._predicted(runs, rate)] for rate in ("100mbit", "1gbit"))
+    assert slow[0] > fast[0] > 6
+    assert 5 / 20 * slow[0] < slow[1] < slow[0]
+
+
+def test_a_line_that_is_being_written_is_not_read(tmp_path):
+    path = tmp_path / "running.jsonl"
+    assert report.lines(path) == []
+    path.write_text('{"step": 10}\n{"step": 2')
+    assert report.lines(path) == [{"step": 10}]
+
+
+def watched(console):
+    """What a person sees of two runs, the second twice as fast."""
+    with View(console, ["float32", "one bit"], 20, [0, 0]) as view:
+        for index, seconds in enumerate((4.0, 2.0)):
+            record = {"step": 20, "loss": 0.5, "accuracy": 0.9, "bytes_sent": 10**6, "seconds": seconds}
+            with view.run(index) as watch:
+                for records in ([], [record], [record], [record, {"final": True}]):
+                    watch(records)
+    return console.file.getvalue()
+
+
+def test_the_view_writes_plain_lines_where_there_is_no_terminal():
+    said = watched(Console(file=io.StringIO(), width=120, force_terminal=False))
+    assert "\x1b" not in said
+    assert said.count("step 20 of 20") == 2
+    assert "2.0 times as fast" in said
+
+
+def test_the_view_on_a_terminal_shows_both_runs():
+    said = watched(Console(file=io.StringIO(), width=120, force_terminal=True))
+    assert "20/20" in said
+    assert "2.0 times as fast" in said
+
+
+def test_the_demo_hands_what_it_does_not_know_to_the_job(tmp_path):
+    args = demo.parse(["--output", str(tmp_path / "new"), "--optimizer", "lamb", "--width", "64", "--link", "none"])
+    assert args.more == ["--optimizer", "lamb", "--width", "64"]
+    assert (args.task, args.steps, args.warmup_steps, args.seeds, args.np) == ("mlp", 300, 20, [0], 2)
+    job = demo._job(args, "onebit", 3, tmp_path / "metrics.jsonl")
+    options = parse(job[2:])
+    assert (options.optimizer, options.width, options.seed, options.warmup_steps) == ("lamb", 64, 3, 20)
+
+
+@pytest.mark.parametrize("wrong", ["--np 1", "--steps -1", "--warmup-steps 0", "--link 10mbit", "--compressions int8"])
+def test_bad_options_end_the_demo_with_a_message(wrong, tmp_path, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        demo.parse(["--output", str(tmp_path), *wrong.split()])
+    assert stopped.value.code == 2
+    assert wrong.split()[0] in capsys.readouterr().err
+
+
+@pytest.fixture
+def no_tools(monkeypatch):
+    """As on a machine without iproute2."""
+    link.prefix.cache_clear()
+    monkeypatch.setattr(link.shutil, "which", lambda tool, path: None if tool == "tc" else f"/bin/{tool}")
+    yield
+    link.prefix.cache_clear()
+
+
+def test_without_links_the_demo_says_why_and_predicts(no_tools, tmp_path):
+    args = demo.parse(["--output", str(tmp_path)])
+    network, reason = demo.network_of(args)
+    assert network == []
+    assert reason == "tc missing: install util-linux and iproute2"
+    console = Console(file=io.StringIO(), width=200)
+    demo.introduce(console, args, network, reason)
+    assert "tc missing" in console.file.getvalue()
+    assert "have no network to wait for" in console.file.getvalue()
+
+
+def test_a_demo_without_links_ends_with_predictions(runs, tmp_path):
+    console = Console(file=io.StringIO(), width=200)
+    demo.conclude(console, demo.parse(["--output", str(tmp_path)]), runs)
+    said = console.file.getvalue()
+    assert "100 Mbit/s" in said
+    assert "1 Gbit/s" in said
+    assert "make demo FRAMEWORK=tf" in said
+    assert (tmp_path / "torch-mlp.png").exists()
+
+
+def test_a_link_that_was_demanded_and_cannot_be_is_an_error(no_tools, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["demo", "--output", str(tmp_path), "--link", "1gbit"])
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    with pytest.raises(SystemExit, match=r"--link 1gbit: tc missing.*--link none"):
+        demo.main()
+
+
+def test_mpi_has_no_link(tmp_path):
+    network, said = demo.network_of(demo.parse(["--output", str(tmp_path), "--backend", "mpi"]))
+    assert network == []
+    assert "--backend gloo" in said
+
+
+def alive(pid):
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return False
+    return state != "Z"
+
+
+def until(condition, seconds=60):
+    """Wait for it, as long as a loaded machine may need."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end, "it did not come about"
+        time.sleep(0.05)
+
+
+SLEEPER = "import os, time; print(os.getpid(), flush=True); time.sleep(600)"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_was_started_ends_with_an_error(tmp_path):
+    log = tmp_path / "log"
+    with suppress(KeyError), started(guarded([sys.executable, "-c", SLEEPER]), link.environment(), log):
+        until(log.read_text)
+        raise KeyError
+    assert not alive(int(log.read_text()))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
+def test_what_was_started_ends_with_a_caller_that_is_killed(tmp_path):
+    log = tmp_path / "log"
+    program = f"""
+import time
+from contextlib import suppress
+from pathlib import Path
+from jobs import link
+from jobs.processes import guarded, started
+with started(guarded([{sys.executable!r}, "-c", {SLEEPER!r}]), link.environment(), Path({str(log)!r})):
+    time.sleep(600)
+"""
+    caller = subprocess.Popen([sys.executable, "-c", program], cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    until(lambda: log.exists() and log.read_text())
+    caller.kill()
+    caller.wait()
+    until(lambda: not alive(int(log.read_text())))
 
 
 def test_a_run_that_broke_off_is_not_reported(tmp_path):
