@@ -16,14 +16,14 @@ RESULTS = Path(__file__).parent / "results"
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
 PAGE = """# Performance
 
-Made by `make bench` and `python -m benchmarks.report` on {machine}. Hosts are network namespaces of that
-machine, a core for each as far as there are cores; `tc` shapes their links in both directions. All that is compared in
-a table ran in one job, in turns. Times vary with the machine: look at ratios.
+Made by `make bench` and `python -m benchmarks.report` on {machine}. The hosts are network namespaces
+of that machine, with a core for each as far as there are cores, and `tc` limits the rate of their links in both
+directions. Everything that a table compares ran in one job, in turns. Times vary with the machine, so compare ratios.
 
 ## When not to use it
 
-The network must be what you wait for. `horovod-onebit plan` tells, from the number of parameters, the workers, the link
-and the time that a step computes:
+Compression helps only if steps wait for the network. `horovod-onebit plan` predicts this from the number of
+parameters, the workers, the link and the computing time of a step:
 
     horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
 
@@ -33,22 +33,22 @@ and the time that a step computes:
 
 ## Training
 
-Linear layers of one width, AdamW. "no communication" is one process's step with `torch.optim.AdamW`. PowerSGD needs a
-single bucket over Gloo, or it crashes. Three and four hosts share two cores: nothing can be faster there than
-"no communication".
+The networks are linear layers of one width, trained by AdamW. "no communication" is the step of one process with
+`torch.optim.AdamW`. Over Gloo, PowerSGD crashes with more than one bucket, so it has one. Three and four hosts share
+two cores: nothing can be faster there than "no communication".
 
 {trainings}
 
 ## Local steps on slow links
 
-On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is
-`schedule=Local(every=16, doubling=0)`: milliseconds and megabytes of one of its steps, on the average of a round.
+Measured on {slow_machine} by `python -m benchmarks.link --slow`. `onebit local 16` is
+`schedule=Local(every=16, doubling=0)`; milliseconds and megabytes are those of one step, averaged over a round.
 
 {slow}
 
 ## Without a slow link
 
-Two processes on one machine (`python -m benchmarks.step`).
+Two processes on one machine (`python -m benchmarks.step`). "wanted" is the aim of the project.
 
 | | measured | wanted |
 |---|---|---|
@@ -58,8 +58,8 @@ Two processes on one machine (`python -m benchmarks.step`).
 
 ## Within a host
 
-Two workers on this machine add up float32 gradients, each a half of them; nanoseconds a parameter
-(`python -m benchmarks.local`). A hierarchical exchange takes the alltoall.
+Two workers on one machine add up float32 gradients, each of them one half; nanoseconds per parameter
+(`python -m benchmarks.local`). A hierarchical exchange uses the alltoall.
 
 {local}
 
@@ -75,24 +75,24 @@ Two workers on this machine add up float32 gradients, each a half of them; nanos
 
 ## On a GPU
 
-Not measured: no card was at hand (`make test-gpu` measures, on one). What bounds the CUDA kernels can be counted
-without: the instructions that a warp executes for 128 elements, by running on the CPU what they compile to (PTX for
-compute capability 9.0; blocks of 1,024, messages of two workers).
+Not measured, because no GPU was available; `make test-gpu` measures on one. What limits the CUDA kernels can be
+counted without a GPU: the instructions that a warp executes for 128 elements. The counts come from running the compiled
+kernels on the CPU (PTX for compute capability 9.0; blocks of 1,024, messages of two workers).
 
     python -m tests.cuda.instructions > benchmarks/results/instructions.json
 
 {instructions}
 
-The last column is arithmetic on the card's data: 132 processors that start four instructions a cycle, at 1.755 GHz, and
-a copy of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can be what bounds a
-kernel only where its instructions are clearly fewer; they are not in a server's second stage, which is about an n-th of
-the elements.
+The last column is computed from the data of the GPU: 132 processors that start four instructions a cycle, at
+1.755 GHz, and a copy rate of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can
+limit a kernel only where its instructions are clearly fewer. They are not in a server's second stage, which handles
+about one n-th of the elements.
 
 ## Looking ahead
 
-110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
-an estimate from its memory's bandwidth, and nothing of this was measured. A hierarchical exchange adds up in host
-memory, from a GPU too, which takes 0.4 s of its step here.
+Predictions of the planner, in milliseconds a step: 110 M parameters, 250 ms of computing, eight workers on a host.
+None of this was measured. The time of compression on a GPU is estimated from the bandwidth of its memory. A
+hierarchical exchange adds up in host memory, from a GPU too, which takes 0.4 s of its step here.
 
 {ahead}
 """
@@ -115,7 +115,7 @@ def job(result: dict[str, Any], compute: float = 0.0) -> planner.Job:
 
 
 def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, float, float]]:
-    """Measurement, kind of exchange, seconds foretold, seconds measured."""
+    """Measurement, kind of exchange, seconds predicted, seconds measured."""
     for result in results.values():
         foretold = {e.way: e for e in planner.plan(job(result)).estimates}
         for kind, way in KINDS.items():
@@ -123,7 +123,7 @@ def predictions(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, 
 
 
 def steps_foretold(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], str, float, float]]:
-    """Measurement, way, seconds of a step foretold, seconds measured; of local steps."""
+    """Measurement, way, seconds of a step predicted, seconds measured; of local steps."""
     for result in results.values():
         found = result["training"]
         compute = found["no communication"]["seconds"]["median"]
@@ -144,7 +144,7 @@ def slow(results: dict[str, Any]) -> str:
             seconds, said = row["seconds"]["median"], told.get((id(result), way))
             shares = [f"{100 * alone / seconds:.0f} %", f"{1e-6 * row['received']:.3f}"]
             rows.append([way, *_ms(row), *shares, "" if said is None else f"{1e3 * said:,.0f}"])
-        heading = ["way", "ms a step", "10 to 90 %", "of it compute", "MB received", "foretold, ms"]
+        heading = ["way", "ms a step", "10 to 90 %", "of it compute", "MB received", "predicted, ms"]
         parts += [f"### {_title(result)}", table(heading, rows)]
     return "\n\n".join(parts)
 
@@ -191,7 +191,7 @@ def foretold(results: dict[str, Any]) -> str:
         [_title(result), kind, f"{1e3 * said:.0f}", f"{1e3 * seen:.0f}", f"{100 * (said / seen - 1):+.0f} %"]
         for result, kind, said, seen in predictions(results)
     ]
-    return table(["", "exchange of", "foretold, ms", "measured, ms", "off by"], rows)
+    return table(["", "exchange of", "predicted, ms", "measured, ms", "off by"], rows)
 
 
 def ahead() -> str:
