@@ -1,4 +1,4 @@
-"""Horovod elastic for Keras 3: workers may die, leave and join, and the residuals are kept.
+"""Horovod elastic for Keras 3: workers may die, leave and join, and the residuals are kept. ::
 
     import horovod_onebit.tf.elastic as elastic
 

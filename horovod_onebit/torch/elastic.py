@@ -1,4 +1,4 @@
-"""Horovod elastic with 1-bit optimizers: workers may die, leave and join, and the residuals are kept.
+"""Horovod elastic with 1-bit optimizers: workers may die, leave and join, and the residuals are kept. ::
 
     import horovod_onebit.torch.elastic as elastic
 
