@@ -130,6 +130,9 @@ def check(words: list[str], scratch: Path) -> str:
             shell([sys.executable, "-m", "jobs.demo", "--output", str(scratch), *fewer.split(), *SHORT])
             return "run with few steps"
         return "its module is there"
+    if words[:2] == ["python", "-c"]:
+        shell([sys.executable, *rest])
+        return "run"
     if program == "python":
         exists(rest[0])
         if "ray" in rest[0] and importlib.util.find_spec("ray") is None:

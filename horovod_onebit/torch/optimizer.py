@@ -185,7 +185,7 @@ class _DistributedOptimizer:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the next step: ``COMPRESSED`` as soon as any parameter is."""
+        """The phase of the next step; it is ``COMPRESSED`` as soon as any parameter is."""
         return self._compressor.phase
 
     @property
