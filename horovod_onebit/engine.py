@@ -447,6 +447,12 @@ class Engine:
                 item.advance()
         self._progress()
 
+    def progress(self) -> bool:
+        """Do what messages under way wait for this worker to do; returns whether all are here. Waits for none. Local."""
+        self._progress()
+        last = self.exchange.stages
+        return all(item.stage == last and item.waiting.ready() for item in self._sent.values())
+
     def _progress(self, *, block: bool = False) -> None:
         """Do what others wait for: where it is due, or, with ``block``, everywhere."""
         for stage in range(self.exchange.stages):

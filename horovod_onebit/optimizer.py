@@ -140,7 +140,7 @@ class NumpyOptimizer:
         """After local steps, bring all workers to the same weights. Collective."""
         if self.rounds is not None:
             if self.rounds.under_way:
-                self.rounds.exchange()
+                self.rounds.exchange(flush=True)
             return
         self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
 

@@ -1,18 +1,20 @@
 """Local steps: the exchange at the end of a round, of what each worker's own optimizer has moved.
 
-Between two exchanges nothing travels and workers' weights differ; after each, all have the same, bit by bit.
+Between two exchanges workers' weights differ; after each, all have the same, bit by bit. With a delay, an exchange goes
+on while the next round's steps are taken: what is the same is then the anchor, from which each worker has moved on.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_mean
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Tensor, finish_step
@@ -23,6 +25,22 @@ from horovod_onebit.stats import allreduce_bytes
 logger = logging.getLogger("horovod_onebit")
 
 
+@dataclass(frozen=True)
+class _UnderWay:
+    """An exchange that was started and has not arrived.
+
+    Attributes:
+        weights: by number of the large tensor, the weights that were sent; they stay as they are until it has arrived.
+        means: waits for the means of the small tensors.
+        skipped: the workers that have skipped a step of the round, where that is an error.
+    """
+
+    plan: Plan
+    weights: Mapping[int, Array]
+    means: Callable[[], list[Array]]
+    skipped: Sequence[int]
+
+
 class Rounds:
     """The rounds of one worker.
 
@@ -30,19 +48,21 @@ class Rounds:
     ``exchange`` where it says that the round ends, or at any time.
 
     Attributes:
-        large, small: the tensors; small ones are averaged exactly. Their ``anchor`` is what all workers had in common
-            when the round began.
+        large, small: the tensors, whose ``weight`` is this worker's own; small ones are averaged exactly. Their
+            ``anchor`` is what all workers have in common: all exchanges that have arrived.
         length: steps of this round so far.
     """
 
     def __init__(self, engine: Engine, schedule: Local) -> None:
         self.engine = engine
         self.schedule = schedule
-        self.rule = Delta(schedule.momentum)
+        self.rule = Delta(schedule.momentum, delay=schedule.delay)
         engine.sent = "weights after local steps"
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
+        self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
+        self._under_way: _UnderWay | None = None
         self._skipped = False  # a step of this round
         self._details: Sequence[str] | None = None
 
@@ -56,13 +76,11 @@ class Rounds:
         Raises ``DesyncError`` on all workers if they do not have the same. For ``details`` see ``Engine.prepare``.
         """
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
-        self._details = details
-        host, found = self.engine.context.kernels.host, {}
+        self._under_way, self._details = None, details
         for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
-            found[tensor.name] = replicas.checksum(host(tensor.anchor))
         try:
-            replicas.check(found, self.engine.collectives, f"{self.engine.name}.begin")
+            self._check_replicas([*large, *small], f"{self.engine.name}.begin")
         except DesyncError as error:
             text = "Local steps begin with the same weights on all workers; call flush() before you load or broadcast"
             raise DesyncError(f"{error}. {text} an optimizer's state in the middle of a round") from None
@@ -70,19 +88,37 @@ class Rounds:
 
     def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> None:
         """The same tensors in another memory. Local; collective when a round begins."""
-        self.engine.prepare(large, [self.rule] * len(large), self._details)
+        common = [_common(tensor) for tensor in large]
+        self.engine.prepare(common, [self.rule] * len(common), self._details)
         self.large, self.small = list(large), list(small)
+        self._common = [_common(tensor) for tensor in small]
 
     @property
     def under_way(self) -> bool:
-        """Whether workers have taken steps that were not exchanged."""
-        return bool(self.tensors) and self.length > 0
+        """Whether workers have taken steps that were not exchanged, or an exchange has not arrived yet."""
+        return bool(self.tensors) and (self.length > 0 or self.hidden)
+
+    @property
+    def hidden(self) -> bool:
+        """Whether an exchange is under way. Weights then differ, and anchors are the same."""
+        return self._under_way is not None
+
+    def check_replicas(self) -> None:
+        """Raise ``DesyncError`` on all workers if what they have in common is not the same. Collective."""
+        self._check_replicas(self.tensors, f"{self.engine.name}.replicas")
+
+    def _check_replicas(self, tensors: Sequence[Tensor], name: str) -> None:
+        host = self.engine.context.kernels.host
+        found = {tensor.name: replicas.checksum(host(tensor.anchor)) for tensor in tensors}
+        replicas.check(found, self.engine.collectives, name)
 
     def stepped(self, step: int) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
         if self.schedule.ends_round(step):
             return True
+        if self.hidden:
+            self.engine.progress()
         elements = sum(tensor.weight.size for tensor in self.tensors)
         self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
         return False
@@ -95,45 +131,82 @@ class Rounds:
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 
-    def exchange(self, agree: Callable[[], object] | None = None) -> bool:
-        """End the round: all workers have the same weights afterwards. Collective.
+    def exchange(self, agree: Callable[[], object] | None = None, *, flush: bool = False) -> bool:
+        """End the round. Collective. All workers have the same weights afterwards; or, if the schedule has a delay and
+        without ``flush``, the same anchors: the exchange before this one has then arrived, and this one is under way.
 
-        ``agree``, called when all is sent, may raise on all workers, and then nothing has changed. Returns False if the
-        round was lost, because weights of some worker are NaN or Inf: all workers are then back at its beginning, and
-        what the others have moved travels with the next one. Raises ``NonFiniteError`` instead if the recipe says so,
-        and where a worker has skipped a step, too.
+        ``agree``, called before anything is sent, may raise on all workers; the weights have not changed then. Returns
+        False if a round was lost, because weights of some worker were NaN or Inf: all workers are then back where they
+        last had the same, and what the others have moved travels with the next one. Raises ``NonFiniteError`` instead
+        if the recipe says so, and where a worker has skipped a step, too.
         """
-        engine = self.engine
-        plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
-        weights = {i: tensor.weight for i, tensor in enumerate(self.large)}
-        engine.send_rest(weights, plan)
         try:
             if agree is not None:
                 agree()
         except Exception:
-            engine.withdraw()
+            self.engine.withdraw()  # what is under way
+            self._under_way = None
             raise
-        skipped, means, self.length = self._who_skipped(), self._means(), 0
+        length, self.length = self.length, 0
+        hidden = self.schedule.delay > 0 and not flush
+        taken = self._arrive(stepped=length > 0)
+        if length or not taken:
+            self._start(hidden=hidden)
+        return (hidden or self._arrive()) and taken
+
+    def _start(self, *, hidden: bool) -> None:
+        """Send what this worker has moved. Collective."""
+        engine = self.engine
+        skipped = self._who_skipped()
+        weights = {i: tensor.weight for i, tensor in enumerate(self.large)}
+        if hidden:
+            for tensor in self.tensors:
+                engine.context.kernels.copy(tensor.weight, tensor.sent)
+            weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
+        plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
+        means = start_mean(self._owing(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
+        engine.send_rest(weights, plan)
+        self._under_way = _UnderWay(plan, weights, means, skipped)
+
+    def _arrive(self, *, stepped: bool = False) -> bool:
+        """Wait for the exchange that is under way, if there is one, and take it over; ``stepped`` since it was sent.
+        Collective; returns and raises as ``exchange``."""
+        engine, sent, self._under_way = self.engine, self._under_way, None
+        if sent is None:
+            return True
         try:
-            taken = engine.receive(weights, plan, finite=not skipped and all_finite(means))
+            means = sent.means()
+            taken = engine.receive(sent.weights, sent.plan, finite=not sent.skipped and all_finite(means))
         except NonFiniteError as error:
             self.fold()
-            where = f"the gradients of worker {skipped}" if skipped else "the weights of some worker"
+            where = f"the gradients of worker {list(sent.skipped)}" if sent.skipped else "the weights of some worker"
             raise NonFiniteError(
                 f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
                 "to pass over such steps"
             ) from error
         except BaseException:
+            engine.restore_all()
             self.fold()
             raise
         if not taken:
             self.fold()
             return False
-        for tensor, mean in zip(self.small, means, strict=True):
+        for tensor, mean in zip(self._common, means, strict=True):
             engine.context.kernels.move(*self.rule.motion(tensor, engine.context), tensor.arrays(mean))
             engine.context.kernels.write(tensor.residual, 0.0)
-        finish_step([self.rule] * len(self.small), self.small, engine.context)
+        finish_step([self.rule] * len(self._common), self._common, engine.context)
+        with engine.context.kernels.batch():
+            for tensor in self.tensors:
+                self._follow(tensor, stepped=stepped)
         return True
+
+    def _follow(self, tensor: Tensor, *, stepped: bool) -> None:
+        """The anchor has moved: so does the weight, by as much more than it had when it was sent."""
+        kernels = self.engine.context.kernels
+        if stepped:
+            kernels.move(*self.rule.catch_up(), tensor.arrays(tensor.sent))
+        else:
+            kernels.copy(tensor.anchor, tensor.weight)
 
     def _who_skipped(self) -> list[int]:
         """The workers that have skipped a step, where that is an error. Collective then."""
@@ -145,20 +218,19 @@ class Rounds:
         own[collectives.rank] = skipped
         return np.flatnonzero(collectives.allreduce(own, f"{self.engine.name}.skipped").wait()).tolist()
 
-    def _means(self) -> list[Array]:
-        """The exact means of what small tensors have moved. Collective."""
-        engine = self.engine
-        return start_mean(self._owing(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)()
-
     def _owing(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """What this worker has moved in this round, and what it owed before, in host memory."""
+        """What this worker has moved since the anchor, and what it owed before, in host memory."""
         host = self.engine.context.kernels.host
         with np.errstate(invalid="ignore", over="ignore"):
             return [host(t.anchor) - host(t.weight) + host(t.residual) for t in tensors]
 
     def fold(self) -> None:
-        """Go back to the beginning of the round. What this worker has moved since, it owes, if it is finite; but not
-        where its host compresses as one, whose other workers know nothing of it: there it is lost. Local."""
+        """Go back to the anchor: the beginning of the round, or of the one under way. What this worker has moved since,
+        it owes, if it is finite; but not where its host compresses as one, whose other workers know nothing of it:
+        there it is lost. Local."""
+        if self._under_way is not None:
+            self.engine.withdraw()
+            self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
         owing = self._owing(self.tensors)
         alone = self.engine.weighing is None or self.engine.weighing.encodes is None
@@ -167,3 +239,14 @@ class Rounds:
             if keeps:
                 write(tensor.residual, residual)
             write(tensor.weight, host(tensor.anchor))
+
+
+def _common(tensor: Tensor) -> Tensor:
+    """``tensor`` with the anchor for its weight: what an exchange moves."""
+    assert tensor.anchor is not None
+    return replace(tensor, weight=tensor.anchor)
+
+
+def _sent(tensor: Tensor) -> Array:
+    assert tensor.sent is not None
+    return tensor.sent

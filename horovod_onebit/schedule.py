@@ -83,15 +83,20 @@ class Local:
         doubling: rounds have 1 step at first, and twice as many after every ``doubling`` steps until they have
             ``every``, because workers that move apart lose most at the beginning of a run. 0: ``every`` at once.
         momentum: Nesterov's momentum of the mean of the workers' changes (DiLoCo's outer momentum); 0 is none.
+        delay: 1 hides the exchange behind the next round: its result is applied when that round ends, and each worker
+            keeps the steps that it has taken meanwhile. Needs one more copy of the weights. 0 waits for the exchange.
     """
 
     every: int = 16
     doubling: int = 200
     momentum: float = 0.0
+    delay: int = 0
 
     def __post_init__(self) -> None:
         whole("every", self.every)
         whole("doubling", self.doubling, least=0)
+        if whole("delay", self.delay, least=0) > 1:
+            raise ConfigurationError(f"delay={self.delay}: expected 0 or 1")
         if not finite("momentum", self.momentum) < 1:
             raise ConfigurationError(f"momentum={self.momentum}: expected 0 <= momentum < 1")
 

@@ -129,6 +129,11 @@ TRIED = {
     "grown-128": Trial("blocks of 128", GROWN, replace(ROBUST, block_size=128)),
     "grown-two-bit": Trial("two bits", GROWN, replace(ROBUST, codec="two_bit")),
     "grown-whole": Trial("float32", GROWN, whole=True),
+    "grown-hidden": Trial("hidden behind the next round", replace(GROWN, delay=1)),
+    "4": Trial("rounds of 4", Local(4, 0)),
+    "4-hidden": Trial("hidden behind the next round", Local(4, 0, delay=1)),
+    "16": Trial("rounds of 16", Local(16, 0)),
+    "16-hidden": Trial("hidden behind the next round", Local(16, 0, delay=1)),
 }
 TRIED_AT = 4e-3
 

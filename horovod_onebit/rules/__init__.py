@@ -44,7 +44,9 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
-        anchor: the weights at the last exchange, for rules with local steps (0/1 Adam); else None.
+        anchor: the weights at the last exchange, for rules with local steps; else None.
+        sent: this worker's weights when the exchange that is under way began, where steps are taken meanwhile; else
+            None.
         layer: a few numbers that a rule keeps for the whole parameter; else None.
     """
 
@@ -57,6 +59,7 @@ class Tensor:
     variance_steps: int = 0
     anchor: Array | None = None
     layer: Array | None = None
+    sent: Array | None = None
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""

@@ -9,6 +9,13 @@ mu the momentum of ``schedule.Local``:
     w, a <- a - (x + mu m),  or a - x
 
 The wrapped optimizer's state stays each worker's own. Small tensors, which are not compressed, have x exactly.
+
+With a delay, steps are taken while the sum is under way, and w_i has become w_i' when it arrives. Streaming DiLoCo
+(Douillard et al. 2025, section 2.3) then mixes w_i' with what all have in common; here the whole move since is kept,
+and sent when its own round ends:
+
+    a    <- a - x
+    w_i  <- a + (w_i' - w_i)
 """
 
 from __future__ import annotations
@@ -17,10 +24,8 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_onebit.formulas import Number
-from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
 
 
@@ -41,17 +46,23 @@ def take_over_with_momentum(p: Scalars, x: Number, m: Number, _v: Number, _w: Nu
     return new_m, None, a - (x + p.momentum * new_m)
 
 
+def go_on(_p: Scalars, sent: Number, _m: Number, _v: Number, w: Number, a: Number) -> Any:
+    return None, None, a + (w - sent)
+
+
 @dataclass(frozen=True)
 class Delta(Rule):
-    """The end of a round. ``Tensor.anchor`` holds the weights at its beginning, ``Tensor.momentum`` the momentum; the
-    "gradient" that is encoded is this worker's weights."""
+    """The end of a round, which moves the anchor: it is the weight of the tensors that this rule sees. The "gradient"
+    that is encoded is this worker's weights."""
 
     momentum: float = 0.0
     lr: float = 1.0
     name: str = "local"
+    delay: int = 0
 
     def init(self, tensor: Tensor) -> None:
         tensor.anchor = np.zeros_like(tensor.weight)
+        tensor.sent = np.zeros_like(tensor.weight) if self.delay else None
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(displacement, scalars(Scalars, momentum=self.momentum))
@@ -59,9 +70,6 @@ class Delta(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(take_over_with_momentum if self.momentum else take_over, scalars(Scalars, momentum=self.momentum))
 
-    def direction(self, tensor: Tensor, context: Context) -> Array:
-        host = context.kernels.host
-        return np.asarray(host(tensor.anchor) - host(tensor.weight))
-
-    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
-        context.kernels.copy(tensor.weight, tensor.anchor)
+    def catch_up(self) -> Use:
+        """What a worker does with the weights that it has now when what it sent, the "gradient", has arrived."""
+        return Use(go_on, scalars(Scalars, momentum=self.momentum))

@@ -376,6 +376,11 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     local = wrapping.schedule is not None
+    if wrapping.schedule is not None and wrapping.schedule.delay:
+        raise UnsupportedError(
+            "Local(delay=1): a graph of TensorFlow ends when all its operations have, so that no message can be under "
+            "way between two steps: leave delay out"
+        )
     if local and optimizer.use_ema:
         raise UnsupportedError("use_ema=True: with schedule=Local(...), each worker would average its own weights")
     adapter = LocalAdapter() if local else adapter_for(optimizer)

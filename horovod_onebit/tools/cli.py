@@ -77,6 +77,8 @@ def _add_plan(add: Any) -> None:
         help="no hierarchical: without hvd.init(process_sets='dynamic'), for 0/1 Adam, and for auto in Keras",
     )
     option("--local", type=int, default=1, metavar="H", help="local steps: one exchange every H steps (1)")
+    help = "local steps with delay=1: the exchange is hidden behind the next round"
+    option("--hidden", action="store_const", const=1, default=0, help=help)
     option("--plot", metavar="FILE", help="write the step time by number of workers to this file (.png, .svg, ...)")
 
 
@@ -147,6 +149,7 @@ def _plan(args: argparse.Namespace) -> Answer:
         device=costs.DEVICES[args.device],
         process_sets=not args.no_process_sets,
         every=args.local,
+        delay=args.hidden,
     )
     plan = planner.plan(job)
     if args.plot:

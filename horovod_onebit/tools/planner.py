@@ -33,6 +33,7 @@ class Job:
         workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
             of a transfer's time is a core's work then.
         every: steps of a round, with ``schedule=Local(every=...)``; 1 without.
+        delay: that of ``Local``: with 1, the exchange at the end of a round is hidden behind the next one.
     """
 
     parameters: int
@@ -47,6 +48,7 @@ class Job:
     process_sets: bool = True
     workers_per_core: float = 1.0
     every: int = 1
+    delay: int = 0
 
     def __post_init__(self) -> None:
         for name in ("parameters", "workers", "workers_per_host", "every"):
@@ -62,6 +64,8 @@ class Job:
             raise ConfigurationError(f"workers_per_core={self.workers_per_core!r}: expected 1 or more")
         for name in ("compute", "latency"):
             checks.finite(name, getattr(self, name), "seconds")
+        if self.delay not in (0, 1) or (self.delay and self.every == 1):
+            raise ConfigurationError(f"delay={self.delay!r}, every={self.every}: expected 0, or 1 with every > 1")
         if not 0 <= checks.number("backward", self.backward) <= 1:
             raise ConfigurationError(f"backward={self.backward!r}: expected a share of compute, from 0 to 1")
 
@@ -195,10 +199,11 @@ def _estimate(
     shared = 0.5 + 0.5 * job.workers_per_core
     stream, waits = shared * stream, shared * waits
     transfer = stream + waits
-    if job.every > 1 and way not in UNCOMPRESSED:  # nothing hides the exchange at the end of a round
-        each = transfer / job.every
-        step = job.compute + codec / job.every + each
-        return Estimate(way, received / job.every if job.hosts > 1 else 0.0, each, each, step)
+    if job.every > 1 and way not in UNCOMPRESSED:
+        hidden = job.delay * job.every * job.compute
+        exposed = max(0.0, transfer - hidden) / job.every
+        step = job.compute + codec / job.every + exposed
+        return Estimate(way, received / job.every if job.hosts > 1 else 0.0, transfer / job.every, exposed, step)
     exposed = max(transfer - job.backward * job.compute, last * stream + waits)
     return Estimate(way, received if job.hosts > 1 else 0.0, transfer, exposed, job.compute + codec + exposed)
 

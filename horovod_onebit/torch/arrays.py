@@ -134,6 +134,8 @@ class Binding:
         self.tensor = Tensor(name, self._array(self._weight), momentum, variance, residual)
         if adapter.anchor_key:
             self.tensor.anchor = self._state_array(adapter.anchor_key)
+        if adapter.sent_key:
+            self.tensor.sent = self._state_array(adapter.sent_key)
         self.layer_key = adapter.layer_key
         if self.layer_key:
             layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)

@@ -10,30 +10,28 @@ from typing import Any
 import numpy as np
 import torch
 
-from horovod_onebit import replicas
 from horovod_onebit.averages import mean_norms
-from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.engine import Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Kind, kind_of
-from horovod_onebit.stats import Stats
-from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
-from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Owed, Weighing
+from horovod_onebit.world import Weighing
 
 
-class Compressor:
-    """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's.
+class Compressor(Steps):
+    """Steps whose gradients are averaged or compressed.
 
     ``options`` are those of ``Parameters``. Parameters are found by the first ``check_groups``.
     """
 
-    kind = "step"  # in checkpoints
+    kind = "step"
+    gradients: Gradients
 
     def __init__(
         self,
@@ -46,24 +44,13 @@ class Compressor:
         check_replicas_every: int | None,
         **options: Any,
     ) -> None:
-        self.process_set = arguments.process_set
-        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or started anew
-        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
-        self.parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
-        self.gradients = Gradients(self.parameters, self.engine, arguments, overlap=overlap)
-        compared = str(check_replicas_every)
-        self.agreement = Agreement(self.engine, self.parameters, self.gradients, self.process_set, compared)
-        self._check_replicas_every = check_replicas_every
+        super().__init__(arguments, name, recipe, check_replicas_every)
+        parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
+        self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
         self._zero_one = self.parameters.schedule is not None
         self._finite = True  # this worker's gradients, before a step that cannot be taken back
         self._late = False  # tell the others when all is encoded
         self._said = ("", "")  # what the agreement of this step compares: options, gradients
-        self.left: Owed | None = None  # what was owed in a world of other workers
-
-    @property
-    def phase(self) -> Phase:
-        self.adopt()
-        return self.parameters.phase
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -284,19 +271,6 @@ class Compressor:
             self.engine.flush(parameters.plan(Kind.SYNC).rules)
             parameters.push()
 
-    def check_replicas(self) -> None:
-        """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
-        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
-
-    def stats(self, norms: bool) -> Stats:
-        return self.engine.stats(
-            phase=self.phase.value,
-            step=self.parameters.steps,
-            parameters=sum(p.numel() for p in self.parameters.exact_steps),
-            compressed=sum(p.numel() for p in self.parameters.bindings),
-            norms=norms,
-        )
-
     def interrupt(self) -> None:
         """All workers together forget what is under way: they will have another state."""
         self.gradients.refuse()
@@ -321,16 +295,6 @@ class Compressor:
         self.parameters.changed()
 
     def leave_world(self) -> None:
-        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
-        self.left = self.engine.leave_world(self.left)
+        super().leave_world()
         self.gradients.forget_world()
-        self.agreement.reset()
         self.parameters.changed()
-
-    def share_out(self) -> None:
-        """Share out what was owed, if the workers have changed; all of them or none call this after ``leave_world``.
-        Collective then."""
-        if self.left is not None:
-            sizes = {self.parameters.names[p]: p.numel() for p in self.parameters.bindings}
-            self.engine.share_out(self.left, sizes)
-            self.left = None

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import atexit
 import hashlib
+import time
+import weakref
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
+import horovod.torch as hvd
 import torch
 
-from horovod_onebit import replicas
 from horovod_onebit.checks import whole
 from horovod_onebit.engine import Engine
 from horovod_onebit.progress import Progress
@@ -17,19 +21,17 @@ from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Wraps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
-from horovod_onebit.stats import Stats
-from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, Placement
-from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.hooks import Where, all_finite, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS, Adapter
+from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
 from horovod_onebit.warmup import make as make_warmup
-from horovod_onebit.world import Owed, Weighing
+from horovod_onebit.world import Weighing
 
-MOMENTUM, ANCHOR = "onebit_momentum", "onebit_anchor"
+MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 """What rounds keep of a parameter; in a ``state_dict``, the momentum is beside the wrapped optimizer's own state."""
 
 
@@ -38,8 +40,9 @@ class LocalAdapter(Adapter):
 
     anchor_key = ANCHOR
 
-    def __init__(self) -> None:
+    def __init__(self, schedule: Local) -> None:
         super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
+        self.sent_key = SENT if schedule.delay else None
 
 
 class LocalParameters(Parameters):
@@ -49,7 +52,7 @@ class LocalParameters(Parameters):
         self, optimizer: Any, names: dict[torch.Tensor, str], engine: Engine, local: Local, **options: Any
     ) -> None:
         no_warmup: dict[str, Any] = {"warmup": make_warmup(1), "schedule": None, "sum_gradients": False}
-        super().__init__(optimizer, LocalAdapter(), names, engine, **no_warmup, **options)
+        super().__init__(optimizer, LocalAdapter(local), names, engine, **no_warmup, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
 
@@ -86,10 +89,10 @@ class LocalParameters(Parameters):
         return large, small
 
     def _bind_one(self, p: torch.Tensor) -> None:
-        keys = (ANCHOR, MOMENTUM) if self.local.momentum else (ANCHOR,)
+        needed = {ANCHOR: True, MOMENTUM: self.local.momentum, SENT: self.local.delay}
         state = self.kept.setdefault(p, {})
-        for key in keys:
-            if key not in state:
+        for key in needed:
+            if needed[key] and key not in state:
                 state[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
         place = self.placement.of(p)
         if place is not None:
@@ -101,7 +104,7 @@ class LocalParameters(Parameters):
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
 
     def round(self) -> None:
-        """After an exchange: what is common to all is the weights as they are kept, in bfloat16 say."""
+        """No exchange is under way: what is common to all is the weights as they are kept, in bfloat16 say."""
         self.push()
         for binding in self.bindings.values():
             if not binding.in_place:
@@ -180,14 +183,29 @@ class OwnGradients:
         self._engine.abandon_step()
 
 
+PATIENCE = 30.0
+"""Seconds that a program which ends waits for an exchange that is under way."""
+
+
+def _let_arrive(steps: weakref.ref[LocalSteps]) -> None:
+    """Before Horovod is shut down: a worker that ends would end the others, which still send what this one has sent."""
+    found, until = steps(), time.monotonic() + PATIENCE
+    with suppress(Exception):  # of a job that has failed
+        while found is not None and found.rounds.hidden and hvd.is_initialized() and time.monotonic() < until:
+            if found.engine.progress():
+                break
+            time.sleep(0.01)
+
+
 class _NotFinite(Exception):
     """Gradients are not finite; the argument is the loss."""
 
 
-class LocalSteps:
-    """What ``Compressor`` is to gradients: the steps of one optimizer, and all that needs the other workers."""
+class LocalSteps(Steps):
+    """Steps of each worker alone, in rounds."""
 
     kind = "local"
+    parameters: LocalParameters
 
     def __init__(
         self,
@@ -202,21 +220,13 @@ class LocalSteps:
         exact: Any,
         check_replicas_every: int | None,
     ) -> None:
-        self.process_set = arguments.process_set
-        self.included = self.process_set.included()
-        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
+        super().__init__(arguments, name, recipe, check_replicas_every)
         self.rounds = Rounds(self.engine, schedule)
-        self.parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
-        self.gradients: Any = OwnGradients(self.engine, arguments)
-        compared = str(check_replicas_every)
-        self.agreement = Agreement(self.engine, self.parameters, self.gradients, self.process_set, compared)
-        self._check_replicas_every = check_replicas_every
+        parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
+        self._concern(parameters, OwnGradients(self.engine, arguments))
         self._checked = 0  # the step after which replicas were compared last
-        self.left: Owed | None = None
-
-    @property
-    def phase(self) -> Phase:
-        return self.parameters.phase
+        if schedule.delay:
+            atexit.register(_let_arrive, weakref.ref(self))
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -277,7 +287,7 @@ class LocalSteps:
             if self.rounds.under_way or not self.parameters.moved_since():
                 return
         elif bound and self.rounds.under_way:
-            self._end_round("step")
+            self._end_round("step", flush=True)
         for name in {self.parameters.names[p] for p in bound if not p.requires_grad}:
             self.engine.feedback.discard(name)
         self._begin()
@@ -299,7 +309,7 @@ class LocalSteps:
             raise
         self.share_out()
 
-    def _end_round(self, call: str) -> None:
+    def _end_round(self, call: str, *, flush: bool = False) -> None:
         parameters = self.parameters
         if parameters.rebind():
             large, small = parameters.bound()
@@ -312,9 +322,9 @@ class LocalSteps:
 
         taken = False
         try:
-            taken = self.rounds.exchange(agree)
+            taken = self.rounds.exchange(agree, flush=flush)
         finally:
-            if self.rounds.under_way:  # the workers did not agree
+            if self.rounds.under_way:  # the exchange, or the workers did not agree
                 parameters.push()
             else:
                 parameters.round()
@@ -337,21 +347,15 @@ class LocalSteps:
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective."""
         if self.included and self.parameters.bindings and self.rounds.under_way:
-            self._end_round("flush")
+            self._end_round("flush", flush=True)
 
     def check_replicas(self) -> None:
-        """Raise ``DesyncError`` on all workers if their weights are not the same. Collective."""
-        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
-
-    def stats(self, norms: bool) -> Stats:
-        compressible = self.parameters.compressible
-        return self.engine.stats(
-            phase=self.phase.value,
-            step=self.parameters.steps,
-            parameters=sum(p.numel() for p in self.parameters.exact_steps),
-            compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
-            norms=norms,
-        )
+        """Raise ``DesyncError`` on all workers if their weights are not the same, or what they have in common while an
+        exchange is under way. Collective."""
+        if self.rounds.hidden:
+            self.rounds.check_replicas()
+        else:
+            super().check_replicas()
 
     def interrupt(self) -> None:
         """All workers together go on from other weights, or another state: the next step begins a round."""
@@ -383,15 +387,8 @@ class LocalSteps:
             self.parameters.push()
 
     def leave_world(self) -> None:
-        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
-        self.left = self.engine.leave_world(self.left)
-        self.agreement.reset()
+        super().leave_world()
         self.parameters.unbind()
 
-    def share_out(self) -> None:
-        """Share out what was owed, if the workers have changed; all or none call this after ``leave_world``.
-        Collective then."""
-        if self.left is not None:
-            sizes = {self.parameters.names[p]: p.numel() for p in self.parameters.trained()}
-            self.engine.share_out(self.left, sizes)
-            self.left = None
+    def owing(self) -> list[torch.Tensor]:
+        return self.parameters.trained()

@@ -406,7 +406,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
-    adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
+    adapter = LocalAdapter(schedule) if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())

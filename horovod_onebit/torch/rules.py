@@ -32,6 +32,7 @@ class Adapter:
 
     layer_key: str | None = None
     anchor_key: str | None = None
+    sent_key: str | None = None
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
 
     def __init__(self, wraps: Wraps) -> None:

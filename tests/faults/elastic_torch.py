@@ -1,9 +1,9 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
-elastic_torch.py FOLDER STEPS EXCHANGE, or "local" in place of the exchange for local steps: each worker leaves its
-process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their weights. A worker that
-finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one every 50 steps, and goes
-on from the last one.
+elastic_torch.py FOLDER STEPS EXCHANGE, or "local" in its place for local steps that hide their exchange: each worker
+leaves its process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their weights. A
+worker that finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one every 50
+steps, and goes on from the last one.
 """
 
 import os
@@ -28,7 +28,7 @@ local = exchange == "local"
 optimizer = onebit.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3),
     named_parameters=model.named_parameters(),
-    **({"schedule": onebit.Local(every=8, doubling=5)} if local else {"warmup_steps": 5}),
+    **({"schedule": onebit.Local(every=8, doubling=5, delay=1)} if local else {"warmup_steps": 5}),
     recipe=Recipe(block_size=64, min_compressed_size=64, exchange="direct" if local else exchange),
     check_replicas_every=1,
     overlap=False,  # a NaN is put in after backward()

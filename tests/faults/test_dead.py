@@ -29,3 +29,12 @@ def test_a_dead_worker_ends_the_job(backend):
     left = [p for p in psutil.process_iter(["cmdline"]) if mark in (p.info["cmdline"] or [])]
     psutil.wait_procs(left, timeout=10)
     assert not [p for p in left if p.is_running() and p.status() != psutil.STATUS_ZOMBIE]
+
+
+def test_a_job_may_end_while_an_exchange_is_under_way():
+    tools = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
+    command = [str(tools / "horovodrun"), "-np", "2", "--gloo", sys.executable, "tests/faults/ends.py", "two_stage"]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("the last step was taken") == 2

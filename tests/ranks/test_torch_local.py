@@ -25,6 +25,8 @@ from tests.ranks.torch_common import (
 )
 
 GROWING = onebit.Local(every=4, doubling=8)
+HIDDEN = onebit.Local(every=4, doubling=0, delay=1)
+FOURS = [onebit.Local(every=4, doubling=0), HIDDEN]
 
 
 class Own(torch.optim.Optimizer):
@@ -130,6 +132,26 @@ def test_an_optimizer_that_calls_its_closure():
     assert losses[-1] < losses[0]
 
 
+@pytest.mark.parametrize(
+    "recipe", ["robust", Recipe(exchange="two_stage", block_size=64), Recipe(codec="two_bit"), Recipe(bucket_size=4096)]
+)
+@pytest.mark.parametrize("momentum", [0.0, 0.3])
+def test_a_hidden_exchange_arrives_a_round_later(recipe, momentum):
+    model = Net()
+    schedule = onebit.Local(every=4, doubling=8, momentum=momentum, delay=1)
+    optimizer = local(model, recipe=recipe, schedule=schedule, wrapping={"check_replicas_every": 8})
+    start = train(model, optimizer, 1)
+    for step in range(1, 60):
+        loss = train(model, optimizer, 1, start=step)
+        assert bool(optimizer.stats(norms=False).step_bytes_sent) == schedule.ends_round(step + 1)
+    gathered = hvd.allgather(weights(model)[None], name="weights.hidden")
+    assert SIZE == 1 or not torch.equal(gathered[0], gathered[-1])
+    optimizer.check_replicas()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert loss < 0.9 * start
+
+
 @pytest.mark.parametrize("recipe", [Recipe(exchange="two_stage", block_size=64), "paper", Recipe(codec="two_bit")])
 def test_every_recipe(recipe):
     model = Net()
@@ -139,41 +161,59 @@ def test_every_recipe(recipe):
     assert end < 0.9 * start
 
 
-def test_weights_of_half_precision():
+@pytest.mark.parametrize("schedule", [GROWING, HIDDEN])
+def test_weights_of_half_precision(schedule):
     model = Net().to(torch.bfloat16)
-    optimizer = local(model)
+    optimizer = local(model, schedule=schedule)
     for step in range(24):
         x, y = batch(step)
         optimizer.zero_grad()
         cross_entropy(model(x.to(torch.bfloat16)).float(), y).backward()
         optimizer.step()
+    optimizer.flush()
     assert_replicas_equal(model)
 
 
-def test_flush_ends_a_round_and_then_costs_nothing():
+@pytest.mark.parametrize("delay", [0, 1])
+@pytest.mark.parametrize("steps", [5, 13, 16])
+def test_flush_ends_a_round_and_then_costs_nothing(steps, delay):
     model = Net()
-    optimizer = local(model, schedule=onebit.Local(every=8, doubling=0))
-    train(model, optimizer, 5)
+    optimizer = local(model, schedule=onebit.Local(every=8, doubling=0, delay=delay))
+    train(model, optimizer, steps)
     before = weights(model)
     optimizer.flush()
     assert_replicas_equal(model)
-    assert not torch.equal(before, weights(model))
+    assert steps == 16 or not torch.equal(before, weights(model))
     sent = optimizer.stats(norms=False).bytes_sent
     optimizer.flush()
     optimizer.check_replicas()
     assert optimizer.stats(norms=False).bytes_sent == sent > 0
 
 
-@pytest.mark.parametrize("what", ["every", "rate", "weights"])
+@pytest.mark.parametrize("what", ["every", "rate", "weights", "delay"])
 def test_workers_that_disagree_are_told(what):
     model = Net(seed=RANK if what == "weights" else 0)
-    every = 4 if what == "every" and RANK == 0 else 8
-    optimizer = local(model, schedule=onebit.Local(every=every, doubling=0))
+    every, delay = 4 if what == "every" and RANK == 0 else 8, int(what == "delay" and RANK == 0)
+    optimizer = local(model, schedule=onebit.Local(every=every, doubling=0, delay=delay))
     if what == "rate":
         train(model, optimizer, 5)
         optimizer.param_groups[0]["lr"] = 1e-3 * (RANK + 1)
     with pytest.raises(DesyncError, match={"rate": "learning rate", "weights": "drifted apart"}.get(what, "argument")):
         train(model, optimizer, 8)
+
+
+def test_training_goes_on_when_workers_agree_again_while_an_exchange_is_under_way():
+    model = Net()
+    optimizer = local(model, schedule=HIDDEN)
+    train(model, optimizer, 6)
+    optimizer.param_groups[0]["lr"] = 1e-3 * (RANK + 1)
+    if SIZE > 1:
+        with pytest.raises(DesyncError, match="learning rate"):
+            train(model, optimizer, 2, start=6)
+    optimizer.param_groups[0]["lr"] = 1e-3
+    train(model, optimizer, 10, start=8)
+    optimizer.flush()
+    assert_replicas_equal(model)
 
 
 def test_training_goes_on_when_the_weights_were_made_equal():
@@ -186,9 +226,10 @@ def test_training_goes_on_when_the_weights_were_made_equal():
     assert_replicas_equal(model)
 
 
-def test_a_worker_that_misses_a_step_is_told():
+@pytest.mark.parametrize("schedule", FOURS)
+def test_a_worker_that_misses_a_step_is_told(schedule):
     model = Net()
-    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    optimizer = local(model, schedule=schedule)
     train(model, optimizer, 6 if RANK == 0 else 5)
     with pytest.raises(DesyncError, match="the learning rate, another hyperparameter or argument"):
         optimizer.flush()
@@ -271,24 +312,27 @@ def test_nan_on_one_worker_is_raised_on_all_at_the_end_of_the_round():
     assert_replicas_equal(model)
 
 
-def test_a_round_with_damaged_weights_is_lost_and_training_goes_on():
+@pytest.mark.parametrize("schedule", FOURS)
+def test_a_round_with_damaged_weights_is_lost_and_training_goes_on(schedule):
     model = Net()
-    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    optimizer = local(model, schedule=schedule)
     train(model, optimizer, 6)
     if RANK == SIZE - 1:
         with torch.no_grad():
             model.second.weight[0, 0] = float("nan")
         optimizer.state[model.second.weight]["exp_avg"][0, 0] = float("nan")
     train(model, optimizer, 10, start=6)
+    optimizer.flush()
     assert_replicas_equal(model)
+    assert torch.isfinite(weights(model)).all()
     assert optimizer.stats().skipped_steps >= 1
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.3])
+@pytest.mark.parametrize(("momentum", "delay"), [(0.0, 0), (0.3, 0), (0.3, 1)])
 @pytest.mark.parametrize("steps", [3, 13, 16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
-def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum):
-    schedule = onebit.Local(every=8, doubling=4, momentum=momentum)
+def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum, delay):
+    schedule = onebit.Local(every=8, doubling=4, momentum=momentum, delay=delay)
     arguments = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     model = Net()
     optimizer = local(model, kind, schedule, **arguments)
@@ -371,9 +415,10 @@ def test_a_grad_scaler_and_clipping():
     assert (scaler.get_scale() < 2.0**12) == (RANK == 0)
 
 
-def test_parameters_that_come_and_go_and_move():
+@pytest.mark.parametrize("schedule", FOURS)
+def test_parameters_that_come_and_go_and_move(schedule):
     model = Net()
-    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    optimizer = local(model, schedule=schedule)
     train(model, optimizer, 6)
     added = torch.nn.Parameter(torch.ones(64, 64))
     optimizer.add_param_group({"params": [added], "lr": 1e-2})
@@ -392,14 +437,15 @@ def test_parameters_that_come_and_go_and_move():
     assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), added]))
 
 
-def test_the_kernels_of_a_gpu_do_the_same():
+@pytest.mark.parametrize("delay", [0, 1])
+def test_the_kernels_of_a_gpu_do_the_same(delay):
     """Small enough for Numba's simulator: NUMBA_ENABLE_CUDASIM=1."""
 
     def trained(kernels):
         torch.manual_seed(0)
         model = torch.nn.Linear(16, 16)
         schedule, recipe = (
-            onebit.Local(every=2, doubling=0, momentum=0.3),
+            onebit.Local(every=2, doubling=0, momentum=0.3, delay=delay),
             Recipe(block_size=64, min_compressed_size=64),
         )
         optimizer = local(model, schedule=schedule, recipe=recipe, wrapping={"kernels": kernels})

@@ -48,6 +48,13 @@ def test_local_steps_share_an_exchange():
     slow = planner.plan(replace(JOB, every=16, link=planner.rate("50mbit")))
     assert slow.best.step < 1.12 * 0.4
     assert slow.speedup > 5
+    hidden = planner.plan(replace(JOB, every=16, delay=1, link=planner.rate("50mbit")))
+    assert hidden.best.transfer == slow.best.transfer
+    assert hidden.best.exposed == 0
+    much = estimates(replace(JOB, every=16, delay=1, link=planner.rate("1mbit")))["1-bit direct"]
+    assert much.exposed == pytest.approx(much.transfer - 0.4)
+    with pytest.raises(ConfigurationError, match="delay"):
+        replace(JOB, delay=1)
 
 
 def test_hosts_of_several_workers():

@@ -40,6 +40,7 @@ def train(collectives, steps=40, **options):
     optimizer, weights = make(collectives, **options)
     for _ in range(steps):
         optimizer.step(gradients(weights, rng))
+    optimizer.flush()
     return optimizer, np.concatenate(list(weights.values()))
 
 
@@ -53,22 +54,35 @@ def test_rounds_grow_and_every_step_is_in_one():
 
 
 @pytest.mark.parametrize(
-    "wrong", [{"every": 0}, {"every": 2.5}, {"doubling": -1}, {"momentum": 1.0}, {"momentum": -0.1}, {"momentum": "a"}]
+    "wrong",
+    [
+        {"every": 0},
+        {"every": 2.5},
+        {"doubling": -1},
+        {"momentum": 1.0},
+        {"momentum": -0.1},
+        {"momentum": "a"},
+        {"delay": 2},
+    ],
 )
 def test_bad_schedules(wrong):
     with pytest.raises(ConfigurationError, match=next(iter(wrong))):
         Local(**wrong)
 
 
-@pytest.mark.parametrize("workers", [1, 2, 3, 4, 8])
+@pytest.mark.parametrize(("workers", "delay"), [(1, 0), (2, 0), (3, 0), (3, 1), (4, 0), (4, 1), (8, 0)])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
-def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange):
+def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange, delay):
     if exchange == "hierarchical" and workers not in (4, 8):
         pytest.skip("several hosts of two")
     recipe = dataclasses.replace(RECIPE, exchange=exchange)
+    schedule = Local(every=4, doubling=6, delay=delay)
     per_host = 2 if exchange == "hierarchical" else 1
     run = functools.partial(simulation.run, workers=workers, workers_per_host=per_host)
-    fast, slow = (run(functools.partial(train, recipe=recipe, kernels=kernels)) for kernels in ("cpu", "reference"))
+    fast, slow = (
+        run(functools.partial(train, recipe=recipe, schedule=schedule, kernels=kernels))
+        for kernels in ("cpu", "reference")
+    )
     for _, weights in fast:
         np.testing.assert_array_equal(weights, fast[0][1])
     np.testing.assert_allclose(fast[0][1], slow[0][1], atol=1e-5)
@@ -76,17 +90,19 @@ def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange
 
 
 @pytest.mark.parametrize(
-    ("rule", "momentum"),
+    ("rule", "momentum", "delay"),
     [
-        (Adam(lr=0.01), 0.0),
-        (Adam(lr=0.01), 0.3),
-        (LAMB(lr=0.01), 0.0),
-        (SGD(lr=0.01, momentum=0.9), 0.0),
-        (Lion(lr=0.003), 0.0),
+        (Adam(lr=0.01), 0.0, 0),
+        (Adam(lr=0.01), 0.3, 0),
+        (Adam(lr=0.01), 0.0, 1),
+        (Adam(lr=0.01), 0.3, 1),
+        (LAMB(lr=0.01), 0.0, 0),
+        (SGD(lr=0.01, momentum=0.9), 0.0, 0),
+        (Lion(lr=0.003), 0.0, 0),
     ],
 )
-def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum):
-    schedule = Local(every=4, doubling=10, momentum=momentum)
+def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum, delay):
+    schedule = Local(every=4, doubling=10, momentum=momentum, delay=delay)
     [(local, weights), *others] = simulation.run(functools.partial(train, steps=400, rule=rule, schedule=schedule), 4)
     assert all((weights == other).all() for _, other in others)
     exact = functools.partial(train_exactly, steps=400, rule=rule)
@@ -138,10 +154,55 @@ def test_a_round_is_what_the_rule_says(momentum):
         np.testing.assert_allclose(weights, common, atol=2e-6)
 
 
-def test_flush_ends_the_round_and_nothing_is_lost():
+def test_a_hidden_round_is_what_the_rule_says():
+    """Each worker goes on from its own weights, and what the others have moved arrives a round later."""
+    size, workers, every, rounds, rate = 100, 3, 5, 6, 0.1
+    start = np.linspace(-1, 1, size).astype(f32)
+    pushes = np.random.default_rng(0).standard_normal((rounds, workers, every, size)).astype(f32)
+
+    def worker(collectives):
+        weights, seen = {"w": start.copy()}, []
+        schedule = Local(every=every, doubling=0, delay=1)
+        optimizer = NumpyOptimizer(weights, SGD(lr=rate), collectives=collectives, schedule=schedule, recipe=RECIPE)
+        for grad in pushes[:, collectives.rank].reshape(-1, size):
+            optimizer.step({"w": grad})
+            seen.append(weights["w"].copy())
+        optimizer.flush()
+        return seen[every - 1 :: every], weights["w"]
+
+    context = Context(reference, RECIPE, workers)
+    coding, rule = context.coding(16), Delta()
+    common, errors = start.copy(), np.zeros((workers, size), f32)
+    own, rows, after = [start.copy() for _ in range(workers)], None, []
+
+    def send():
+        nonlocal rows
+        rows = np.zeros((workers, coding.codec.size(size, 16)), np.uint8)
+        for i in range(workers):
+            tensor = Tensor("w", common, common, None, errors[i], anchor=common)
+            rule.encode(tensor, own[i], rows[i], 0, 16, context)
+
+    for of_round in pushes:
+        sent = [w.copy() for w in own]
+        for i in range(workers):
+            for grad in of_round[i]:
+                own[i] -= f32(rate) * grad
+        if rows is not None:
+            common = common - reference.decode_mean(rows, 0, size, coding)
+            own = [common + (w - s) for w, s in zip(own, sent, strict=True)]
+        after.append([w.copy() for w in own])
+        send()
+    common = common - reference.decode_mean(rows, 0, size, coding)
+    for i, (seen, last) in enumerate(simulation.run(worker, workers)):
+        np.testing.assert_allclose(seen, [of_all[i] for of_all in after], atol=2e-6)
+        np.testing.assert_allclose(last, common, atol=2e-6)
+
+
+@pytest.mark.parametrize("delay", [0, 1])
+def test_flush_ends_the_round_and_nothing_is_lost(delay):
     def worker(collectives):
         rng = np.random.default_rng(collectives.rank)
-        optimizer, weights = make(collectives, schedule=Local(every=8, doubling=0))
+        optimizer, weights = make(collectives, schedule=Local(every=8, doubling=0, delay=delay))
         for _ in range(11):
             optimizer.step(gradients(weights, rng))
         apart = np.concatenate(list(weights.values()))
@@ -220,6 +281,47 @@ def test_a_round_with_weights_that_are_not_finite_is_lost_and_the_others_go_on()
     assert [lost for lost, _, _ in results] == [(False, True)] * 3
     assert results[1][1] < min(results[0][1], results[2][1])  # the others' round travels with the next one
     assert all((weights == results[0][2]).all() and np.isfinite(weights).all() for _, _, weights in results)
+
+
+def test_a_hidden_round_that_is_lost_is_found_a_round_later():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, schedule=Local(every=4, doubling=0, delay=1))
+        taken = {}
+        for step in range(60):
+            if step == 22 and collectives.rank == 1:
+                weights["odd"][3] = np.nan  # what a user's code did
+            taken[step] = optimizer.step(gradients(weights, rng))
+            if step == 27:
+                back = np.concatenate(list(weights.values()))
+        optimizer.flush()
+        return [step for step in taken if not taken[step]], back, np.concatenate(list(weights.values()))
+
+    results = simulation.run(worker, 3)
+    assert {step for lost, _, _ in results[::2] for step in lost} == {27}
+    for which in (1, 2):
+        assert all((one[which] == results[0][which]).all() and np.isfinite(one[which]).all() for one in results)
+    assert np.abs(results[0][2] - 1).mean() < 0.75
+
+
+def test_hidden_rounds_raise_if_the_recipe_says_so():
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        schedule = Local(every=4, doubling=0, delay=1)
+        optimizer, weights = make(
+            collectives, recipe=dataclasses.replace(RECIPE, on_nonfinite="raise"), schedule=schedule
+        )
+        for step in range(40):
+            wrong = collectives.rank == 1 and step == 33
+            try:
+                optimizer.step(bad(weights, rng, np.nan) if wrong else gradients(weights, rng))
+            except NonFiniteError as error:
+                return step, str(error), np.concatenate(list(weights.values()))
+        return None
+
+    results = simulation.run(worker, 3)
+    assert {step for step, _, _ in results} == {39}
+    assert all("worker [1]" in text and (weights == results[0][2]).all() for _, text, weights in results)
 
 
 def test_a_round_under_way_is_the_same_whatever_the_messages():

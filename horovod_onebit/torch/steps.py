@@ -1,0 +1,79 @@
+"""What both kinds of steps have, those of ``Compressor`` and those of ``LocalSteps``, and the other workers need."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from horovod_onebit import replicas
+from horovod_onebit.engine import Engine
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.stats import Stats
+from horovod_onebit.torch.agreement import Agreement
+from horovod_onebit.torch.arguments import Arguments
+from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.warmup import Phase
+from horovod_onebit.world import Owed
+
+
+class Steps:
+    """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's."""
+
+    kind: str  # in checkpoints
+    parameters: Parameters
+    gradients: Any
+    agreement: Agreement
+
+    def __init__(self, arguments: Arguments, name: str, recipe: Recipe, check_replicas_every: int | None) -> None:
+        self.process_set = arguments.process_set
+        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or started anew
+        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
+        self._check_replicas_every = check_replicas_every
+        self.left: Owed | None = None  # what was owed in a world of other workers
+
+    def _concern(self, parameters: Parameters, gradients: Any) -> None:
+        self.parameters, self.gradients = parameters, gradients
+        compared = str(self._check_replicas_every)
+        self.agreement = Agreement(self.engine, parameters, gradients, self.process_set, compared)
+
+    @property
+    def phase(self) -> Phase:
+        self.adopt()
+        return self.parameters.phase
+
+    def adopt(self) -> None:
+        """Take over progress that Horovod has broadcast."""
+        raise NotImplementedError
+
+    def check_replicas(self) -> None:
+        """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
+        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
+
+    def stats(self, norms: bool) -> Stats:
+        compressible = self.parameters.compressible
+        return self.engine.stats(
+            phase=self.phase.value,
+            step=self.parameters.steps,
+            parameters=sum(p.numel() for p in self.parameters.exact_steps),
+            compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
+            norms=norms,
+        )
+
+    def leave_world(self) -> None:
+        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
+        self.left = self.engine.leave_world(self.left)
+        self.agreement.reset()
+
+    def owing(self) -> Iterable[torch.Tensor]:
+        """The parameters that have error feedback."""
+        return self.parameters.bindings
+
+    def share_out(self) -> None:
+        """Share out what was owed, if the workers have changed; all of them or none call this after ``leave_world``.
+        Collective then."""
+        if self.left is not None:
+            self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.owing()})
+            self.left = None
