@@ -448,7 +448,7 @@ class Engine:
         self._progress()
 
     def progress(self) -> bool:
-        """Do what messages under way wait for this worker to do; returns whether all are here. Waits for none. Local."""
+        """Do what messages under way wait for this worker to do; returns whether all are here. Never waits. Local."""
         self._progress()
         last = self.exchange.stages
         return all(item.stage == last and item.waiting.ready() for item in self._sent.values())
