@@ -20,8 +20,9 @@ ALONE = "no communication"
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
 PAGE = """# Performance
 
-Made by `make bench` and `python -m benchmarks.report` on {machine}. Hosts are network namespaces of that
-machine, a core for each as far as there are cores; `tc` shapes their links in both directions.
+Made by `make bench` and `python -m benchmarks.report` on {machine}. The hosts are network namespaces
+of that machine, with a core for each as far as there are cores, and `tc` limits the rate of their links in both
+directions.
 
 All ways in a table are measured in one job. In each round every way takes one turn, in an order that changes, and its
 time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
@@ -31,8 +32,8 @@ processes use more than a tenth of the cores. Times differ between machines: loo
 
 ## When not to use it
 
-The network must be what you wait for. `horovod-onebit plan` tells, from the number of parameters, the workers, the link
-and the time that a step computes:
+Compression helps only if steps wait for the network. `horovod-onebit plan` predicts this from the number of
+parameters, the workers, the link and the computing time of a step:
 
     horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
 
@@ -42,9 +43,10 @@ and the time that a step computes:
 
 ## Training
 
-Linear layers of one width, AdamW. "no communication" is `torch.optim.AdamW` on all hosts at once, each alone; the time
-is that of the slowest host, as it is for all ways. PowerSGD needs a single bucket over Gloo, or it crashes. Three and
-four hosts share two cores: nothing can be faster there than "no communication".
+The networks are linear layers of one width, trained by AdamW. "no communication" is `torch.optim.AdamW` on all hosts
+at once, each alone; the time is that of the slowest host, as it is for all ways. Over Gloo, PowerSGD crashes with more
+than one bucket, so it has one. Three and four hosts share two cores: nothing can be faster there than
+"no communication".
 
 {trainings}
 
@@ -63,8 +65,8 @@ megabytes are those of one step, averaged over a round of local steps.
 
 ## Within a host
 
-Two workers on this machine add up float32 gradients, each a half of them; nanoseconds a parameter, and the ratio to the
-allreduce (`python -m benchmarks.local`). A hierarchical exchange takes the alltoall.
+Two workers on one machine add up float32 gradients, each of them one half; nanoseconds per parameter, and the ratio to
+the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the alltoall.
 
 {local}
 
@@ -80,24 +82,24 @@ allreduce (`python -m benchmarks.local`). A hierarchical exchange takes the allt
 
 ## On a GPU
 
-Not measured: no card was at hand (`make test-gpu` measures, on one). What bounds the CUDA kernels can be counted
-without: the instructions that a warp executes for 128 elements, by running on the CPU what they compile to (PTX for
-compute capability 9.0; blocks of 1,024, messages of two workers).
+Not measured, because no GPU was available; `make test-gpu` measures on one. What limits the CUDA kernels can be
+counted without a GPU: the instructions that a warp executes for 128 elements. The counts come from running the compiled
+kernels on the CPU (PTX for compute capability 9.0; blocks of 1,024, messages of two workers).
 
     python -m tests.cuda.instructions > benchmarks/results/instructions.json
 
 {instructions}
 
-The last column is arithmetic on the card's data: 132 processors that start four instructions a cycle, at 1.755 GHz, and
-a copy of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can be what bounds a
-kernel only where its instructions are clearly fewer; they are not in a server's second stage, which is about an n-th of
-the elements.
+The last column is computed from the data of the GPU: 132 processors that start four instructions a cycle, at
+1.755 GHz, and a copy rate of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can
+limit a kernel only where its instructions are clearly fewer. They are not in a server's second stage, which handles
+about one n-th of the elements.
 
 ## Looking ahead
 
-110 M parameters, 250 ms of compute, eight workers on a host, by the planner (milliseconds a step). The GPU's codec is
-an estimate from its memory's bandwidth, and nothing of this was measured. A hierarchical exchange adds up in host
-memory, from a GPU too, which takes 0.4 s of its step here.
+Predictions of the planner, in milliseconds a step: 110 M parameters, 250 ms of computing, eight workers on a host.
+None of this was measured. The time of compression on a GPU is estimated from the bandwidth of its memory. A
+hierarchical exchange adds up in host memory, from a GPU too, which takes 0.4 s of its step here.
 
 {ahead}
 """

@@ -30,3 +30,4 @@ html_show_sphinx = False
 linkcheck_ignore = [r"https?://"]
 html_static_path = ["_static"]
 html_css_files = ["wide.css"]
+html_js_files = ["tables.js"]

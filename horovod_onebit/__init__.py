@@ -1,4 +1,4 @@
-"""Horovod with one bit per parameter: 1-bit Adam and SGD under the optimizer that you already use.
+"""Horovod with one bit per parameter, under the optimizer that you already use.
 
 This package imports neither framework; ``horovod_onebit.torch`` and ``horovod_onebit.tf`` are the faces.
 """

@@ -13,7 +13,7 @@ class ConfigurationError(OnebitError, ValueError):
 
 
 class UnsupportedError(OnebitError, NotImplementedError):
-    """The request is understood and not offered; the message names what to use instead."""
+    """The request is understood but not supported; the message names what to use instead."""
 
 
 class WireError(OnebitError, RuntimeError):

@@ -31,12 +31,14 @@ class NumpyOptimizer:
 
     Args:
         weights: name -> C-contiguous float32 array, the same on every worker at the start.
-        rule: ``rules.adam.Adam`` or ``rules.sgd.SGD``; assign ``optimizer.rule`` to change the learning rate.
+        rule: one of ``horovod_onebit.rules``, such as ``rules.adam.Adam``; assign ``optimizer.rule`` to change the
+            learning rate.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
+        total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; with ``Local`` each worker takes the steps of any
-            rule alone, and what they have moved is exchanged. ``warmup_steps`` is then not looked at.
+            rule alone, and the changes of the weights are exchanged. ``warmup_steps`` then has no effect.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
             gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.

@@ -73,19 +73,19 @@ class ZeroOne:
 
 @dataclass(frozen=True)
 class Local:
-    """Local steps: each worker takes its own optimizer's steps, and what all have moved is exchanged now and then.
+    """Local steps: each worker takes its own optimizer's steps; after some, they exchange the changes of the weights.
 
-    A *round* is the steps between two exchanges. At its end each worker sends what its weights have moved, one bit per
-    parameter with error feedback, and all go on from the same weights (``rules.local``).
+    A *round* is the steps between two exchanges. At its end each worker sends the change of its weights, one bit per
+    parameter with error feedback, and all continue from the same weights (``rules.local``).
 
     Args:
         every: H, the number of steps of a round.
-        doubling: rounds have 1 step at first, and twice as many after every so many steps until they have ``every``:
-            most is learnt in the beginning, and there it is where workers that part lose most. 0: ``every`` at once.
-        momentum: of the mean of what workers have moved, in Nesterov's way (DiLoCo's outer momentum); 0 is none.
-        delay: how many steps of the next round are taken while the exchange is under way; its result is then taken
-            over, and each worker keeps these steps. At most ``every``. Hides the exchange behind so many steps, takes
-            one more copy of the weights, and costs quality, the more the longer. 0 waits for the exchange.
+        doubling: rounds have 1 step at first, and twice as many after every ``doubling`` steps until they have
+            ``every``, because workers that move apart lose most at the beginning of a run. 0: ``every`` at once.
+        momentum: Nesterov's momentum of the mean of the workers' changes (DiLoCo's outer momentum); 0 is none.
+        delay: how many steps of the next round are taken while the exchange is under way, at most ``every``. Its result
+            is then applied, and each worker keeps these steps. This hides the exchange behind the steps, needs one more
+            copy of the weights, and costs quality: more with each step. 0 waits for the exchange.
     """
 
     every: int = 16

@@ -25,9 +25,27 @@ STUDIES: dict[str, Callable[[], str]] = {
 }
 HEAD = """# Studies
 
-What the paper found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB"), reproduced; and what removes its cause.
-Made by `python -m studies` on {machine}. `paper` is 1-bit Adam as published, `fixed` the same with epsilon under the
-root, `robust` the default of this project.
+These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
+removes the cause. Made by `python -m studies` on {machine}.
+
+| name | meaning |
+|---|---|
+| `exact`, `none` | no compression |
+| `paper` | 1-bit Adam as published |
+| `fixed` | the same with epsilon under the root |
+| `robust` | the default of this project |
+
+| study | question | answer |
+|---|---|---|
+| 1 | Does compressed Adam diverge on a function of two variables? | Only as the paper prints the algorithm |
+| 2 | How early may compression start? | With `robust`, after 24 of 300 steps; `paper` diverges on images |
+| 3 | Why does the published algorithm diverge? | Magnitudes differ by orders within one tensor |
+| 4 | What if gradients differ in magnitude, on 1 to 256 workers? | `robust` never diverges; `paper` and `fixed` do |
+| 5 | Is `paper` really the published algorithm? | Yes, bit for bit |
+| 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 200 steps after the rate has risen |
+| 7 | Should the second moment be updated later? | No |
+| 8 | What does a second stage cost? | 0.08 % of the loss with 16 workers |
+| 9 | What do local steps cost? | 4.3 % of the loss for 83 times fewer bytes |
 """
 
 

@@ -17,8 +17,8 @@ WIDTHS = {"charlm": 64}  # half the task's own: 15 runs of it take long
 SEEDS = (0, 1, 2)
 STARTS = (3, 24, 60, 100)  # 60 is 20 % of the steps, the middle of what the paper recommends
 PAPER = (
-    "The paper compresses ResNet after 3, 24 and 100 steps with little loss (its fig. 2), sees VGG16 diverge, and "
-    "trains it with epsilon under the root (fig. 7). It recommends a warm-up of 15 to 25 % of all steps."
+    "The paper compresses ResNet after 3, 24 and 100 steps with little loss of quality (its fig. 2). VGG16 diverges "
+    "there, and trains with epsilon under the root (fig. 7). The paper recommends a warm-up of 15 to 25 % of all steps."
 )
 
 
@@ -48,7 +48,7 @@ def run() -> str:
     text = [
         "## 2. How early may compression start?",
         PAPER,
-        f"AdamW, {STEPS} steps, two processes over Gloo, means of the seeds named. `python -m studies early`.",
+        f"AdamW, {STEPS} steps, two processes over Gloo, means of the seeds in the table. `python -m studies early`.",
     ]
     figure, panels = report.axes(ncols=len(TASKS), figsize=(12, 3.8))
     for panel, task in zip(panels, TASKS, strict=True):

@@ -191,10 +191,11 @@ def run() -> str:
     found = pool.results(result, todo())
     text = [
         "## 9. Local steps",
-        f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. Times "
-        "fewer bytes: of a whole run, its start included, from one worker to another, compared with float32 gradients "
-        "in every step. `rounds of 1 to 16, doubled every 300 steps` is `Local(every=16, doubling=300)`; in float32, "
-        "what workers have moved is averaged exactly. The text is that of study 6, in 2,000 steps.",
+        f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. The bytes "
+        "are those of a whole run, its exact steps included, from one worker to another, compared with float32 "
+        "gradients in every step. `rounds of 1 to 16, doubled every 300 steps` is `Local(every=16, doubling=300)`. In "
+        "the rows with float32, the changes of the weights are averaged exactly. The text is that of study 6, in 2,000 "
+        "steps.",
     ]
     for task in TASKS:
         head = ["", "times fewer bytes", "test loss, above exact", "right"]

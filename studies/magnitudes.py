@@ -13,10 +13,10 @@ from studies import report
 
 STEPS, LAST = 120, 20
 PAPER = (
-    "The paper finds that mean and median magnitudes of a ResNet's layers differ by 100 times, those of VGG16 by 1e8 "
-    "(figs. 3 and 4), and that the medians of a Transformer differ widely (fig. 5). Networks here are small, and so is "
-    "their data, so that the spread *between* layers is smaller; the spread *within* a tensor, and elements that have "
-    "had no gradient, are there all the same, and they are what 1-bit Adam cannot bear: the last columns."
+    "The paper finds that mean and median magnitudes of a ResNet's layers differ by a factor of 100, those of VGG16 by "
+    "1e8 (figs. 3 and 4), and that the medians of a Transformer differ widely (fig. 5). The networks and data here are "
+    "small, so the spread *between* layers is smaller. But there is a spread *within* a tensor, and there are elements "
+    "that have had no gradient. These two make 1-bit Adam diverge, as the last columns show."
 )
 
 
@@ -114,7 +114,7 @@ def run() -> str:
             PAPER,
             report.save(figure, "magnitudes"),
             f"Steps {STEPS - LAST} to {STEPS} of AdamW, one process. `unseen`: the gradient was 0 in all of them. The "
-            "last columns: the longest step of any element if compression started then, as a multiple of Adam's.",
+            "last columns give the longest step of any element, as a multiple of Adam's, if compression started then.",
             report.table(heading, rows) + "\n",
         ]
     )

@@ -168,12 +168,13 @@ def run() -> str:
     """The section of the page."""
     found = pool.results(measured, (Run(way, rate) for way in WAYS for rate in RATES))
     text = [
-        "## 7. How alive must the second moment be?",
-        f"The task `text` of study 6, {WORKERS} workers, one seed; test loss, and how far above exact Adam's at the "
-        "same rate. Workers' own second moments are of their own gradients, times the ratio "
-        "of the mean gradient's power to their own, which they know here exactly in each step, by blocks of 1,024; and "
-        "what they average is not compressed. No exchange of one bit has that of the mean "
-        "gradient in each step at all. So these rows are the most that such ways could gain.",
+        "## 7. Should the second moment be updated after the warm-up?",
+        f"The task `text` of study 6, {WORKERS} workers, one seed. The table shows the test loss, and in brackets how "
+        "far it is above exact Adam's at the same rate. Where workers keep second moments of their own, these are of "
+        "their own gradients, times the ratio of the mean gradient's power to that of theirs. In this study they know "
+        "that ratio exactly in each step, for blocks of 1,024, and what they average is not compressed. A one-bit "
+        "exchange cannot know the second moment of the mean gradient in each step. So these rows show the most that "
+        "such methods could gain.",
         report.table(["second moment", *(f"rate {rate:g}" for rate in RATES)], _rows(found)),
     ]
     return "\n\n".join(text) + "\n"

@@ -18,11 +18,11 @@ STARTS = (10, 100)
 STEPS = 3000
 LR = 1e-2
 PAPER = (
-    "In the paper compressed Adam comes close to the optimum more slowly than Adam (its fig. 1), and diverges as soon "
-    "as one argument is ten times the other (fig. 6). The first is so. The second is not, with the error kept against "
-    "the scaled sign: the smaller argument is thrown about and comes back, at a price in steps that grows with k, for "
-    "every recipe whose two elements share one scale. With the error against the unscaled sign, as the paper prints it "
-    "(lines 9 and 13), Adam diverges at once, for every k."
+    "In the paper, compressed Adam approaches the optimum more slowly than Adam (its fig. 1) and diverges as soon as "
+    "one argument is ten times the other (fig. 6). The first result is confirmed. The second one is not, if the error "
+    "is the difference to the *scaled* sign: then the smaller argument oscillates and comes back, after a number of "
+    "steps that grows with k, for every recipe in which the two elements share one scale. If the error is the "
+    "difference to the unscaled sign, as the paper prints it (lines 9 and 13), Adam diverges at once, for every k."
 )
 BETA1, BETA2, EPS = 0.9, 0.999, 1e-8
 
@@ -85,6 +85,6 @@ def run() -> str:
     panels[0].legend(fontsize=7)
     text = report.table(["k", *curves], rows)
     return (
-        f"## 1. Minimising x² + y²\n\n{PAPER}\n\n{report.save(figure, 'paraboloid')}\n\nMedian of the last 100 of "
-        f"{STEPS} values, a constant learning rate of {LR}:\n\n{text}\n"
+        f"## 1. Minimising x² + y²\n\n{PAPER}\n\n{report.save(figure, 'paraboloid')}\n\nThe table shows the "
+        f"median of the last 100 of {STEPS} values, with a constant learning rate of {LR}:\n\n{text}\n"
     )

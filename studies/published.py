@@ -81,8 +81,8 @@ def run() -> str:
     rows = [[str(n), f"{difference(n):.1e}"] for n in (1, 2, 4)]
     return (
         "## 5. Against the published pseudo-code\n\n"
-        f"The `paper` recipe and a line-by-line transcription of Algorithm 1 in NumPy, {SIZE} parameters, {STEPS} "
-        f"steps, compressed after {FREEZE}.\n\n"
+        f"The `paper` recipe is compared with a line-by-line transcription of Algorithm 1 in NumPy: {SIZE} parameters, "
+        f"{STEPS} steps, compressed after {FREEZE}.\n\n"
         + report.table(["workers", "largest difference of a weight"], rows)
         + "\n"
     )

@@ -125,12 +125,12 @@ def run() -> str:
         f"{LAYERS} layers of {WIDTH}, noisy quadratics, {STEPS} steps with a cosine schedule, compression after "
         f"{FREEZE}. The loss is the mean squared distance to the optimum. `cold`: 5 % of the elements get no gradient "
         f"until {COLD_STEPS} steps after compression has started. Blocks of 128 for `robust`, since the layers are "
-        "small. SGD has no denominator that equalises magnitudes, so that it is here without spread only.",
-        "`robust`: the direct exchange. The servers of `two stages` compress a second time, with two bits as is the "
-        "default, and what that adds more workers do not average away. It shows below a loss of some 3e-4, which many "
-        "workers reach here: with LAMB most. With one bit it shows from 4 workers on. `paper` sends its messages in "
-        "two stages too, but its servers have a scale for every 8 elements here if there are 64 of them, which costs "
-        "five bits an element.",
+        "small. SGD has no denominator that equalises magnitudes, so it is studied without spread only.",
+        "`robust` uses the direct exchange. In `two stages`, the servers compress a second time, with two bits by "
+        "default. The error that this adds does not average out with more workers. It shows below a loss of about "
+        "3e-4, which many workers reach here, most clearly with LAMB. With one bit it shows from 4 workers on. `paper` "
+        "also uses two stages, but with 64 servers it has a scale for every 8 elements here, which costs five bits an "
+        "element.",
     ]
     for rule in RULES:
         for workers in WORKERS:

@@ -263,10 +263,11 @@ def run() -> str:
     names = ["exact", *(f"{w} exact steps" if isinstance(w, int) else f'`"{w}"`' for w in WARMUPS[1:])]
     text = [
         "## 6. Learning rates and warm-ups",
-        "Adam; test loss, and how far above exact Adam's at the same rate. The rate "
-        f"rises for {RISE} steps and falls along a cosine. `text`: a GPT of 0.1 M parameters on the documentation that "
-        f"comes with Python, {TASKS['text'].steps} steps; `vgg`: VGG16 of width 8 on digits, {TASKS['vgg'].steps} "
-        "steps. The batch is the same for any number of workers; 4 exchange directly, 16 in two stages.",
+        "Adam. The tables show the test loss, and in brackets how far it is above exact Adam's at the same rate. The "
+        f"rate rises for {RISE} steps and then falls along a cosine. `text` is a GPT of 0.1 M parameters on the "
+        f"documentation that comes with Python, {TASKS['text'].steps} steps; `vgg` is VGG16 of width 8 on digits, "
+        f"{TASKS['vgg'].steps} steps. The global batch is the same for any number of workers. 4 workers exchange "
+        "directly, 16 in two stages.",
     ]
     for task in TASKS:
         for workers in WORKERS:

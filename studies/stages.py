@@ -56,8 +56,9 @@ def run() -> str:
     found = pool.results(result, todo)
     text = [
         "## 8. A second stage on text",
-        f"The task `text` of study 6 at a rate of {RATE:g} with the automatic warm-up; the batch is the same for any "
-        f"number of workers. Test loss, means of {len(SEEDS)} seeds, and how far above the direct exchange's.",
+        f"The task `text` of study 6 at a rate of {RATE:g} with the automatic warm-up; the global batch is the same "
+        f"for any number of workers. The table shows the test loss, means of {len(SEEDS)} seeds, and in brackets how "
+        "far it is above that of the direct exchange.",
         report.table(["", *(f"{workers} workers" for workers in WORKERS)], _rows(found)),
     ]
     return "\n\n".join(text) + "\n"

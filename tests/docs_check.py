@@ -1,11 +1,16 @@
 """``make docs-check``: every command and every piece of Python in README.md and docs/ is run, or looked at.
 
+    python -m tests.docs_check [PAGE ...]
+
 Commands of this project run for real, the long ones with fewer steps; those that need another machine (docker, kubectl,
-sbatch) are looked at: the files that they name are there. A command that no rule knows is an error.
+sbatch) are looked at: the files that they name are there. A command that no rule knows is an error. A piece of Python
+whose first line is a comment with a file's name is a whole program, which the commands of the pages run by that name.
+Blocks of language ``text`` are not run.
 """
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import re
@@ -55,7 +60,8 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         yield "", "".join(line[4:] + "\n" for line in match[1].splitlines())
 
 
-PROGRAM = re.compile(
+NAMED = re.compile(r"# (\w+\.py)\n")
+COMMAND = re.compile(
     r"^((make|python|pip|horovodrun|horovod-onebit|docker|kubectl|sbatch|mpirun|twine) |(examples|docker)/\S)"
 )
 
@@ -67,11 +73,11 @@ def commands(text: str) -> Iterator[str]:
             continue
         for line in re.sub(r"\\\n\s*", " ", content).splitlines():
             line = line.split("  #")[0].split(" # ")[0].strip()
-            if PROGRAM.match(line):
+            if COMMAND.match(line):
                 yield line
     prose = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
     for code in re.findall(r"`([^`\n]+)`", prose):
-        if PROGRAM.match(code) and " " in code and "..." not in code:
+        if COMMAND.match(code) and " " in code and "..." not in code:
             yield code
 
 
@@ -101,6 +107,9 @@ def _of_this_machine(words: list[str]) -> list[str]:
 def check(words: list[str], scratch: Path) -> str:
     """Run or look at one command; says which."""
     program, rest = words[0], words[1:]
+    if program in ("python", "horovodrun") and any((scratch / word).is_file() for word in rest if word.endswith(".py")):
+        shell([str(BIN / program), *rest], cwd=scratch)
+        return "run"
     if program == "make":
         shell(["make", "--dry-run", *rest])
         return "its target is there"
@@ -121,6 +130,9 @@ def check(words: list[str], scratch: Path) -> str:
             shell([sys.executable, "-m", "jobs.demo", "--output", str(scratch), *fewer.split(), *SHORT])
             return "run with few steps"
         return "its module is there"
+    if words[:2] == ["python", "-c"]:
+        shell([sys.executable, *rest])
+        return "run"
     if program == "python":
         exists(rest[0])
         if "ray" in rest[0] and importlib.util.find_spec("ray") is None:
@@ -152,6 +164,9 @@ def check_python(page: Path, code: list[str], scratch: Path) -> None:
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("pages", nargs="*", type=Path, help="files in Markdown (all)")
+    pages = parser.parse_args().pages or PAGES
     console = Console(stderr=True)
     failed = []
     with tempfile.TemporaryDirectory() as folder:
@@ -164,15 +179,18 @@ def main() -> int:
                 failed.append(what)
                 console.print(f"[red]fails[/] {what}\n{error}", highlight=False, markup=False)
 
-        for page in PAGES:
+        for page in pages:
             code = [content for language, content in blocks(page.read_text()) if language == "python"]
+            for piece in [piece for piece in code if NAMED.match(piece)]:
+                code.remove(piece)
+                (scratch / NAMED.match(piece)[1]).write_text(piece)
             if code:
                 attempt(f"Python of {page.name}", lambda page=page, code=code: check_python(page, code, scratch))
-        found = {command for page in PAGES for command in commands(page.read_text())}
+        found = {command for page in pages for command in commands(page.read_text())}
         for command in track(sorted(found), console=console, disable=not console.is_terminal):
             words = shlex.split(command)
             attempt(command, lambda words=words: check(words, scratch))
-    console.print(f"{len(found)} commands on {len(PAGES)} pages, {len(failed)} failed")
+    console.print(f"{len(found)} commands on {len(pages)} pages, {len(failed)} failed")
     return int(bool(failed))
 
 

@@ -1,4 +1,4 @@
-"""``python -m tests.horovod_examples``: Horovod's own examples on two processes, with the lines that README names.
+"""``python -m tests.horovod_examples``: Horovod's own examples on two processes, with the lines that the docs name.
 
 Each example is read from a checkout of Horovod's repository (see ``tests.horovod_suite``), and the lines below are
 replaced, each of which must be there once; data are made up (``tests/example_stubs.py``). Afterwards all workers'

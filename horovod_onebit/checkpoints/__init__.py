@@ -27,7 +27,7 @@ __all__ = ["FORMAT", "Face", "Shared", "complete", "latest", "load", "save", "wo
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
-OTHER_WORKERS = "the checkpoint is of %d workers and there are %d: what their errors owe together is shared out anew"
+OTHER_WORKERS = "the checkpoint is of %d workers and there are %d: the residuals of all are redistributed"
 
 
 @dataclass(frozen=True)

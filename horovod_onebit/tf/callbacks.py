@@ -26,8 +26,12 @@ logger = logging.getLogger("horovod_onebit")
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     """Before the first step, give every worker the variables of ``root_rank``: the model's and the optimizer's.
 
-    A model that is built by its first batch gets them when it is, before that batch's step is taken.
-    ``local_variables``, one or several, stay each worker's own.
+    A model that is built by its first batch gets them once it is built, before that batch's step is taken.
+
+    Args:
+        root_rank: the worker whose variables all others get.
+        device: where TensorFlow places the broadcasts; its choice by default.
+        local_variables: a variable or several that stay each worker's own.
     """
 
     def __init__(self, root_rank: int, device: str = "", local_variables: Any = None) -> None:
@@ -90,7 +94,8 @@ def _storage(variable: Any) -> Any:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch, replace each metric by its mean over the workers. Put it before those that read them."""
+    """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``. Put it before the
+    callbacks that read metrics."""
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
@@ -107,10 +112,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Multiply ``initial_lr`` by ``multiplier(epoch)`` (a function, or a number) from ``start_epoch`` on.
+    """Multiply ``initial_lr`` by ``multiplier(epoch)``. The optimizer's learning rate must be a number, not a schedule.
 
-    ``staircase`` False changes it every batch, with fractional epochs; ``steps_per_epoch`` is found out if it can be.
-    The learning rate must be a number, not a schedule.
+    Args:
+        initial_lr: the learning rate that is multiplied.
+        multiplier: a function of the epoch, or a number.
+        start_epoch, end_epoch: the first epoch in which it acts, and the first in which it no longer does.
+        staircase: False changes the rate every batch, with fractional epochs.
+        momentum_correction: refused, unless it is False.
+        steps_per_epoch: where ``staircase`` is False; taken from ``fit`` if it knows the number.
     """
 
     def __init__(
@@ -160,7 +170,10 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
-    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs`` (Goyal et al. 2017)."""
+    """Raise the learning rate from ``initial_lr / size`` to ``initial_lr`` in ``warmup_epochs`` (Goyal et al. 2017).
+
+    ``steps_per_epoch`` and ``momentum_correction`` as in ``LearningRateScheduleCallback``; ``verbose`` logs the end.
+    """
 
     def __init__(
         self,
@@ -193,7 +206,10 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
-    """``ModelCheckpoint`` of the best model so far, on worker 0 alone."""
+    """``ModelCheckpoint`` of the best model so far, on worker 0 alone.
+
+    ``filepath``, ``monitor`` and all other ``arguments`` are those of ``keras.callbacks.ModelCheckpoint``.
+    """
 
     def __init__(self, filepath: str, monitor: str = "val_loss", **arguments: Any) -> None:
         super().__init__(filepath, monitor=monitor, save_best_only=True, **arguments)
@@ -230,7 +246,7 @@ class StatsCallback(keras.callbacks.Callback):
         log_dir: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
         jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
         every: batches from one line to the next; None is the end of every epoch.
-        append: go on with the file of a run that is resumed, instead of making it anew.
+        append: continue the file of a run that is resumed, instead of overwriting it.
     """
 
     def __init__(

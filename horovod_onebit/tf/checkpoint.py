@@ -57,8 +57,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra
 def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, previous: bool = False) -> Any:
     """Load the last complete checkpoint of ``folder`` into ``model`` on all workers; returns ``extra``. Collective.
 
-    ``model`` is built and compiled as the one that was saved. With as many workers as saved it, the run goes on as if
-    it had not been interrupted; with another number, what all errors together owe to the weights is shared out anew.
+    ``model`` is built and compiled as the one that was saved. With as many workers as saved it, the run continues as if
+    it had not been interrupted; with another number, the residuals of all workers are redistributed.
     ``previous`` loads the checkpoint before the last one.
 
     Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the

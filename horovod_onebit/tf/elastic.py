@@ -1,4 +1,4 @@
-"""Horovod elastic for Keras 3: workers may die, leave and join, and what is owed to the weights is kept.
+"""Horovod elastic for Keras 3: workers may die, leave and join, and the residuals are kept. ::
 
     import horovod_onebit.tf.elastic as elastic
 
@@ -46,8 +46,8 @@ __all__ = ["KerasState", "run"]
 class KerasState(ObjectState):
     """A built Keras model, its ``DistributedOptimizer``, and any other values as keywords, which become attributes.
 
-    ``commit`` saves them in memory, ``restore`` takes them back, ``sync`` gives all workers those of worker 0, and
-    shares out what the error feedback of all of them owes.
+    ``commit`` saves them in memory, ``restore`` restores them, ``sync`` gives all workers those of worker 0 and
+    redistributes the residuals. ``optimizer`` is the model's own unless it is given.
     """
 
     def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:

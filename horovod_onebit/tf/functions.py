@@ -21,8 +21,9 @@ def broadcast_variables(
     """Give every worker the values of ``root_rank``: Keras variables or ``tf.Variable``, in the same order. Collective.
 
     For custom loops, once after the model and the optimizer are built: ``model.variables`` and
-    ``optimizer.variables``. It may be called inside of ``tf.function``. Raises ``DesyncError`` on all workers if they
-    do not call it together, with as many variables of the same shapes and types.
+    ``optimizer.variables``. It may be called inside of ``tf.function``. ``process_set`` are the workers that take part.
+    Raises ``DesyncError`` on all workers if they do not call it together, with as many variables of the same shapes
+    and types.
     """
     checks.root_rank(root_rank, hvd.size())
     listed = list(variables) if isinstance(variables, Iterable) else [variables]

@@ -36,13 +36,20 @@ def save_checkpoint(
 ) -> None:
     """Save to ``folder``, which all workers see. Collective; call it between steps.
 
-    ``extra`` is what worker 0 wants back, an epoch or the state of a scheduler: tensors, NumPy arrays and scalars,
-    numbers, texts, bytes, paths, and dicts, lists and tuples of these. The last checkpoint and the one before it are
-    kept. One job at a time saves to a folder.
+    The last checkpoint and the one before it are kept. One job at a time saves to a folder.
 
-    Raises ``CheckpointError`` on all workers, which names the worker and the reason, if one of them cannot write, or
-    calls it between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; or if
-    worker 0 does not see all workers' files. The checkpoints before are then still there, and nothing of this one.
+    Args:
+        folder: on a file system that all workers share; it is made if it does not exist.
+        model: its ``state_dict()`` is saved.
+        optimizer: what ``DistributedOptimizer`` returned.
+        extra: what worker 0 wants back, such as an epoch or the state of a scheduler: tensors, NumPy arrays and
+            scalars, numbers, texts, bytes, paths, and dicts, lists and tuples of these.
+
+    Raises:
+        CheckpointError: on all workers, naming the worker and the reason, if one of them cannot write, or calls it
+            between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; or if
+            worker 0 does not see all workers' files. The earlier checkpoints are unchanged then, and nothing of this
+            one is left.
     """
     _meet(optimizer)
     checkpoints.save(_Torch(model, optimizer), folder, extra)
@@ -57,11 +64,18 @@ def load_checkpoint(
 ) -> dict[str, Any]:
     """Load the last complete checkpoint of ``folder`` on all workers; returns ``extra``. Collective.
 
-    With as many workers as saved it, the run goes on bit for bit. With another number, what all errors together still
-    owe to the weights is shared out anew. ``previous`` loads the checkpoint before the last one.
+    With as many workers as saved it, the run continues bit for bit. With another number, the residuals of all workers
+    are redistributed.
 
-    Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
-    model and the optimizer of some worker (names, shapes, dtypes, parameter groups). Nothing was changed then.
+    Args:
+        folder: where ``save_checkpoint`` saved.
+        model: built like the one that was saved.
+        optimizer: what ``DistributedOptimizer`` returned, for an optimizer like the one that was saved.
+        previous: load the checkpoint before the last one.
+
+    Raises:
+        CheckpointError: on all workers, if a file is missing, damaged or of something else, or does not fit the model
+            and the optimizer of some worker (names, shapes, dtypes, parameter groups). Nothing was changed then.
     """
     _meet(optimizer)
     return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)

@@ -1,4 +1,4 @@
-"""Horovod elastic with 1-bit optimizers: workers may die, leave and join, and what is owed to the weights is kept.
+"""Horovod elastic with 1-bit optimizers: workers may die, leave and join, and the residuals are kept. ::
 
     import horovod_onebit.torch.elastic as elastic
 
@@ -13,9 +13,9 @@
 
     train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
 
-Start it with ``horovodrun --gloo --min-np ... --max-np ... --host-discovery-script ...``. All is as in
-``horovod.torch.elastic``; its own ``TorchState`` and ``run`` work as well, once this module is imported, but ``run``
-of here does not hang when one worker leaves while another joins.
+Start it with ``horovodrun --gloo --min-np ... --max-np ... --host-discovery-script ...``. Everything else is as
+in ``horovod.torch.elastic``. Its own ``TorchState`` and ``run`` work too, once this module is imported, but the ``run``
+of this module does not hang when one worker leaves while another joins.
 """
 
 from __future__ import annotations
@@ -78,8 +78,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 
 class TorchState(hvd_elastic.TorchState):
     """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam, ``Local``) are
-    brought together before they are saved. Where workers join or leave in the middle of a round, what the others have
-    moved in it is kept."""
+    brought together before they are saved. If workers join or leave in the middle of a round, the changes that the
+    others have made in it are kept. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as
+    keywords, which become attributes."""
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]

@@ -30,7 +30,8 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     """Give every worker the optimizer state and hyperparameters of ``root_rank``. Collective.
 
     Works for any ``torch.optim`` optimizer whose state is made of tensors, numbers and plain containers. Takes no
-    hidden step. ``root_rank`` is a rank of the whole world.
+    hidden step. ``root_rank`` is a rank of the whole world; ``process_set`` are the workers that take part, all by
+    default.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")

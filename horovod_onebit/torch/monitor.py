@@ -37,7 +37,7 @@ class Monitor(monitor.Monitor):
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
-        append: go on with the file of a run that is resumed, instead of making it anew.
+        append: continue the file of a run that is resumed, instead of overwriting it.
         tensorboard: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
         every: optimizer steps from one line to the next. The norms in it cost a pass over the error feedback.
     """

@@ -34,7 +34,17 @@ def OnebitAdam(
     recipe: str | Recipe = "robust",
     **horovod: Any,
 ) -> Any:
-    """1-bit Adam: ``torch.optim.AdamW``, compressed after ``freeze_step`` steps. Weight decay is decoupled."""
+    """1-bit Adam: ``torch.optim.AdamW``, compressed after ``freeze_step`` steps. Weight decay is decoupled.
+
+    Args:
+        params: as for any ``torch.optim`` optimizer.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``.
+        eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
+        bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
+    """
     _refuse(bias_correction=bias_correction, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
     plain = torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     return DistributedOptimizer(plain, warmup_steps=freeze_step, recipe=_recipe(recipe, eps_inside_sqrt), **horovod)
@@ -63,7 +73,15 @@ def OnebitLamb(
 ) -> Any:
     """1-bit LAMB: this package's ``LAMB``, compressed after ``freeze_step`` steps.
 
-    ``factor_max``, ``factor_min`` and ``factor_threshold`` have no effect, since the coefficient is not frozen here.
+    Args:
+        params: as for any ``torch.optim`` optimizer.
+        lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta: as in ``LAMB``.
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``.
+        eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
+        max_grad_norm, amsgrad: refused unless they are the defaults.
+        factor_max, factor_min, factor_threshold: no effect, since the coefficient is not frozen here.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
     """
     _refuse(max_grad_norm=max_grad_norm, amsgrad=amsgrad)
     plain = LAMB(
@@ -91,7 +109,17 @@ def ZeroOneAdam(
     recipe: str | Recipe = "robust",
     **horovod: Any,
 ) -> Any:
-    """0/1 Adam: ``torch.optim.AdamW`` with ``schedule=ZeroOne(...)``. Weight decay is decoupled."""
+    """0/1 Adam: ``torch.optim.AdamW`` with ``schedule=ZeroOne(...)``. Weight decay is decoupled.
+
+    Args:
+        params: as for any ``torch.optim`` optimizer.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: as in ``ZeroOne``.
+        eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
+        bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
+    """
     _refuse(bias_correction=bias_correction, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
     plain = torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
     schedule = ZeroOne(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)

@@ -106,7 +106,7 @@ class _DistributedOptimizer:
 
     @untraced
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; not between ``backward()`` and ``step()``, when they are on their way."""
+        """Reset gradients; not between ``backward()`` and ``step()``, when they are being exchanged."""
         if self._gradients.where is Where.LOCAL:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
@@ -185,7 +185,7 @@ class _DistributedOptimizer:
 
     @property
     def phase(self) -> Phase:
-        """The phase of the next step: ``COMPRESSED`` as soon as any parameter is."""
+        """The phase of the next step; it is ``COMPRESSED`` as soon as any parameter is."""
         return self._compressor.phase
 
     @property
@@ -241,8 +241,8 @@ class _DistributedOptimizer:
         )
 
     def state_dict(self) -> dict[str, Any]:
-        """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group how far the warm-up is:
-        the same on all workers, so that saving worker 0's is enough. The error feedback is apart:
+        """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group the warm-up's progress.
+        It is the same on all workers, so that saving worker 0's is enough. The error feedback is not in it: see
         ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
@@ -369,18 +369,21 @@ def DistributedOptimizer(
         compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
         op: ``hvd.Average`` or ``hvd.Sum``.
+        gradient_predivide_factor: divides gradients before the sum of the warm-up, which is multiplied by it; the mean
+            stays the same. Needs ``hvd.Average``.
+        sparse_as_dense: turn sparse gradients into dense ones; without it they are refused.
         process_set: the workers that train together.
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.torch.Local(...)``,
-            ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
-            some. Neither has ``warmup_steps``.
+            ``optimizer`` may be any; each worker takes its steps alone, and the changes of the weights are exchanged
+            after some. Neither has ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
-        overlap: send messages while the backward pass goes on. Where gradients are seen to change between
-            ``backward()`` and ``step()`` (a ``GradScaler``, clipping), they are sent in ``step()`` by themselves; if
-            they change for the first time after they were sent, ``step`` raises on all workers and names this option.
+        overlap: send messages during the backward pass. If gradients change between ``backward()`` and ``step()`` (a
+            ``GradScaler``, clipping), they are sent in ``step()`` from then on; if they change for the first time after
+            they were sent, ``step`` raises on all workers and names this option.
         kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these work; ``"cuda"``
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see

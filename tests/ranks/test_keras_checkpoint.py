@@ -65,7 +65,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
 
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
 def test_a_run_goes_on_with_another_exchange(folder, since, to):
-    """What all owe to the weights is shared out anew: ``"auto"`` may mean another exchange than when it was saved."""
+    """The residuals are redistributed: ``"auto"`` may mean another exchange than when it was saved."""
     model = compiled("adamw", Recipe(exchange=since, block_size=64))
     fit(model, 8)
     onebit.save_checkpoint(folder, model)

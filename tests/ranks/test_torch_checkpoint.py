@@ -50,7 +50,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
 
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
 def test_a_run_goes_on_with_another_exchange(folder, since, to):
-    """What all owe to the weights is shared out anew: ``"auto"`` may mean another exchange than when it was saved."""
+    """The residuals are redistributed: ``"auto"`` may mean another exchange than when it was saved."""
 
     def prepared(exchange, seed=0):
         model = Net(seed=seed)
