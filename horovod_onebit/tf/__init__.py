@@ -8,7 +8,7 @@ model.compile(optimizer=optimizer, loss=...)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.tf import callbacks
 from horovod_onebit.tf.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.tf.functions import broadcast_variables
@@ -18,6 +18,7 @@ from horovod_onebit.tf.replicas import check_replicas
 __all__ = [
     "DistributedOptimizer",
     "Local",
+    "ZeroOne",
     "broadcast_variables",
     "callbacks",
     "check_replicas",

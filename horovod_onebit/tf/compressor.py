@@ -213,12 +213,27 @@ class Compressor:
         ]
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
-        plan, arrive = self.engine.plan(Kind.ONEBIT, rules), self._start_average(exact, factors[len(grads) :])
+        plan, arrive = self.engine.plan(self._kind(), rules), self._start_average(exact, factors[len(grads) :])
+        finite = self._start_finite(grads)
         by_number = dict(enumerate(grads))
         self.engine.send_rest(by_number, plan)
         with self.engine.times.measure("exchange"):  # a whole round, messages and all
             means = arrive()
-        return self.engine.receive(by_number, plan, finite=all_finite(means)), means
+        taken = self.engine.receive(by_number, plan, finite=finite() and all_finite(means))
+        if taken:
+            self._keep(rules)
+        return taken, means
+
+    def _kind(self) -> Kind:
+        """The kind of the next step."""
+        return Kind.ONEBIT
+
+    def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
+        """Start asking whether all workers' ``grads`` are finite, where messages would tell too late."""
+        return lambda: True
+
+    def _keep(self, rules: Sequence[Rule]) -> None:
+        """A step was taken by ``rules``: keep what is neither weight nor momentum."""
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer

@@ -116,7 +116,7 @@ class KerasState(ObjectState):
         engine.exchanges, engine.skipped = known[0]
         warmup.load_state_dict(known[1])
         if optimizer.phase is Phase.COMPRESSED:
-            alone = optimizer._wrapping.schedule is not None  # small variables, too, have something that is owed
+            alone = optimizer._wrapping.local is not None  # small variables, too, have something that is owed
             listed = enumerate(optimizer._trainable_variables)
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}

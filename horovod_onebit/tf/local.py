@@ -38,10 +38,10 @@ class LocalSteps(Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
     host's memory; at the first step, and after a checkpoint was loaded, they are taken anew."""
 
-    def __init__(self, optimizer: Any, wrapping: Wrapping, name: str) -> None:
-        super().__init__(optimizer, LocalAdapter(), wrapping, name)
-        assert wrapping.schedule is not None
-        self.rounds = Rounds(self.engine, wrapping.schedule)
+    def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
+        super().__init__(optimizer, adapter, wrapping, name)
+        assert wrapping.local is not None
+        self.rounds = Rounds(self.engine, wrapping.local)
         self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 

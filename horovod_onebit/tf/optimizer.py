@@ -13,9 +13,9 @@ import tensorflow as tf
 
 from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.face import next_name
+from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.compressor import Compressor
@@ -25,8 +25,8 @@ from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
+from horovod_onebit.tf.zero_one import ZeroOneSteps
 from horovod_onebit.warmup import AutoWarmup, Phase
-from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 ACCUMULATED = "onebit_accumulated"
@@ -126,7 +126,7 @@ class _DistributedOptimizer:
         cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
-        if self._wrapping.schedule is not None:
+        if self._wrapping.local is not None:
             grads, variables = zip(*pairs, strict=True)
             take_step(self, pairs, lambda: super(_DistributedOptimizer, self).apply(grads, variables))  # type: ignore[misc]
             return
@@ -217,11 +217,11 @@ class _DistributedOptimizer:
         self._add_variables()
 
     def _add_variables(self) -> None:
+        self._compressor.exclude(self._wrapping.exact)
         self._compressor.adapter.build(self)
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
-        self._compressor.exclude(self._wrapping.exact)
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
@@ -237,9 +237,9 @@ class _DistributedOptimizer:
         return self._wrapping.recipe
 
     def flush(self) -> None:
-        """After local steps, bring all workers to the same weights before they are saved or evaluated. Collective.
+        """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Ends the round: costs one exchange if a step was taken since the last one, nothing otherwise.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise.
         """
         if self._wrapping.process_set.included():
             self._compressor.flush()
@@ -314,9 +314,9 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    warmup_steps: int | float | str = "auto",
+    warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: Local | None = None,
+    schedule: ZeroOne | Local | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
 ) -> Any:
@@ -329,12 +329,13 @@ def DistributedOptimizer(
     Args:
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
             any with ``schedule=Local(...)``. The result is an instance of its class.
-        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
-            starts compression when the learning rate no longer rises and the second moment is stable, but at most 200
-            steps after that rise. (A run that is resumed before that looks at both afresh.)
+        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
+            default, which starts compression when the learning rate no longer rises and the second moment is stable,
+            but at most 200 steps after that rise. (A run that is resumed before that looks at both afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        schedule: with ``horovod_onebit.tf.Local(...)``, ``optimizer`` may be any; each worker takes its steps alone,
-            and what all have moved is exchanged after some. There is then no warm-up.
+        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Local(...)``,
+            ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
+            some. Neither has ``warmup_steps``.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
@@ -356,7 +357,7 @@ def DistributedOptimizer(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if schedule is not None:
+        if isinstance(schedule, Local):
             raise UnsupportedError("schedule=Local(...) takes no LossScaleOptimizer: train in bfloat16 or float32")
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
@@ -364,7 +365,7 @@ def DistributedOptimizer(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
     wrapping = Wrapping(
-        warmup=make_warmup(warmup_steps, total_steps), recipe=resolve(recipe), compression=compression, op=op,
+        warmup=warmup_of(warmup_steps, total_steps, schedule), recipe=resolve(recipe), compression=compression, op=op,
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
@@ -375,24 +376,23 @@ def DistributedOptimizer(
 
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
-    local = wrapping.schedule is not None
-    if local and optimizer.use_ema:
-        raise UnsupportedError("use_ema=True: with schedule=Local(...), each worker would average its own weights")
-    adapter = LocalAdapter() if local else adapter_for(optimizer)
+    schedule, kind = wrapping.schedule, type(optimizer)
+    if schedule is not None and optimizer.use_ema:
+        raise UnsupportedError(f"use_ema=True: with {schedule}, each worker would average its own weights")
+    adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
         if getattr(optimizer, field) is not None:
             positive(field, getattr(optimizer, field))
-    kind = type(optimizer)
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
     name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
-    compressor = LocalSteps(wrapped, wrapping, name) if local else Compressor(wrapped, adapter, wrapping, name)
-    wrapped._compressor = compressor
+    steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
+    wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
     counters = {
         "_exact_steps": "onebit_exact_steps",
@@ -403,7 +403,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         counters["_passes"] = "onebit_passes"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
-    wrapped._warmup_steps.assign(0 if local else wrapping.warmup.steps)
+    wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
     if wrapped.built:
         wrapped._add_variables()
     return wrapped
