@@ -27,7 +27,6 @@ from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
-from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
@@ -76,17 +75,6 @@ class Compressor:
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.coroutine.abandon()
-
-    def make_groups(self) -> None:
-        """Once, before the first graph of a step is traced: the groups for a hierarchical exchange. Collective then.
-
-        Not for ``"auto"``: where workers have built different parts of the model, one may trace its step while another
-        still does something else with all, which would be an error.
-        """
-        if self.collectives.may_group and self.engine.recipe.exchange == "hierarchical":
-            with tf.init_scope():
-                announce("the first step of a hierarchical exchange", self.process_set)
-                self.collectives.make_groups()
 
     def flush(self) -> None:
         """All workers have the same weights after each step."""

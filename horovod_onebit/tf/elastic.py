@@ -63,11 +63,6 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        compressor = self.optimizer._compressor
-        if compressor.engine.recipe.exchange == "hierarchical":
-            raise ConfigurationError(
-                "Horovod elastic takes away the process sets that exchange='hierarchical' needs: use exchange='auto'"
-            )
         self._left: Owed | None = None  # owed in a world that is no more, until it is shared out
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()

@@ -79,7 +79,6 @@ class _DistributedOptimizer:
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
         self.prepare_step()
-        self._compressor.make_groups()
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
             self._accumulate(pairs, passes)
