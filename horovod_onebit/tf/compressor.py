@@ -76,6 +76,11 @@ class Compressor:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.coroutine.abandon()
 
+    @property
+    def together(self) -> bool:
+        """Whether all workers have the same weights now; alike on all."""
+        return True
+
     def flush(self) -> None:
         """All workers have the same weights after each step."""
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -47,12 +48,16 @@ class _DistributedOptimizer:
     _get_variable_index: Callable[[Any], int]
     _check_variables_are_known: Callable[[list[Any]], None]
     _update_model_variables_moving_average: Callable[[list[Any]], None]
+    _model_variables_moving_average: list[Any]
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
     add_optimizer_variables: Callable[[list[Any], str], list[Any]]
     # What this class adds: Keras variables, so that they are saved.
     _exact_steps: Any
     _compressed_steps: Any
     _warmup_steps: Any
     _passes: Any
+    _averaged: Any
     _wrapping: Wrapping
     _checked: bool  # whether the callers of an eager step were
     _warned: bool
@@ -127,7 +132,12 @@ class _DistributedOptimizer:
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
         if self._wrapping.local is not None:
             grads, variables = zip(*pairs, strict=True)
-            take_step(self, pairs, lambda: super(_DistributedOptimizer, self).apply(grads, variables))  # type: ignore[misc]
+
+            def own_step() -> None:
+                with self._without("use_ema"):
+                    super(_DistributedOptimizer, self).apply(grads, variables)  # type: ignore[misc]
+
+            take_step(self, pairs, own_step)
             return
         trained = [self._get_variable_index(v) for _, v in pairs]
         counters = [self._iterations, self._exact_steps, self._warmup_steps]
@@ -149,7 +159,9 @@ class _DistributedOptimizer:
         host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
 
         def take() -> None:
-            super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
+            with self._without(*self._averages_itself):
+                super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
+            self._average_weights()
             self._exact_steps.assign_add(1)
             if isinstance(w.warmup, AutoWarmup):
                 self._observe(w.warmup)
@@ -189,24 +201,55 @@ class _DistributedOptimizer:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
         self._compressed_steps.assign_add(1)
         # Gradients are clipped and unscaled already.
-        names = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
-        saved = {name: getattr(self, name) for name in names}
-        try:
-            for name in names:
-                setattr(self, name, None)
+        with self._without("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
                 super().apply(means, variables)  # type: ignore[misc]
             else:
                 self._iterations.assign_add(1)
                 if self.use_ema:
                     self._update_model_variables_moving_average(self._trainable_variables)
-        finally:
-            for name, value in saved.items():
-                setattr(self, name, value)
         compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
         for v in compressed:
             if v.constraint is not None:
                 v.assign(v.constraint(v))
+        if self._averages_itself:
+            cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights, lambda: None)
+
+    @contextlib.contextmanager
+    def _without(self, *options: str) -> Iterator[None]:
+        """The wrapped optimizer as if it had not these ``options``."""
+        saved = {name: getattr(self, name) for name in options}
+        try:
+            for name in options:
+                setattr(self, name, None)
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(self, name, value)
+
+    @property
+    def _averages_itself(self) -> tuple[str, ...]:
+        """The option ``use_ema`` where workers' weights differ between exchanges: the average is then of those that
+        all have in common."""
+        return ("use_ema",) if self.use_ema and self._wrapping.schedule is not None else ()
+
+    def _average_weights(self) -> None:
+        """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those
+        of the steps since the last time count as these."""
+        if not self._averages_itself:
+            return
+        now, last = tf.convert_to_tensor(self._iterations.value), tf.convert_to_tensor(self._averaged.value)
+        steps = tf.cast(now - tf.cast(last, now.dtype), tf.float32)
+        keep = tf.where(last > 0, tf.pow(tf.constant(self.ema_momentum, tf.float32), steps), 0.0)
+        pairs = zip(self._trainable_variables, self._model_variables_moving_average, strict=True)
+        for variable, average in ((v, a) for v, a in pairs if a is not None):
+            share = tf.cast(keep, average.dtype)
+            value = share * tf.convert_to_tensor(average) + (1 - share) * tf.convert_to_tensor(variable)
+            average.assign(value)
+            if every := self.ema_overwrite_frequency:
+                due = now // every > tf.cast(last, now.dtype) // every
+                variable.assign(tf.where(due, value, tf.convert_to_tensor(variable)))
+        self._averaged.assign(tf.cast(now, tf.int64))
 
     def build(self, variables: list[Any]) -> None:
         """Create the wrapped optimizer's variables, and what this project needs besides."""
@@ -288,13 +331,16 @@ class _DistributedOptimizer:
         return optimizer
 
 
-def check_ours(optimizer: Any) -> None:
-    """Raise ``ConfigurationError`` unless ``optimizer`` is what ``DistributedOptimizer`` returned."""
-    if not isinstance(optimizer, _DistributedOptimizer):
+def check_ours(optimizer: Any) -> Any:
+    """``optimizer``, or the one inside its loss scaling, if ``DistributedOptimizer`` returned it; else
+    ``ConfigurationError``."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, _DistributedOptimizer):
         raise ConfigurationError(
-            f"the model's optimizer is {type(optimizer).__name__}; expected what "
+            f"the optimizer is {type(optimizer).__name__}; expected what "
             "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
         )
+    return inner
 
 
 def DistributedOptimizer(
@@ -356,8 +402,6 @@ def DistributedOptimizer(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if isinstance(schedule, Local):
-            raise UnsupportedError("schedule=Local(...) takes no LossScaleOptimizer: train in bfloat16 or float32")
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
@@ -376,8 +420,6 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     schedule, kind = wrapping.schedule, type(optimizer)
-    if schedule is not None and optimizer.use_ema:
-        raise UnsupportedError(f"use_ema=True: with {schedule}, each worker would average its own weights")
     adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
@@ -400,8 +442,12 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     }
     if wrapping.backward_passes_per_step > 1:
         counters["_passes"] = "onebit_passes"
+    if wrapped._averages_itself:
+        counters["_averaged"] = "onebit_averaged"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
+    if wrapped._averages_itself:
+        wrapped._averaged.assign(int(optimizer.iterations))
     wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
     if wrapped.built:
         wrapped._add_variables()

@@ -43,8 +43,6 @@ class Wrapping(face.Arguments):
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
         if self.local is not None:
             self.check_local()
-            if self.local.momentum:
-                raise UnsupportedError(f"{self.schedule}: in Keras, rounds have no momentum of their own; expected 0")
 
     @property
     def local(self) -> Local | None:

@@ -101,6 +101,10 @@ class ZeroOneSteps(Compressor):
             return ()
         return tuple(np.flatnonzero(np.array(self.optimizer._counted.value)[:, COUNT]).tolist())
 
+    @property
+    def together(self) -> bool:
+        return not self.departed
+
     def flush(self) -> None:
         """Bring all workers to the same weights, exactly, if the last step was a local one. Collective then; eager."""
         self.settle()

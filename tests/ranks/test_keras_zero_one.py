@@ -14,6 +14,7 @@ from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Reci
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Kind
+from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.warmup import Phase
 from tests.ranks.keras_common import (
@@ -228,6 +229,32 @@ def test_flush_in_the_middle_of_an_interval_brings_all_together():
     assert_replicas_equal(model)
 
 
+def test_a_flush_that_one_worker_makes_alone_is_an_error_on_all():
+    model, optimizer = build(), zero_one(SHORT)
+    train(model, optimizer, 23)
+    call = optimizer.flush if RANK == 0 else (lambda: train(model, optimizer, 1, start=23))
+    with pytest.raises(DesyncError, match="differs between workers"):
+        call()
+    train(model, optimizer, 9, start=23)
+    assert_replicas_equal(model)
+
+
+def test_elastic_states_are_of_workers_that_were_brought_together():
+    model = compiled()
+    fit(model, 23)
+    assert differ(model)
+    state = elastic.KerasState(model, step=23)
+    assert_replicas_equal(model)
+    saved = weights(model)
+    fit(model, 3, start=23)
+    state.restore()
+    np.testing.assert_array_equal(weights(model), saved)
+    state.sync()
+    fit(model, 9, start=23)
+    assert_replicas_equal(model)
+    onebit.check_replicas(model.optimizer)
+
+
 def test_fit_in_one_execution_of_several_steps_with_all_that_goes_around_it():
     model = build(seed=RANK)
     inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3, global_clipnorm=1.0), initial_scale=8.0)
@@ -239,6 +266,18 @@ def test_fit_in_one_execution_of_several_steps_with_all_that_goes_around_it():
     assert optimizer.stats().step == 36
     assert_replicas_equal(model)
     assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_the_moving_average_is_of_the_weights_that_all_have():
+    model, optimizer = build(), zero_one(SHORT, use_ema=True, ema_momentum=0.9)
+    expected, last = None, 0
+    for step in range(1, 33):
+        train(model, optimizer, 1, start=step - 1)
+        if kind_at(step, SHORT) is not Kind.LOCAL:
+            now, keep = np.array(model.trainable_variables[0]), 0.9 ** (step - last) if last else 0
+            expected, last = keep * (0 if expected is None else expected) + (1 - keep) * now, step
+    np.testing.assert_allclose(optimizer._model_variables_moving_average[0], expected, atol=1e-6)
+    onebit.check_replicas(optimizer)
 
 
 def test_several_passes_make_a_step():
@@ -264,7 +303,6 @@ def test_workers_that_disagree_are_told(what):
         (lambda: keras.optimizers.Lamb(0.1), {}, UnsupportedError, "0/1 Adam is Adam or AdamW"),
         (lambda: keras.optimizers.RMSprop(0.1), {}, UnsupportedError, "no 1-bit form"),
         (lambda: keras.optimizers.Adam(0.1), {"warmup_steps": 10}, ConfigurationError, "first steps are the warm-up"),
-        (lambda: keras.optimizers.Adam(0.1, use_ema=True), {}, UnsupportedError, "use_ema"),
         (lambda: keras.optimizers.Adam(0.1), {"schedule": "zero_one"}, ConfigurationError, "expected a ZeroOne"),
     ],
 )
