@@ -14,6 +14,9 @@ from typing import Any, ClassVar
 
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.warmup import Warmup
+from horovod_onebit.warmup import make as make_warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,6 +66,18 @@ class Arguments:
         factor = 1.0 if self.sums else self.gradient_predivide_factor
         factors = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
         return {"op": self.op, "process_set": self.process_set, **factors}
+
+
+def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | None) -> Warmup:
+    """What the arguments ``warmup_steps``, ``total_steps`` and ``schedule`` mean together."""
+    if schedule is None:
+        return make_warmup("auto" if steps is None else steps, total_steps)
+    if not isinstance(schedule, (ZeroOne, Local)) or steps is not None:
+        raise ConfigurationError(
+            f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
+            "or a Local, which has none; and no warmup_steps with either"
+        )
+    return make_warmup(schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1)
 
 
 def host_number() -> int:

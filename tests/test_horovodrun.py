@@ -18,6 +18,8 @@ from jobs.processes import ROOT, run
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
+PLAIN = "mpirun"  # itself, as Open MPI binds processes to cores, and not by horovodrun, which binds none
+
 # More processes than cores: they wait without turning, and for each other longer than Gloo's 30 seconds.
 CROWDED = {"OMPI_MCA_mpi_yield_when_idle": "1", "HOROVOD_GLOO_TIMEOUT_SECONDS": "120"}
 
@@ -28,9 +30,10 @@ def horovodrun(processes, backend, *command, timeout=1800, **variables):
     """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
     path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
     env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **CROWDED}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # of which horovodrun sees to itself
     env |= {"PYTEST_ADDOPTS": ""} | variables  # what the caller's pytest selects is not for those on the ranks
-    arguments = [str(HOROVODRUN), "-np", str(processes), f"--{backend}", sys.executable, *map(str, command)]
-    return run(arguments, env, timeout)
+    launcher = ["mpirun"] if backend == PLAIN else [str(HOROVODRUN), f"--{backend}"]
+    return run([*launcher, "-np", str(processes), sys.executable, *map(str, command)], env, timeout)
 
 
 # The last one leaves collectives behind that some worker never starts, which hvd.join() would stumble over.
@@ -39,7 +42,9 @@ FACE = (
     "_bad_input", "_monitor", "_agreement",
 )  # fmt: skip
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
-KERAS = [f"tests/ranks/test_keras{name}.py" for name in ("", "_local", "_state", "_faults", "_checkpoint", "_meeting")]
+OF_KERAS = ("", "_zero_one", "_local", "_state", "_faults", "_checkpoint", "_meeting")
+KERAS = [f"tests/ranks/test_keras{name}.py" for name in OF_KERAS]
+HIERARCHY = ["tests/ranks/test_keras_hierarchy.py"]
 # All run over the backend that is faster where processes share cores, and over the other one test of each kind.
 OF_TWO = (
     "(for_300_steps and (arguments1 or arguments6)) or every_recipe or that_disagree or nan_on_one or nan_that_was_sent"
@@ -50,15 +55,16 @@ OF_FOUR = (
     " or a_rank_out or (makes_alone and compressed) or idiom or (goes_on_bit and AdamW and 5)"
     " or (continues_bit and AdamW) or (any_optimizer and AdamW) or round_with_damaged"
 )
-# As under `mpirun` with cores bound, or `srun -c 1`: TensorFlow has one thread to run operations on.
+# As under `mpirun`, which binds each process to a core, or `srun -c 1`: TensorFlow has one thread for its operations.
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "ONEBIT_ONE_CORE": "1"}
 REPEATABLE = {"HOROVOD_FUSION_THRESHOLD": "0"}  # without it, sums of more than two depend on timing
 JOBS = [
-    (2, "mpi", KERAS, ""),
+    (2, PLAIN, KERAS, ""),
     (2, "mpi", TORCH, ""),
     (2, "gloo", TORCH, OF_TWO),
     (4, "mpi", TORCH, OF_FOUR),
     (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
+    (4, "mpi", HIERARCHY, "neighbours and not first_batch"),
     (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function or first_batch or several_steps or nan_in_warm"),
 ]
 
@@ -73,7 +79,7 @@ def pytest_on_ranks(processes, backend, *arguments, **variables):
 @pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
 def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
-    one_thread = ONE_THREAD if files == KERAS and backend == "gloo" else {}  # which is much slower
+    one_thread = ONE_THREAD if files == KERAS else {}
     pytest_on_ranks(processes, backend, *files, *selected, **one_thread, **(REPEATABLE if processes > 2 else {}))
 
 

@@ -8,16 +8,19 @@ model.compile(optimizer=optimizer, loss=...)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.tf import callbacks
 from horovod_onebit.tf.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import DistributedOptimizer
 from horovod_onebit.tf.replicas import check_replicas
 
 __all__ = [
     "DistributedOptimizer",
     "Local",
+    "Monitor",
+    "ZeroOne",
     "broadcast_variables",
     "callbacks",
     "check_replicas",

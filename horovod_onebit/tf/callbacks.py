@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -16,9 +16,9 @@ from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.graph import cond
 from horovod_onebit.tf.meeting import announce
+from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
-from horovod_onebit.tools import monitor
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -223,22 +223,6 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_train_batch_end(batch, logs)
 
 
-class _TensorBoard(monitor.TensorBoard):
-    def __init__(self, log_dir: str) -> None:
-        self._writer: Any = tf.summary.create_file_writer(log_dir)
-
-    def add(self, tag: str, value: float, step: int) -> None:
-        with self._writer.as_default(step=step):
-            tf.summary.scalar(tag, value)
-
-    def write(self, step: int, values: Mapping[str, monitor.Value]) -> None:
-        super().write(step, values)
-        self._writer.flush()
-
-    def close(self) -> None:
-        self._writer.close()
-
-
 class StatsCallback(keras.callbacks.Callback):
     """Write ``optimizer.stats()`` and the batch's logs every ``every`` batches, on worker 0.
 
@@ -258,12 +242,12 @@ class StatsCallback(keras.callbacks.Callback):
         if every is not None:
             whole("every", every, "None or a whole number of batches")
         self.log_dir, self.jsonl, self.every, self.append = log_dir, jsonl, every, append
-        self.monitor: monitor.Monitor | None = None
+        self.monitor: Monitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
-        check_ours(self.model.optimizer)
-        sinks = monitor.sinks(hvd.rank(), self.jsonl, self.log_dir, _TensorBoard, append=self.append)
-        self.monitor = monitor.Monitor(self.model.optimizer, sinks, every=self.every or 1)
+        self.monitor = Monitor(
+            self.model.optimizer, jsonl=self.jsonl, tensorboard=self.log_dir, every=self.every or 1, append=self.append
+        )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.monitor and self.every:
@@ -281,17 +265,22 @@ class StatsCallback(keras.callbacks.Callback):
 class ReplicaCheckCallback(keras.callbacks.Callback):
     """Every ``every`` batches, compare weights and optimizer state of all workers bit by bit.
 
-    If they have drifted apart, ``DesyncError`` on all workers names the variables and the workers.
+    If they have drifted apart, ``DesyncError`` on all workers names the variables and the workers. With ``Local`` and
+    0/1 Adam it waits for the next batch after which workers' weights should be the same, and with ``Local`` compares
+    these alone.
     """
 
     def __init__(self, every: int = 100) -> None:
         super().__init__()
         self.every = whole("every", every, "a whole number of batches")
         self.batches = 0
+        self.due = False
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.batches += 1
-        if self.batches % self.every == 0:
+        self.due |= self.batches % self.every == 0
+        if self.due and check_ours(self.model.optimizer)._compressor.together:
+            self.due = False
             check_replicas(self.model.optimizer)
 
 
@@ -300,9 +289,7 @@ class FlushCallback(keras.callbacks.Callback):
     other callbacks save them. Put it before those; on all workers."""
 
     def _flush(self) -> None:
-        optimizer = self.model.optimizer
-        check_ours(optimizer)
-        optimizer.flush()
+        check_ours(self.model.optimizer).flush()
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

@@ -95,7 +95,7 @@ class _Keras(checkpoints.Face):
 
     def check_arguments(self) -> None:
         check_ours(self.optimizer)
-        self.kind = "local" if self.optimizer._wrapping.schedule is not None else "step"
+        self.kind = "local" if self.optimizer._wrapping.local is not None else "step"
         if not self.model.built:
             raise ConfigurationError("the model is not built: model.build(shape)")
         if not self.optimizer.built:
@@ -207,8 +207,8 @@ class _Keras(checkpoints.Face):
     def _own_variables(self) -> dict[int, Any]:
         """By position, what each worker has of its own: the states of random generators, which Keras's file lacks, and
         gradients that wait for the next step; after local steps all that the wrapped optimizer keeps."""
-        of_worker = getattr(self.optimizer, "_accumulated", [])
-        if self.optimizer._wrapping.schedule is not None:
+        of_worker = getattr(check_ours(self.optimizer), "_accumulated", [])
+        if self.optimizer._wrapping.local is not None:
             of_worker = self.optimizer.variables
         mine = {id(v) for v in of_worker}
         variables, count = self._variables(), len(self.model.variables)

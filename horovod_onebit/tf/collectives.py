@@ -15,12 +15,10 @@ from typing import Any
 import horovod.tensorflow as hvd
 import numpy as np
 import tensorflow as tf
-from horovod.common import process_sets
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import DesyncError
-from horovod_onebit.exchange import ranks_by_host
-from horovod_onebit.face import host_groups, host_number
+from horovod_onebit.face import host_number
 from horovod_onebit.recipe import GATHER_LIMIT
 from horovod_onebit.tf import coroutine
 
@@ -82,8 +80,7 @@ class HorovodCollectives:
     ``name`` begins the names of its operations. They are not told apart any further: all workers must start the same.
 
     Attributes:
-        groups: itself; after ``make_groups`` those of its host, and of its place on all hosts, as well.
-        may_group: whether ``make_groups`` may make any.
+        groups: itself; after ``hosts`` was asked, its host's workers, and those of its place on all hosts, as well.
     """
 
     gathers_on_device = False
@@ -93,7 +90,6 @@ class HorovodCollectives:
         self.name = name
         self.number = number
         self.groups = [self]
-        self.may_group = process_set.process_set_id == 0
         self._started: list[Handle] = []
         self._functions: dict[str, Any] = {}
 
@@ -119,17 +115,12 @@ class HorovodCollectives:
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())
 
-    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
-        return (self.groups[1], self.groups[2]) if len(self.groups) > 1 else None
-
-    def make_groups(self) -> None:
-        """Let ``hosts`` have something to give. Collective, and eager: a graph must know its process sets when it is
-        traced, and ``hosts`` is asked when it runs."""
-        self.may_group = False
-        places, _ = ranks_by_host(self)
-        if len(places) > 1 and len(places[0]) > 1 and (found := host_groups(hvd, process_sets, places)):
-            names = f"{self.name}.host", f"{self.name}.place"
-            self.groups += [HorovodCollectives(found[i], names[i], i + 1) for i in range(2)]
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives]:
+        host = next(ranks for ranks in places if self.rank in ranks)
+        place = host.index(self.rank)
+        groups = Group(self, host), Group(self, sorted(ranks[place] for ranks in places))
+        self.groups[1:] = groups
+        return groups
 
     def _start(self, kind: str, array: NDArray, name: str) -> Handle:
         handle = Handle(self, kind, array, name)
@@ -175,7 +166,11 @@ class HorovodCollectives:
             gathered = _join([handle.array for handle in kinds["gather"]])
         if kinds["scatter"]:
             scattered = _join([handle.array.reshape(self.size, -1) for handle in kinds["scatter"]]).reshape(-1)
-        return Round(sums, gathered, scattered, np.full(self.size, len(scattered) // self.size, np.int32), self.number)
+        return Round(sums, gathered, scattered, self._splits(len(scattered)), self.number)
+
+    def _splits(self, length: int) -> NDArray[np.int32]:
+        """How many of ``length`` bytes go to each worker."""
+        return np.full(self.size, length // self.size, np.int32)
 
     def _deliver(self, kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
         for handles, result in zip(kinds.values(), received, strict=True):
@@ -238,6 +233,38 @@ class HorovodCollectives:
                 found = function.get_concrete_function(*(tf.TensorSpec([None], dtype) for dtype in dtypes))
             self._functions[key] = found
         return found
+
+
+class Group(HorovodCollectives):
+    """Some of the workers of ``whole``: the members have ``ranks`` there, in order.
+
+    What they send each other is an alltoall of all workers, with nothing for the others. Process sets would not do:
+    a graph must know them when it is traced, on each worker at another time, and only a step tells whether they are
+    wanted.
+    """
+
+    def __init__(self, whole: HorovodCollectives, ranks: Sequence[int]) -> None:
+        super().__init__(whole.process_set, whole.name)
+        self._whole, self._ranks = whole, list(ranks)
+
+    @property
+    def rank(self) -> int:
+        return self._ranks.index(self._whole.rank)
+
+    @property
+    def size(self) -> int:
+        return len(self._ranks)
+
+    def allgather(self, array: NDArray[np.uint8], name: str) -> Handle:
+        return self.alltoall(np.tile(array, self.size), name)
+
+    def perform(self) -> Any:
+        return self._whole.perform()
+
+    def _splits(self, length: int) -> NDArray[np.int32]:
+        splits = np.zeros(self._whole.size, np.int32)
+        splits[self._ranks] = length // self.size
+        return splits
 
 
 def _join(arrays: list[NDArray]) -> NDArray:

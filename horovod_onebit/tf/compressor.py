@@ -27,7 +27,6 @@ from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
-from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
@@ -77,16 +76,10 @@ class Compressor:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.coroutine.abandon()
 
-    def make_groups(self) -> None:
-        """Once, before the first graph of a step is traced: the groups for a hierarchical exchange. Collective then.
-
-        Not for ``"auto"``: where workers have built different parts of the model, one may trace its step while another
-        still does something else with all, which would be an error.
-        """
-        if self.collectives.may_group and self.engine.recipe.exchange == "hierarchical":
-            with tf.init_scope():
-                announce("the first step of a hierarchical exchange", self.process_set)
-                self.collectives.make_groups()
+    @property
+    def together(self) -> bool:
+        """Whether all workers have the same weights now; alike on all."""
+        return True
 
     def flush(self) -> None:
         """All workers have the same weights after each step."""
@@ -213,12 +206,27 @@ class Compressor:
         ]
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
-        plan, arrive = self.engine.plan(Kind.ONEBIT, rules), self._start_average(exact, factors[len(grads) :])
+        plan, arrive = self.engine.plan(self._kind(), rules), self._start_average(exact, factors[len(grads) :])
+        finite = self._start_finite(grads)
         by_number = dict(enumerate(grads))
         self.engine.send_rest(by_number, plan)
         with self.engine.times.measure("exchange"):  # a whole round, messages and all
             means = arrive()
-        return self.engine.receive(by_number, plan, finite=all_finite(means)), means
+        taken = self.engine.receive(by_number, plan, finite=finite() and all_finite(means))
+        if taken:
+            self._keep(rules)
+        return taken, means
+
+    def _kind(self) -> Kind:
+        """The kind of the next step."""
+        return Kind.ONEBIT
+
+    def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
+        """Start asking whether all workers' ``grads`` are finite, where messages would tell too late."""
+        return lambda: True
+
+    def _keep(self, rules: Sequence[Rule]) -> None:
+        """A step was taken by ``rules``: keep what is neither weight nor momentum."""
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer

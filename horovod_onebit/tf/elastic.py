@@ -63,11 +63,6 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        compressor = self.optimizer._compressor
-        if compressor.engine.recipe.exchange == "hierarchical":
-            raise ConfigurationError(
-                "Horovod elastic takes away the process sets that exchange='hierarchical' needs: use exchange='auto'"
-            )
         self._left: Owed | None = None  # owed in a world that is no more, until it is shared out
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
@@ -116,7 +111,7 @@ class KerasState(ObjectState):
         engine.exchanges, engine.skipped = known[0]
         warmup.load_state_dict(known[1])
         if optimizer.phase is Phase.COMPRESSED:
-            alone = optimizer._wrapping.schedule is not None  # small variables, too, have something that is owed
+            alone = optimizer._wrapping.local is not None  # small variables, too, have something that is owed
             listed = enumerate(optimizer._trainable_variables)
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}

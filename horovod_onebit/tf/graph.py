@@ -7,7 +7,6 @@ Horovod's operations between them are asynchronous kernels, which need none of T
 from __future__ import annotations
 
 import contextlib
-import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -77,7 +76,7 @@ def in_rounds(
 
     Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
     """
-    dtypes, groups = [tf.int32, *Round.DTYPES], collectives.groups
+    dtypes = [tf.int32, *Round.DTYPES]
 
     def flat(asked: Round | None) -> list[Any]:
         return [np.int32(DONE), *NOTHING] if asked is None else [np.int32(asked.group), *asked.arrays()]
@@ -92,7 +91,7 @@ def in_rounds(
     if tf.executing_eagerly():
         group, *sent = start(*inputs)
         while group != DONE:
-            group, *sent = resume(*groups[group].perform()(*map(tf.constant, sent)))
+            group, *sent = resume(*collectives.perform()(*map(tf.constant, sent)))
         return tf.constant(DONE)
 
     def shaped(tensors: Sequence[Any]) -> list[Any]:
@@ -100,13 +99,8 @@ def in_rounds(
             tensor.set_shape(shape)
         return list(tensors)
 
-    def perform(group: Any, sent: Sequence[Any]) -> Any:
-        if len(groups) == 1:
-            return collectives.perform()(*sent)
-        return tf.switch_case(group, [functools.partial(one.perform(), *sent) for one in groups])
-
     def turn(group: Any, *sent: Any) -> list[Any]:
-        return shaped(host_values(resume, perform(group, sent), dtypes))
+        return shaped(host_values(resume, collectives.perform()(*sent), dtypes))
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
     asked = shaped(host_values(start, inputs, dtypes))

@@ -22,13 +22,21 @@ from horovod_onebit.tf.wrapping import Wrapping
 
 
 class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched."""
+    """Any optimizer: of its state, nothing is touched. The momentum of rounds becomes variables beside it."""
 
     def __init__(self) -> None:
         super().__init__(Wraps("Local", Delta, momentum=""))
 
+    def build(self, optimizer: Any) -> None:
+        if not optimizer._wrapping.local.momentum:
+            return
+        optimizer._round_momenta = [
+            optimizer.add_variable(v.shape, dtype="float32", name=f"{_path(v)}_onebit_momentum")
+            for v in optimizer._trainable_variables
+        ]
+
     def momentum(self, optimizer: Any, index: int) -> Any:
-        return None
+        return optimizer._round_momenta[index] if optimizer._wrapping.local.momentum else None
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
         return Delta(lr=learning_rate)  # for the agreement
@@ -38,12 +46,16 @@ class LocalSteps(Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
     host's memory; at the first step, and after a checkpoint was loaded, they are taken anew."""
 
-    def __init__(self, optimizer: Any, wrapping: Wrapping, name: str) -> None:
-        super().__init__(optimizer, LocalAdapter(), wrapping, name)
-        assert wrapping.schedule is not None
-        self.rounds = Rounds(self.engine, wrapping.schedule)
+    def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
+        super().__init__(optimizer, adapter, wrapping, name)
+        assert wrapping.local is not None
+        self.rounds = Rounds(self.engine, wrapping.local)
         self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
+
+    @property
+    def together(self) -> bool:
+        return not self.rounds.under_way or self.engine.layout is None
 
     def begun(self, indices: tuple[int, ...]) -> bool:
         """Whether the variables ``indices`` are in a round, and nobody has set them since the last exchange."""
@@ -83,8 +95,15 @@ class LocalSteps(Compressor):
         return ends
 
     def _pull(self, values: Sequence[Any]) -> None:
-        for tensor, value in zip(self.tensors, values, strict=True):
+        for i, tensor, value in zip(self.indices, self.tensors, values, strict=True):
             tensor.weight = aligned_copy(view(value))
+            if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
+                tensor.momentum = aligned_copy(_host(momentum))
+
+    def _push_momenta(self) -> None:
+        for i, tensor in zip(self.indices, self.tensors, strict=True):
+            if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
+                momentum.assign(tf.reshape(adopt(tensor.momentum), momentum.shape))
 
     def exchange(self, *values: Any) -> None:
         """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
@@ -92,6 +111,7 @@ class LocalSteps(Compressor):
         self.lost = True
         try:
             self.lost = not self.rounds.exchange()
+            self._push_momenta()
         except NonFiniteError as error:
             self._error = error
         except BaseException:
@@ -172,7 +192,8 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         done = _run(steps, steps.exchange, variables)
         new = host_values(lambda _: [adopt(t.weight) for t in steps.tensors], [done], [tf.float32] * len(variables))
         _put(variables, new)
-        cond(host_value(lambda: steps.lost, [], tf.bool), lambda: _heal(optimizer), lambda: None)
+        lost = host_value(lambda: steps.lost, [], tf.bool)
+        cond(lost, lambda: _heal(optimizer), optimizer._average_weights)
         if optimizer.recipe.on_nonfinite == "raise":
             host_call(steps.say)
 
@@ -194,6 +215,11 @@ def _host(variable: Any) -> np.ndarray:
 def _rounded(array: Any, variable: Any) -> np.ndarray:
     """``array`` as ``variable`` keeps it."""
     return np.asarray(tf.cast(array, variable.dtype))
+
+
+def _path(variable: Any) -> str:
+    """What Keras begins the names of an optimizer's variables with."""
+    return str(getattr(variable, "path", variable.name)).replace("/", "_").replace(":", "_")
 
 
 def _put(variables: Sequence[Any], values: Sequence[Any]) -> None:

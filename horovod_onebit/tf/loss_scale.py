@@ -20,7 +20,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     """What ``DistributedOptimizer(keras.optimizers.LossScaleOptimizer(...))`` gives.
 
     Keras's own looks at this worker's gradients alone: with Inf on one worker that one would halve its scale and skip,
-    and the others would wait for it. Here Inf on any worker is Inf on all.
+    and the others would wait for it. Here Inf on any worker is Inf on all; but with ``schedule=Local(...)`` each worker
+    has its own scale, and skips steps alone.
     """
 
     distributed = True
@@ -32,13 +33,30 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             with keras.src.backend.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
         self.inner_optimizer.prepare_step()
-        super().apply(grads, trainable_variables)
+        if self.inner_optimizer._wrapping.local is not None:
+            self._apply_alone(list(grads), trainable_variables)
+        else:
+            super().apply(grads, trainable_variables)
+
+    def _apply_alone(self, grads: list[Any], trainable_variables: Any) -> None:
+        """A local step, which counts even if it is skipped: all workers exchange after as many."""
+        finite, scale = self.check_finite(grads), tf.convert_to_tensor(self.dynamic_scale)
+        variables = self._trainable_variables if trainable_variables is None else trainable_variables
+        unscaled = [
+            g if g is None or self._overwrite_variable_with_gradient(v) else keras.ops.divide(g, scale)
+            for g, v in zip(grads, variables, strict=True)
+        ]
+        self.inner_optimizer.apply(unscaled, trainable_variables)
+        count = tf.convert_to_tensor(self.step_counter) + 1
+        grown = tf.logical_and(finite, count >= self.dynamic_growth_steps)
+        self.dynamic_scale.assign(scale * tf.where(grown, 2.0, tf.where(finite, 1.0, 0.5)))
+        self.step_counter.assign(tf.where(tf.logical_and(finite, tf.logical_not(grown)), count, tf.zeros_like(count)))
 
     def check_finite(self, grads: Any) -> Any:
-        """Whether the gradients of all workers are finite. Collective."""
+        """Whether the gradients are finite: those of all workers, collective; with local steps those of this one."""
         finite = super().check_finite(grads)
         inner = self.inner_optimizer
-        if not inner._wrapping.process_set.included():
+        if inner._wrapping.local is not None or not inner._wrapping.process_set.included():
             return finite
         compressor = inner._compressor
         with in_order():
@@ -50,6 +68,14 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return type(self).from_config, (self.get_config(),)
 
     @property
+    def _compressor(self) -> Any:
+        return self.inner_optimizer._compressor
+
+    @property
+    def _wrapping(self) -> Any:
+        return self.inner_optimizer._wrapping
+
+    @property
     def phase(self) -> Phase:
         """The phase of the next step."""
         return self.inner_optimizer.phase
@@ -58,6 +84,10 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def recipe(self) -> Recipe:
         """How gradients become bits."""
         return self.inner_optimizer.recipe
+
+    def flush(self) -> None:
+        """As the inner optimizer's. Collective."""
+        self.inner_optimizer.flush()
 
     def stats(self, *, norms: bool = True) -> Stats:
         """As the inner optimizer's; steps that loss scaling skipped are not counted."""

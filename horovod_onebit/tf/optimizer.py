@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -13,9 +14,9 @@ import tensorflow as tf
 
 from horovod_onebit.checks import positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.face import next_name
+from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.compressor import Compressor
@@ -25,8 +26,8 @@ from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
+from horovod_onebit.tf.zero_one import ZeroOneSteps
 from horovod_onebit.warmup import AutoWarmup, Phase
-from horovod_onebit.warmup import make as make_warmup
 
 logger = logging.getLogger("horovod_onebit")
 ACCUMULATED = "onebit_accumulated"
@@ -47,12 +48,16 @@ class _DistributedOptimizer:
     _get_variable_index: Callable[[Any], int]
     _check_variables_are_known: Callable[[list[Any]], None]
     _update_model_variables_moving_average: Callable[[list[Any]], None]
+    _model_variables_moving_average: list[Any]
+    ema_momentum: float
+    ema_overwrite_frequency: int | None
     add_optimizer_variables: Callable[[list[Any], str], list[Any]]
     # What this class adds: Keras variables, so that they are saved.
     _exact_steps: Any
     _compressed_steps: Any
     _warmup_steps: Any
     _passes: Any
+    _averaged: Any
     _wrapping: Wrapping
     _checked: bool  # whether the callers of an eager step were
     _warned: bool
@@ -79,7 +84,6 @@ class _DistributedOptimizer:
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
         self.prepare_step()
-        self._compressor.make_groups()
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
             self._accumulate(pairs, passes)
@@ -126,9 +130,14 @@ class _DistributedOptimizer:
         cond(self._passes.value % passes == 0, step, lambda: None)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
-        if self._wrapping.schedule is not None:
+        if self._wrapping.local is not None:
             grads, variables = zip(*pairs, strict=True)
-            take_step(self, pairs, lambda: super(_DistributedOptimizer, self).apply(grads, variables))  # type: ignore[misc]
+
+            def own_step() -> None:
+                with self._without("use_ema"):
+                    super(_DistributedOptimizer, self).apply(grads, variables)  # type: ignore[misc]
+
+            take_step(self, pairs, own_step)
             return
         trained = [self._get_variable_index(v) for _, v in pairs]
         counters = [self._iterations, self._exact_steps, self._warmup_steps]
@@ -150,7 +159,9 @@ class _DistributedOptimizer:
         host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
 
         def take() -> None:
-            super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
+            with self._without(*self._averages_itself):
+                super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
+            self._average_weights()
             self._exact_steps.assign_add(1)
             if isinstance(w.warmup, AutoWarmup):
                 self._observe(w.warmup)
@@ -190,24 +201,55 @@ class _DistributedOptimizer:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
         self._compressed_steps.assign_add(1)
         # Gradients are clipped and unscaled already.
-        names = ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor")
-        saved = {name: getattr(self, name) for name in names}
-        try:
-            for name in names:
-                setattr(self, name, None)
+        with self._without("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
                 super().apply(means, variables)  # type: ignore[misc]
             else:
                 self._iterations.assign_add(1)
                 if self.use_ema:
                     self._update_model_variables_moving_average(self._trainable_variables)
-        finally:
-            for name, value in saved.items():
-                setattr(self, name, value)
         compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
         for v in compressed:
             if v.constraint is not None:
                 v.assign(v.constraint(v))
+        if self._averages_itself:
+            cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights, lambda: None)
+
+    @contextlib.contextmanager
+    def _without(self, *options: str) -> Iterator[None]:
+        """The wrapped optimizer as if it had not these ``options``."""
+        saved = {name: getattr(self, name) for name in options}
+        try:
+            for name in options:
+                setattr(self, name, None)
+            yield
+        finally:
+            for name, value in saved.items():
+                setattr(self, name, value)
+
+    @property
+    def _averages_itself(self) -> tuple[str, ...]:
+        """The option ``use_ema`` where workers' weights differ between exchanges: the average is then of those that
+        all have in common."""
+        return ("use_ema",) if self.use_ema and self._wrapping.schedule is not None else ()
+
+    def _average_weights(self) -> None:
+        """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those
+        of the steps since the last time count as these."""
+        if not self._averages_itself:
+            return
+        now, last = tf.convert_to_tensor(self._iterations.value), tf.convert_to_tensor(self._averaged.value)
+        steps = tf.cast(now - tf.cast(last, now.dtype), tf.float32)
+        keep = tf.where(last > 0, tf.pow(tf.constant(self.ema_momentum, tf.float32), steps), 0.0)
+        pairs = zip(self._trainable_variables, self._model_variables_moving_average, strict=True)
+        for variable, average in ((v, a) for v, a in pairs if a is not None):
+            share = tf.cast(keep, average.dtype)
+            value = share * tf.convert_to_tensor(average) + (1 - share) * tf.convert_to_tensor(variable)
+            average.assign(value)
+            if every := self.ema_overwrite_frequency:
+                due = now // every > tf.cast(last, now.dtype) // every
+                variable.assign(tf.where(due, value, tf.convert_to_tensor(variable)))
+        self._averaged.assign(tf.cast(now, tf.int64))
 
     def build(self, variables: list[Any]) -> None:
         """Create the wrapped optimizer's variables, and what this project needs besides."""
@@ -217,11 +259,11 @@ class _DistributedOptimizer:
         self._add_variables()
 
     def _add_variables(self) -> None:
+        self._compressor.exclude(self._wrapping.exact)
         self._compressor.adapter.build(self)
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
-        self._compressor.exclude(self._wrapping.exact)
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
@@ -237,9 +279,9 @@ class _DistributedOptimizer:
         return self._wrapping.recipe
 
     def flush(self) -> None:
-        """After local steps, bring all workers to the same weights before they are saved or evaluated. Collective.
+        """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Ends the round: costs one exchange if a step was taken since the last one, nothing otherwise.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise.
         """
         if self._wrapping.process_set.included():
             self._compressor.flush()
@@ -289,13 +331,16 @@ class _DistributedOptimizer:
         return optimizer
 
 
-def check_ours(optimizer: Any) -> None:
-    """Raise ``ConfigurationError`` unless ``optimizer`` is what ``DistributedOptimizer`` returned."""
-    if not isinstance(optimizer, _DistributedOptimizer):
+def check_ours(optimizer: Any) -> Any:
+    """``optimizer``, or the one inside its loss scaling, if ``DistributedOptimizer`` returned it; else
+    ``ConfigurationError``."""
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    if not isinstance(inner, _DistributedOptimizer):
         raise ConfigurationError(
-            f"the model's optimizer is {type(optimizer).__name__}; expected what "
+            f"the optimizer is {type(optimizer).__name__}; expected what "
             "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
         )
+    return inner
 
 
 def DistributedOptimizer(
@@ -314,9 +359,9 @@ def DistributedOptimizer(
     process_set: Any = hvd.global_process_set,
     scale_local_gradients: bool = True,
     *,
-    warmup_steps: int | float | str = "auto",
+    warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: Local | None = None,
+    schedule: ZeroOne | Local | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
 ) -> Any:
@@ -329,12 +374,13 @@ def DistributedOptimizer(
     Args:
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
             any with ``schedule=Local(...)``. The result is an instance of its class.
-        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which
-            starts compression when the learning rate no longer rises and the second moment is stable, but at most 200
-            steps after that rise. (A run that is resumed before that looks at both afresh.)
+        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
+            default, which starts compression when the learning rate no longer rises and the second moment is stable,
+            but at most 200 steps after that rise. (A run that is resumed before that looks at both afresh.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        schedule: with ``horovod_onebit.tf.Local(...)``, ``optimizer`` may be any; each worker takes its steps alone,
-            and what all have moved is exchanged after some. There is then no warm-up.
+        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Local(...)``,
+            ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
+            some. Neither has ``warmup_steps``.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
@@ -356,15 +402,13 @@ def DistributedOptimizer(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        if schedule is not None:
-            raise UnsupportedError("schedule=Local(...) takes no LossScaleOptimizer: train in bfloat16 or float32")
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
     wrapping = Wrapping(
-        warmup=make_warmup(warmup_steps, total_steps), recipe=resolve(recipe), compression=compression, op=op,
+        warmup=warmup_of(warmup_steps, total_steps, schedule), recipe=resolve(recipe), compression=compression, op=op,
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
@@ -375,29 +419,26 @@ def DistributedOptimizer(
 
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
-    local = wrapping.schedule is not None
-    if wrapping.schedule is not None and wrapping.schedule.delay:
+    schedule, kind = wrapping.schedule, type(optimizer)
+    if isinstance(schedule, Local) and schedule.delay:
         raise UnsupportedError(
-            "Local(delay=1): a graph of TensorFlow ends when all its operations have, so that no message can be under "
-            "way between two steps: leave delay out"
+            f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, so that no message "
+            "can be under way between two steps: leave delay out"
         )
-    if local and optimizer.use_ema:
-        raise UnsupportedError("use_ema=True: with schedule=Local(...), each worker would average its own weights")
-    adapter = LocalAdapter() if local else adapter_for(optimizer)
+    adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
         if getattr(optimizer, field) is not None:
             positive(field, getattr(optimizer, field))
-    kind = type(optimizer)
     wrapped: Any = object.__new__(_class_of(kind))
     wrapped.__dict__.update(optimizer.__dict__)
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
     name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
-    compressor = LocalSteps(wrapped, wrapping, name) if local else Compressor(wrapped, adapter, wrapping, name)
-    wrapped._compressor = compressor
+    steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
+    wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
     counters = {
         "_exact_steps": "onebit_exact_steps",
@@ -406,9 +447,13 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     }
     if wrapping.backward_passes_per_step > 1:
         counters["_passes"] = "onebit_passes"
+    if wrapped._averages_itself:
+        counters["_averaged"] = "onebit_averaged"
     for attribute, label in counters.items():
         setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
-    wrapped._warmup_steps.assign(0 if local else wrapping.warmup.steps)
+    if wrapped._averages_itself:
+        wrapped._averaged.assign(int(optimizer.iterations))
+    wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
     if wrapped.built:
         wrapped._add_variables()
     return wrapped

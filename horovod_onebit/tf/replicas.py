@@ -16,16 +16,23 @@ def check_replicas(optimizer: Any) -> None:
     """Raise ``DesyncError`` on all workers if their trained weights or optimizer state are not the same. Collective.
 
     ``optimizer`` is built, and what ``DistributedOptimizer`` returned. Variables that are not trained (moving averages
-    of BatchNormalization, seeds) are each worker's own and are not compared.
+    of BatchNormalization, seeds) are each worker's own and are not compared; with ``schedule=Local(...)`` the
+    optimizer's state neither. With ``Local`` and 0/1 Adam, call ``optimizer.flush()`` before.
     """
     check_ours(optimizer)
     if not optimizer.built:
         raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
-    variables = [*optimizer._trainable_variables, *optimizer.variables]
+    compressor, wrapping = optimizer._compressor, optimizer._wrapping
+    engine, together = compressor.engine, compressor.together
+    announce("check of replicas", wrapping.process_set, f"{engine.name} {together}")
+    if not together:
+        raise ConfigurationError(
+            "replicas were to be compared after a local step, when workers' weights differ: call optimizer.flush() "
+            "before, on all workers"
+        )
+    variables = [*optimizer._trainable_variables, *(optimizer.variables if wrapping.local is None else [])]
     checksums: dict[str, int] = {}
     for index, variable in enumerate(variables):
         if ACCUMULATED not in variable.name:
             checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable.value))
-    engine = optimizer._compressor.engine
-    announce("check of replicas", optimizer._wrapping.process_set, engine.name)
     replicas.check(checksums, engine.collectives, f"{engine.name}.replicas")

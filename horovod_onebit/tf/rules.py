@@ -14,6 +14,7 @@ from horovod_onebit.kernels import reference
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
+from horovod_onebit.schedule import ZeroOne
 
 
 class Adapter:
@@ -113,6 +114,21 @@ class LambAdapter(Adapter):
             optimizer._coefficients.assign(known)
 
 
+class ZeroOneAdapter(AdamAdapter):
+    """Adam as 0/1 Adam. What that keeps besides becomes variables: the compressed variables' weights at the last
+    exchange, what was counted since (see ``rules.zero_one_adam``), the number of compressed steps tried, by which their
+    kinds go, and how many of them have renewed the second moment."""
+
+    def build(self, optimizer: Any) -> None:
+        variables, compressed = optimizer._trainable_variables, optimizer._compressor.is_compressed
+        optimizer._anchors = [
+            optimizer.add_variable_from_reference(v, name="onebit_anchor") if compressed(v) else None for v in variables
+        ]
+        optimizer._counted = optimizer.add_variable((len(variables), 3), dtype="float32", name="onebit_counted")
+        optimizer._tried = optimizer.add_variable((), dtype="int64", name="onebit_tried")
+        optimizer._renewals = optimizer.add_variable((), dtype="int64", name="onebit_renewals")
+
+
 ON_HOST = Context(reference, Recipe(), 1)
 """For ``Rule.begin``, which looks at nothing but where the arrays are."""
 
@@ -129,7 +145,7 @@ def kinds() -> list[Any]:
     return [resolve_name(f"{wraps.module}.{name}") for wraps in wrapped("keras") for name in wraps.names]
 
 
-def adapter_for(optimizer: Any) -> Adapter:
+def adapter_for(optimizer: Any, schedule: ZeroOne | None = None) -> Adapter:
     """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one."""
     kind = type(optimizer)
     name = f"{kind.__module__}.{kind.__qualname__}"
@@ -143,7 +159,12 @@ def adapter_for(optimizer: Any) -> Adapter:
     for wraps in wrapped("keras"):
         wrapped_kind = resolve_name(wraps.optimizer)
         if isinstance(optimizer, wrapped_kind) and kind.update_step is wrapped_kind.update_step:
-            return ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
+            adapter = ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
+            if schedule is None:
+                return adapter
+            if type(adapter) is AdamAdapter:
+                return ZeroOneAdapter(wraps)
+            raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
         "update_step). With schedule=horovod_onebit.tf.Local(...), any optimizer works"

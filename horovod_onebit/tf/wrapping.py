@@ -13,7 +13,7 @@ from horovod_onebit import face
 from horovod_onebit.checks import flag
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.warmup import AutoWarmup, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
@@ -29,7 +29,7 @@ class Wrapping(face.Arguments):
     average_aggregated_gradients: bool
     exact: Any = ()
     name: str | None = None
-    schedule: Local | None = None
+    schedule: ZeroOne | Local | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,15 +41,13 @@ class Wrapping(face.Arguments):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
-        if self.schedule is not None:
-            self._check_local()
+        if self.local is not None:
+            self.check_local()
 
-    def _check_local(self) -> None:
-        if not isinstance(self.schedule, Local):
-            raise ConfigurationError(f"schedule={self.schedule!r}: expected a Local, or None")
-        self.check_local()
-        if self.schedule.momentum:
-            raise UnsupportedError(f"{self.schedule}: in Keras, rounds have no momentum of their own; expected 0")
+    @property
+    def local(self) -> Local | None:
+        """The schedule, if workers take their own optimizers' steps."""
+        return self.schedule if isinstance(self.schedule, Local) else None
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
@@ -79,6 +77,6 @@ class Wrapping(face.Arguments):
         config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         schedule = config.pop("schedule", None)  # earlier versions had none
-        config["schedule"] = None if schedule is None else Local(**schedule)
+        config["schedule"] = schedule and (Local if "every" in schedule else ZeroOne)(**schedule)
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)

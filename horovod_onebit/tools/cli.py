@@ -74,7 +74,7 @@ def _add_plan(add: Any) -> None:
     option(
         "--no-process-sets",
         action="store_true",
-        help="no hierarchical: without hvd.init(process_sets='dynamic'), for 0/1 Adam, and for auto in Keras",
+        help="no hierarchical: in PyTorch without hvd.init(process_sets='dynamic'), and for 0/1 Adam",
     )
     option("--local", type=int, default=1, metavar="H", help="local steps: one exchange every H steps (1)")
     option("--delay", type=int, default=0, metavar="N", help="local steps: N of the next round hide the exchange (0)")

@@ -28,8 +28,8 @@ class Job:
         backward: share of ``compute`` that communication can hide behind.
         device: what codec and optimizer run on.
         recipe: what the compressed ways send.
-        process_sets: whether ``hierarchical`` can be: with ``hvd.init(process_sets="dynamic")``, and not for 0/1 Adam;
-            in Keras ``"auto"`` never takes it.
+        process_sets: whether ``hierarchical`` can be: not for 0/1 Adam, and in PyTorch (Keras needs no process sets)
+            with ``hvd.init(process_sets="dynamic")`` only.
         workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
             of a transfer's time is a core's work then.
         every: steps of a round, with ``schedule=Local(every=...)``; 1 without.
@@ -124,7 +124,7 @@ class Plan:
     def advice(self) -> str:
         """What to write into the recipe, if ``"auto"`` would not take the best way of itself."""
         best = self.best
-        needs = ' It needs hvd.init(process_sets="dynamic").' if best.way == WAYS["hierarchical"] else ""
+        needs = ' In PyTorch it needs hvd.init(process_sets="dynamic").' if best.way == WAYS["hierarchical"] else ""
         slow = f"{self.unaware.way}, {1e3 * self.unaware.step:.0f} ms"
         if self.unaware.step <= 1.05 * best.step:
             return needs

@@ -15,19 +15,6 @@ from horovod_onebit import face
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.warmup import Warmup
-from horovod_onebit.warmup import make as make_warmup
-
-
-def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | None) -> Warmup:
-    if schedule is None:
-        return make_warmup("auto" if steps is None else steps, total_steps)
-    if not isinstance(schedule, (ZeroOne, Local)) or steps is not None:
-        raise ConfigurationError(
-            f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
-            "or a Local, which has none; and no warmup_steps with either"
-        )
-    return make_warmup(schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,11 +15,11 @@ from torch._compile import _disable_dynamo as untraced  # as torch.optim has it:
 
 from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.face import next_name
+from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of, warmup_of
+from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where

@@ -327,7 +327,7 @@ def test_calls_that_differ_between_workers_are_an_error_on_all(folder):
 def test_what_is_no_model_of_ours_is_refused(folder):
     model = build()
     model.compile(optimizer="adam", loss=LOSS)
-    with pytest.raises(ConfigurationError, match="the model's optimizer is Adam; expected"):
+    with pytest.raises(ConfigurationError, match="the optimizer is Adam; expected"):
         onebit.save_checkpoint(folder, model)
     with pytest.raises(ConfigurationError, match="optimizer is Adam; expected"):
         onebit.check_replicas(model.optimizer)

@@ -11,8 +11,11 @@ from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
-from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients
 
 GROWING = onebit.Local(every=4, doubling=8)
 SHORT = onebit.Local(every=4, doubling=0)
@@ -225,13 +228,132 @@ def test_a_saved_model_goes_on(folder):
     assert_replicas_equal(again)
 
 
+def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():
+    schedule = onebit.Local(every=4, doubling=0, momentum=0.9)
+    model = build()
+    optimizer = local(keras.optimizers.SGD(0.05), schedule)
+    optimizer.build(model.trainable_variables)
+    arrays = {str(i): np.array(v) for i, v in enumerate(model.trainable_variables)}
+    collectives = HorovodCollectives(name="numpy")
+    other = NumpyOptimizer(arrays, SGD(lr=0.05), collectives=collectives, schedule=schedule)
+    for step in range(24):
+        grads, _ = gradients(model, *batch(step))
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        other.step({str(i): np.array(g) for i, g in enumerate(grads)})
+    assert_replicas_equal(model)
+    for i, v in enumerate(model.trainable_variables):
+        np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=2e-4)
+    assert optimizer.stats().bytes_sent == other.engine.traffic.total
+
+
+def test_momentum_of_the_rounds_is_saved(folder):
+    def compiled(seed):
+        model = build(seed=seed)
+        schedule = onebit.Local(every=4, doubling=0, momentum=0.8)
+        model.compile(optimizer=local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS)
+        return model
+
+    model, again = compiled(0), compiled(3)
+    for step in range(10):
+        model.train_on_batch(*batch(step))
+    onebit.save_checkpoint(folder, model)
+    again.train_on_batch(*batch(0))
+    onebit.load_checkpoint(folder, again)
+    for momentum in again.optimizer._round_momenta:
+        assert np.any(np.array(momentum))
+    for part in (model, again):
+        for step in range(10, 20):
+            part.train_on_batch(*batch(step))
+    if SIZE == 2:
+        for one, other in zip(model.variables, again.variables, strict=True):
+            np.testing.assert_array_equal(one, other)
+
+
+@pytest.mark.parametrize("graph", [True, False])
+def test_the_moving_average_is_of_the_weights_that_all_have(graph):
+    model = build()
+    optimizer = local(keras.optimizers.Adam(3e-3, use_ema=True, ema_momentum=0.9), SHORT)
+    expected = None
+    for step in range(12):
+        train(model, optimizer, 1, start=step, eager=not graph)
+        if SHORT.ends_round(step + 1):
+            now = [np.array(v) for v in model.trainable_variables]
+            expected = (
+                now if expected is None else [0.9**4 * e + (1 - 0.9**4) * n for e, n in zip(expected, now, strict=True)]
+            )
+    for average, value in zip(optimizer._model_variables_moving_average, expected, strict=True):
+        np.testing.assert_allclose(average, value, atol=1e-6)
+        rows = hvd.allgather(np.array(average)[None], name="average").numpy()
+        assert (rows == rows[0]).all()
+
+
+def test_weights_are_overwritten_by_their_average_on_all_workers_alike():
+    model = build()
+    inner = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=8)
+    optimizer = local(inner, SHORT)
+    for step in range(24):
+        train(model, optimizer, 1, start=step)
+        if SHORT.ends_round(step + 1):
+            assert_replicas_equal(model)
+        if (step + 1) % 8 == 0:
+            for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
+                np.testing.assert_array_equal(average, v)
+
+
+@pytest.mark.parametrize("how", ["fit", "loop"])
+def test_each_worker_has_a_loss_scale_of_its_own(how, folder):
+    inner = keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(3e-3), initial_scale=256.0, dynamic_growth_steps=8
+    )
+    model, optimizer = build(), local(inner, SHORT)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    for step in range(14):
+        x, y = map(np.array, batch(step))
+        bad = step in (1, 5) and RANK == 0
+        if bad:
+            x[0, 0] = np.inf
+        before = [np.array(v) for v in model.trainable_variables]
+        if how == "fit":
+            model.fit(x, y, verbose=0)
+        else:
+            with tf.GradientTape() as tape:
+                loss = optimizer.scale_loss(LOSS(y, model(x)))
+            grads = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        same = all(np.array_equal(v, old) for v, old in zip(model.trainable_variables, before, strict=True))
+        assert same == bad
+        if SHORT.ends_round(step + 1):
+            assert_replicas_equal(model)
+    # Worker 0: halved twice, then doubled after 8 steps; the others: doubled after 8 steps.
+    assert float(optimizer.dynamic_scale) == (128.0 if RANK == 0 else 512.0)
+    assert optimizer.stats().skipped_steps == (2 if RANK == 0 else 0)
+    onebit.save_checkpoint(folder, model)
+    optimizer.dynamic_scale.assign(1.0)
+    onebit.load_checkpoint(folder, model)
+    assert float(optimizer.dynamic_scale) == (128.0 if RANK == 0 else 512.0)
+
+
+def test_replicas_are_compared_when_they_should_be_the_same():
+    model, optimizer = build(), local(keras.optimizers.Adam(3e-3), SHORT)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(10)), strict=True))
+    model.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[onebit.callbacks.ReplicaCheckCallback(3)])
+    with pytest.raises(ConfigurationError, match=r"call optimizer.flush\(\)"):
+        onebit.check_replicas(optimizer)
+    optimizer.flush()
+    onebit.check_replicas(optimizer)
+    if RANK == SIZE - 1:
+        model.trainable_variables[1].assign(model.trainable_variables[1] + 1)
+    with pytest.raises(DesyncError, match="drifted apart"):
+        onebit.check_replicas(optimizer)
+
+
 @pytest.mark.parametrize(
     ("arguments", "error", "text"),
     [
         ({"op": hvd.Sum}, UnsupportedError, "gradients are not averaged"),
-        ({"schedule": "local"}, ConfigurationError, "expected a Local"),
-        ({"schedule": onebit.Local(momentum=0.5)}, UnsupportedError, "no momentum"),
-        ({"optimizer": keras.optimizers.Adam(1e-3, use_ema=True)}, UnsupportedError, "use_ema"),
+        ({"schedule": "local"}, ConfigurationError, "or a Local"),
+        ({"warmup_steps": 5}, ConfigurationError, "or a Local, which has none"),
     ],
 )
 def test_bad_arguments(arguments, error, text):

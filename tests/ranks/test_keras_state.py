@@ -5,15 +5,19 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
+from pathlib import Path
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError
 from horovod_onebit.tf.diagnostics import Collector
 from horovod_onebit.tf.diagnostics import gradients as by_name
+from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
 from tests.ranks.keras_common import (
     LOSS,
@@ -158,3 +162,45 @@ def test_diagnostics_of_a_model():
     found = collector.report()
     assert len(found.layers) == 4
     assert found.verdict("robust") == "fine"
+
+
+def test_worker_0_writes_what_a_loop_costs(tmp_path):
+    path, folder = tmp_path / "run.jsonl", tmp_path / "board"
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=4)
+    with onebit.Monitor(optimizer, jsonl=path, tensorboard=folder, every=2) as monitor:
+        for step in range(9):
+            monitor.step(loss=train(model, optimizer, 1, start=step))
+    assert path.exists() == folder.exists() == (RANK == 0)
+    if RANK == 0:
+        rows = read(path)
+        assert [row["step"] for row in rows] == [2, 4, 6, 8]
+        assert [row["phase"] for row in rows] == ["warmup", "compressed", "compressed", "compressed"]
+        assert rows[-1]["bytes_sent"] == optimizer.stats().bytes_sent - optimizer.stats().step_bytes_sent
+    with pytest.raises(ConfigurationError, match="optimizer is Adam"):
+        onebit.Monitor(OPTIMIZERS["adam"]())
+
+
+def test_a_loss_scale_around_has_checkpoints_replica_checks_and_stats(tmp_path):
+    folder = Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+
+    def compiled(seed=0):
+        inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3), initial_scale=64.0)
+        model = build(seed)
+        model.compile(optimizer=wrap(inner, warmup_steps=3), loss=LOSS)
+        return model
+
+    model, again = compiled(), compiled(5)
+    callbacks = [onebit.callbacks.ReplicaCheckCallback(2), onebit.callbacks.StatsCallback(jsonl=tmp_path / "x.jsonl")]
+    for step in range(6):
+        model.fit(*batch(step), verbose=0, callbacks=callbacks)
+    onebit.save_checkpoint(folder, model)
+    again.optimizer.build(again.trainable_variables)
+    again.optimizer.dynamic_scale.assign(2.0)
+    onebit.load_checkpoint(folder, again)
+    assert float(again.optimizer.dynamic_scale) == 64.0
+    for step in range(6, 10):
+        for part in (model, again):
+            part.train_on_batch(*batch(step))
+    if SIZE == 2:
+        np.testing.assert_array_equal(weights(model), weights(again))
+    assert_replicas_equal(again)

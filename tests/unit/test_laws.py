@@ -34,7 +34,7 @@ ALLOWED = {
     "handshake": set(),
     "replicas": {"exchange"},
     "averages": {"exchange", "kernels", "stats"},
-    "face": set(),
+    "face": {"schedule", "warmup"},
     "progress": set(),
     "engine": {
         "averages",

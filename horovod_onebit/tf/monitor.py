@@ -1,0 +1,59 @@
+"""What a run costs, step by step, for TensorBoard and as JSON lines."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+
+from horovod_onebit.tf.optimizer import check_ours
+from horovod_onebit.tools import monitor
+
+
+class _TensorBoard(monitor.TensorBoard):
+    def __init__(self, log_dir: str) -> None:
+        self._writer: Any = tf.summary.create_file_writer(log_dir)
+
+    def add(self, tag: str, value: float, step: int) -> None:
+        with self._writer.as_default(step=step):
+            tf.summary.scalar(tag, value)
+
+    def write(self, step: int, values: Mapping[str, monitor.Value]) -> None:
+        super().write(step, values)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class Monitor(monitor.Monitor):
+    """Writes ``optimizer.stats()`` every ``every`` steps, on worker 0 alone; the others do nothing. For loops of your
+    own; ``fit`` has ``callbacks.StatsCallback``. ::
+
+        with onebit.Monitor(optimizer, jsonl="run.jsonl", tensorboard="runs/1") as monitor:
+            for x, y in batches:
+                loss = train_step(x, y)  # a tf.function, which monitor.step is not called in
+                monitor.step(loss=loss)
+
+    Args:
+        optimizer: what ``DistributedOptimizer`` returned.
+        jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
+        append: go on with the file of a run that is resumed, instead of making it anew.
+        tensorboard: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
+        every: steps from one line to the next. The norms in it cost a pass over the error feedback.
+    """
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        every: int = 10,
+        append: bool = False,
+    ) -> None:
+        rank = check_ours(optimizer)._wrapping.process_set.rank()
+        sinks = monitor.sinks(rank, jsonl, tensorboard, _TensorBoard, append=append)
+        super().__init__(optimizer, sinks, every=every)

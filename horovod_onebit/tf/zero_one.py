@@ -1,0 +1,148 @@
+"""``schedule=ZeroOne(...)`` for Keras 3: Adam as 0/1 Adam, whose workers' weights differ between exchanges.
+
+What 0/1 Adam keeps besides moments is in variables of the optimizer (``rules.ZeroOneAdapter``), so that saved models go
+on from the middle of an interval. Nothing in a graph reads or writes them: the host functions do, which run in order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from horovod_onebit.averages import all_finite
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.schedule import Kind, ZeroOne, kind_of
+from horovod_onebit.tf.collectives import view
+from horovod_onebit.tf.compressor import Compressor, Progress, Values, aligned_copy
+from horovod_onebit.tf.graph import adopt, in_rounds
+from horovod_onebit.tf.meeting import announce
+from horovod_onebit.tf.rules import Adapter
+from horovod_onebit.tf.wrapping import Wrapping
+
+
+class ZeroOneSteps(Compressor):
+    """The steps of one Keras ``DistributedOptimizer`` by 0/1 Adam, after its warm-up."""
+
+    def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
+        super().__init__(optimizer, adapter, wrapping, name)
+        assert isinstance(wrapping.schedule, ZeroOne)
+        self.schedule = wrapping.schedule
+
+    def _kind(self) -> Kind:
+        return kind_of(self.schedule, self.engine.exchanges + 1)
+
+    def _step(
+        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
+    ) -> tuple[bool, list[Array]]:
+        engine, optimizer = self.engine, self.optimizer
+        engine.exchanges = int(optimizer._tried.value)
+        if self.schedule.starts_local(engine.exchanges + 1):
+            engine.feedback.reset()
+        try:
+            return super()._step(indices, values, exact, self._renewed(progress))
+        finally:
+            optimizer._tried.assign(engine.exchanges)
+
+    def _renewed(self, progress: Progress) -> Progress:
+        """``progress``, whose exact steps are those that the second moment has seen."""
+        return replace(progress, exact_steps=progress.exact_steps + int(self.optimizer._renewals.value))
+
+    def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
+        kind = self._kind()
+        if kind is Kind.EXACT:  # Keras's epsilon goes by the second moment as it will be
+            progress = replace(progress, exact_steps=progress.exact_steps + 1)
+        return self._of(variable, progress, factor, kind)
+
+    def _of(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
+        return zero_one_adam.of(super()._rule(variable, progress, factor), kind)  # type: ignore[arg-type]
+
+    def _load(self, values: Values, rules: Sequence[Any], progress: Progress) -> None:
+        super()._load(values, rules, progress)
+        counted = np.array(self.optimizer._counted.value)
+        for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
+            tensor.layer = counted[i]
+            if _departs(counted[i], rule.kind):
+                tensor.anchor = aligned_copy(tensor.weight)
+            else:
+                tensor.anchor = _flat(self.optimizer._anchors[i])
+            if rule.kind is Kind.EXACT:
+                assert tensor.variance is not None
+                tensor.variance = aligned_copy(tensor.variance)
+
+    def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
+        """A local step sends nothing else that would tell, and cannot be taken back."""
+        own = np.array([not all_finite(grads)], np.float32)
+        handle = self.collectives.allreduce(own, f"{self.engine.name}.finite")
+        return lambda: not handle.wait().any()
+
+    def _keep(self, rules: Sequence[Any]) -> None:
+        optimizer = self.optimizer
+        counted = np.array(optimizer._counted.value)
+        for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
+            if _departs(counted[i], rule.kind):
+                _assign(optimizer._anchors[i], tensor.anchor)
+            if rule.kind is Kind.EXACT:
+                _assign(self.adapter.variance(optimizer, i), tensor.variance)
+            counted[i] = tensor.layer
+        optimizer._counted.assign(counted)
+        if rules and rules[0].kind is Kind.EXACT:
+            optimizer._renewals.assign_add(1)
+
+    @property
+    def departed(self) -> tuple[int, ...]:
+        """The numbers of the variables that local steps have moved since the last exchange: alike on all workers."""
+        if not self.optimizer.built:
+            return ()
+        return tuple(np.flatnonzero(np.array(self.optimizer._counted.value)[:, COUNT]).tolist())
+
+    @property
+    def together(self) -> bool:
+        return not self.departed
+
+    def flush(self) -> None:
+        """Bring all workers to the same weights, exactly, if the last step was a local one. Collective then; eager."""
+        self.settle()
+        indices = self.departed
+        if indices:
+            announce("flush", self.process_set, f"{self.engine.name} {int(self.optimizer._tried.value)} {indices}")
+            in_rounds(self.coroutine, self.collectives, lambda: self._flush(indices), [])
+
+    def _flush(self, indices: tuple[int, ...]) -> None:
+        engine, optimizer, adapter = self.engine, self.optimizer, self.adapter
+        variables = [optimizer._trainable_variables[i] for i in indices]
+        momenta = [adapter.momentum(optimizer, i) for i in indices]
+        variances = [_flat(adapter.variance(optimizer, i)) for i in indices]
+        steps, compressed = int(optimizer._iterations.value), int(optimizer._compressed_steps.value)
+        progress = self._renewed(Progress(float(optimizer.learning_rate), steps, steps - compressed))
+        rules = [self._of(v, progress, 1.0, Kind.SYNC) for v in variables]
+        self._bind(indices)
+        self._load(Values([], [_flat(v) for v in variables], [_flat(m) for m in momenta], variances), rules, progress)
+        engine.exchanges = int(optimizer._tried.value)
+        engine.prepare(self.tensors, rules)
+        engine.flush(rules)
+        self._keep(rules)
+        for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):
+            _assign(variable, tensor.weight)
+            _assign(momentum, tensor.momentum)
+
+
+def _departs(counted: Array, kind: Kind) -> bool:
+    """Whether a step of ``kind`` is the first local one since the last exchange."""
+    return kind in (Kind.LOCAL, Kind.SYNC) and counted[COUNT] == 0
+
+
+def _flat(variable: Any) -> Array:
+    """What ``variable`` has now, in host memory; not to be written to."""
+    with tf.device("/CPU:0"):
+        return view(tf.identity(tf.convert_to_tensor(variable))).reshape(-1)
+
+
+def _assign(variable: Any, array: Any) -> None:
+    """Let ``variable`` be ``array``, which nobody will write to again."""
+    variable.assign(tf.reshape(adopt(array), variable.shape))

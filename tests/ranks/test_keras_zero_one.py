@@ -1,0 +1,316 @@
+"""The Keras face on real ranks: 0/1 Adam, whose workers' weights differ between exchanges."""
+
+from pathlib import Path
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import Kind
+from horovod_onebit.tf import elastic
+from horovod_onebit.tf.collectives import HorovodCollectives
+from horovod_onebit.warmup import Phase
+from tests.ranks.keras_common import (
+    LOSS,
+    RANK,
+    SIZE,
+    assert_replicas_equal,
+    batch,
+    build,
+    gradients,
+    train,
+    weights,
+)
+
+# As in test_torch_algorithms.py, and one in which every kind comes soon.
+SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
+SHORT = onebit.ZeroOne(var_freeze_step=12, var_update_scaler=3, local_step_scaler=4, local_step_clipper=4)
+
+
+def zero_one(schedule=SCHEDULE, kind=keras.optimizers.AdamW, recipe="robust", rate=1e-3, wrapping=None, **arguments):
+    optimizer = kind(rate, **arguments)
+    return onebit.DistributedOptimizer(optimizer, schedule=schedule, recipe=recipe, **(wrapping or {}))
+
+
+def kind_at(step, schedule=SCHEDULE):
+    """The kind of optimizer step number ``step`` (from 1), None in warm-up."""
+    return schedule.kind(step - schedule.var_update_scaler) if step > schedule.var_update_scaler else None
+
+
+def differ(model):
+    rows = hvd.allgather(weights(model)[None], name="check.local").numpy()
+    return not (rows == rows[0]).all()
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+
+
+@pytest.mark.parametrize(
+    ("recipe", "graph"), [("robust", True), (Recipe(exchange="two_stage"), True), ("paper", False)]
+)
+def test_zero_one_adam(recipe, graph):
+    model = build()
+    optimizer = zero_one(recipe=recipe)
+    start = train(model, optimizer, 4, graph=graph)
+    assert optimizer.phase is Phase.COMPRESSED
+    kinds = {}
+    for step in range(5, 97):
+        variance = np.array(optimizer._velocities[0])
+        end = train(model, optimizer, 1, start=step - 1, graph=graph)
+        kind = kind_at(step)
+        kinds[kind] = optimizer.stats(norms=False).step_bytes_sent
+        assert (variance != np.array(optimizer._velocities[0])).any() == (kind is Kind.EXACT)
+        if kind is Kind.LOCAL:
+            assert differ(model)
+        else:
+            assert_replicas_equal(model)
+    assert end < 0.9 * start
+    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT]
+    assert optimizer.stats().step == 96
+
+
+@pytest.mark.parametrize("recipe", ["robust", "fixed", Recipe(exchange="two_stage", block_size=64)])
+def test_the_weights_are_those_of_numpy(recipe):
+    """The same gradients, of which some are small tensors; epsilon counts for nothing, since Keras's means another."""
+    model = build()
+    optimizer = zero_one(SHORT, recipe=recipe, epsilon=1e-12, weight_decay=0.01)
+    optimizer.build(model.trainable_variables)
+    arrays = {str(i): np.array(v) for i, v in enumerate(model.trainable_variables)}
+    other = NumpyOptimizer(
+        arrays,
+        Adam(lr=1e-3, eps=1e-12, weight_decay=0.01),
+        collectives=HorovodCollectives(name="onebit.numpy"),
+        recipe=recipe,
+        schedule=SHORT,
+    )
+    for step in range(40):
+        grads, _ = gradients(model, *batch(step))
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        other.step({str(i): np.array(g) for i, g in enumerate(grads)})
+        for i, v in enumerate(model.trainable_variables):
+            np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=2e-5, err_msg=f"step {step + 1}")
+    assert optimizer._compressor.engine.exchanges == other.engine.exchanges
+    assert optimizer.stats().bytes_sent == other.engine.traffic.total
+
+
+@pytest.mark.skipif(SIZE != 2, reason="compared on two ranks")
+def test_the_pytorch_face_gives_the_same_weights_and_sends_as_many_bytes():
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch.nn")
+    import horovod.torch as hvd_torch
+
+    import horovod_onebit.torch as onebit_torch
+
+    hvd_torch.init()
+    torch.set_num_threads(1)
+    model = build()
+    optimizer = zero_one(SHORT, epsilon=1e-12)
+    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in model.trainable_variables]
+    other = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-12, weight_decay=0.004)  # Keras's default
+    other = onebit_torch.DistributedOptimizer(other, [(str(i), p) for i, p in enumerate(parameters)], schedule=SHORT)
+    for step in range(40):
+        grads, _ = gradients(model, *batch(step))
+        other.zero_grad()
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = torch.from_numpy(np.array(g))
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        other.step()
+        assert optimizer.stats(norms=False).step_bytes_sent == other.stats(norms=False).step_bytes_sent
+    for v, p in zip(model.trainable_variables, parameters, strict=True):
+        np.testing.assert_allclose(np.asarray(v), p.detach().numpy(), atol=2e-5)
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("steps", [4, 7, 14, 22])
+def test_nan_on_one_worker_is_skipped_by_all(steps, graph):
+    """In an exact step, one that sends gradients, the first local ones, and one that ends an interval."""
+    model, optimizer = build(), zero_one(SHORT)
+    train(model, optimizer, steps, graph=graph)
+    before = [np.array(v) for v in [*model.variables, *optimizer.variables]]
+    x, y = map(np.array, batch(steps))
+    if RANK == SIZE - 1:
+        x[0, 0] = np.nan
+
+    def step(x, y):
+        grads, _ = gradients(model, x, y)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    (tf.function(step) if graph else step)(tf.constant(x), tf.constant(y))
+    for variable, old in zip([*model.variables, *optimizer.variables], before, strict=True):
+        if variable is not optimizer._tried:
+            np.testing.assert_array_equal(old, np.array(variable), err_msg=variable.name)
+    train(model, optimizer, 12, start=steps, graph=graph)
+    assert optimizer.stats().skipped_steps == 1
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_nan_is_an_error_on_all_where_that_is_wanted():
+    model, optimizer = build(), zero_one(SHORT, recipe=Recipe(on_nonfinite="raise"))
+    train(model, optimizer, 22)
+    before = weights(model)
+    grads = [tf.fill(v.shape, np.float32(np.nan if RANK == 0 else 1)) for v in model.trainable_variables]
+    with pytest.raises(NonFiniteError, match="NaN or Inf"):
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+    np.testing.assert_array_equal(weights(model), before)
+    train(model, optimizer, 12, start=22)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def compiled(seed=0, **arguments):
+    model = build(seed)
+    model.compile(optimizer=zero_one(SHORT, **arguments), loss=LOSS)
+    return model
+
+
+def fit(model, steps, start=0):
+    for step in range(start, start + steps):
+        model.train_on_batch(*batch(step))
+
+
+@pytest.mark.parametrize("steps", [2, 8, 12, 23])
+def test_a_resumed_run_goes_on_bit_for_bit(folder, steps):
+    """From warm-up, the gradient's stage, the freeze, and the middle of an interval of local steps."""
+    model = compiled()
+    fit(model, steps)
+    assert (kind_at(steps, SHORT) is Kind.LOCAL) == (steps == 23) == differ(model)
+    onebit.save_checkpoint(folder, model)
+    again = compiled(seed=5)
+    fit(again, 3)
+    onebit.load_checkpoint(folder, again)
+    for part in (model, again):
+        fit(part, 12, start=steps)
+    if SIZE == 2:
+        for one, other in zip(model.variables, again.variables, strict=True):
+            np.testing.assert_array_equal(one, other)
+    for part in (model, again):
+        part.optimizer.flush()
+        onebit.check_replicas(part.optimizer)
+
+
+def test_each_workers_saved_model_goes_on_from_the_middle_of_an_interval(folder):
+    model = compiled()
+    fit(model, 23)
+    assert differ(model)
+    path = folder / f"{RANK}.keras"
+    model.save(path)
+    again = keras.saving.load_model(path)
+    assert again.optimizer._wrapping.schedule == SHORT
+    again.optimizer.load_feedback_state_dict(model.optimizer.feedback_state_dict())
+    for part in (model, again):
+        fit(part, 12, start=23)
+    np.testing.assert_array_equal(weights(model), weights(again))
+
+
+def test_flush_in_the_middle_of_an_interval_brings_all_together():
+    model, optimizer = build(), zero_one(SHORT)
+    train(model, optimizer, 23)
+    rows = hvd.allgather(weights(model)[None], name="rows").numpy()
+    assert not (rows == rows[0]).all()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    np.testing.assert_allclose(weights(model), rows.mean(0), atol=1e-5)
+    onebit.check_replicas(optimizer)
+    sent = optimizer.stats(norms=False).bytes_sent
+    optimizer.flush()
+    assert optimizer.stats(norms=False).bytes_sent == sent
+    train(model, optimizer, 9, start=23)
+    assert kind_at(32, SHORT) is Kind.SYNC
+    assert_replicas_equal(model)
+
+
+def test_a_flush_that_one_worker_makes_alone_is_an_error_on_all():
+    model, optimizer = build(), zero_one(SHORT)
+    train(model, optimizer, 23)
+    call = optimizer.flush if RANK == 0 else (lambda: train(model, optimizer, 1, start=23))
+    with pytest.raises(DesyncError, match=r"worker \[0\] flush"):
+        call()
+    train(model, optimizer, 9, start=23)
+    assert_replicas_equal(model)
+
+
+def test_elastic_states_are_of_workers_that_were_brought_together():
+    model = compiled()
+    fit(model, 23)
+    assert differ(model)
+    state = elastic.KerasState(model, step=23)
+    assert_replicas_equal(model)
+    saved = weights(model)
+    fit(model, 3, start=23)
+    state.restore()
+    np.testing.assert_array_equal(weights(model), saved)
+    state.sync()
+    fit(model, 9, start=23)
+    assert_replicas_equal(model)
+    onebit.check_replicas(model.optimizer)
+
+
+def test_fit_in_one_execution_of_several_steps_with_all_that_goes_around_it():
+    model = build(seed=RANK)
+    inner = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(1e-3, global_clipnorm=1.0), initial_scale=8.0)
+    optimizer = onebit.DistributedOptimizer(inner, schedule=SHORT, exact=["*bias"])
+    model.compile(optimizer=optimizer, loss=LOSS, steps_per_execution=3)
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(12)), strict=True))
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()]
+    history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
+    assert optimizer.stats().step == 36
+    assert_replicas_equal(model)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+
+
+def test_the_moving_average_is_of_the_weights_that_all_have():
+    model, optimizer = build(), zero_one(SHORT, use_ema=True, ema_momentum=0.9)
+    expected, last = None, 0
+    for step in range(1, 33):
+        train(model, optimizer, 1, start=step - 1)
+        if kind_at(step, SHORT) is not Kind.LOCAL:
+            now, keep = np.array(model.trainable_variables[0]), 0.9 ** (step - last) if last else 0
+            expected, last = keep * (0 if expected is None else expected) + (1 - keep) * now, step
+    np.testing.assert_allclose(optimizer._model_variables_moving_average[0], expected, atol=1e-6)
+    onebit.check_replicas(optimizer)
+
+
+def test_several_passes_make_a_step():
+    model, optimizer = build(), zero_one(SHORT, wrapping={"backward_passes_per_step": 2})
+    train(model, optimizer, 64)
+    assert optimizer.stats().step == 32
+    assert kind_at(32, SHORT) is Kind.SYNC
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("what", ["schedule", "plain"])
+def test_workers_that_disagree_are_told(what):
+    other = onebit.ZeroOne(var_freeze_step=13, var_update_scaler=3) if what == "schedule" else None
+    optimizer = zero_one(SHORT if RANK == 0 else other)
+    with pytest.raises(DesyncError, match="argument of DistributedOptimizer"):
+        train(build(), optimizer, 1)
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "arguments", "error", "text"),
+    [
+        (lambda: keras.optimizers.SGD(0.1), {}, UnsupportedError, "0/1 Adam is Adam or AdamW"),
+        (lambda: keras.optimizers.Lamb(0.1), {}, UnsupportedError, "0/1 Adam is Adam or AdamW"),
+        (lambda: keras.optimizers.RMSprop(0.1), {}, UnsupportedError, "no 1-bit form"),
+        (lambda: keras.optimizers.Adam(0.1), {"warmup_steps": 10}, ConfigurationError, "first steps are the warm-up"),
+        (lambda: keras.optimizers.Adam(0.1), {"schedule": "zero_one"}, ConfigurationError, "expected a ZeroOne"),
+    ],
+)
+def test_bad_arguments(optimizer, arguments, error, text):
+    with pytest.raises(error, match=text):
+        onebit.DistributedOptimizer(optimizer(), **({"schedule": SHORT} | arguments))
+
+
+def test_a_hierarchy_is_refused():
+    with pytest.raises((UnsupportedError, ConfigurationError, tf.errors.OpError), match=r"0/1 Adam's workers differ"):
+        train(build(), zero_one(SHORT, recipe=Recipe(exchange="hierarchical")), 8)
