@@ -77,22 +77,43 @@ def in_rounds(
 
     Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
     """
+
+    def start(*values: Any) -> Round | None:
+        collectives.forget()
+        return coroutine.start(lambda: work(*values))
+
+    return in_turns(start, coroutine.resume, collectives, inputs)
+
+
+def in_turns(
+    start: Callable[..., Round | None],
+    resume: Callable[[Sequence[np.ndarray]], Round | None],
+    collectives: HorovodCollectives,
+    inputs: Sequence[Any],
+    label: str = "",
+) -> Any:
+    """Call ``start`` with the values of ``inputs``, then ``resume`` with what came of each round that they return.
+
+    Returns a tensor that is there when one of them has returned None. What runs at the same time in a graph has
+    another ``label``, on all workers alike.
+    """
     dtypes, groups = [tf.int32, *Round.DTYPES], collectives.groups
 
     def flat(asked: Round | None) -> list[Any]:
         return [np.int32(DONE), *NOTHING] if asked is None else [np.int32(asked.group), *asked.arrays()]
 
-    def start(*values: Any) -> list[Any]:
-        collectives.forget()
-        return flat(coroutine.start(lambda: work(*values)))
+    def begin(*values: Any) -> list[Any]:
+        with collectives.lock:
+            return flat(start(*values))
 
-    def resume(*received: Any) -> list[Any]:
-        return flat(coroutine.resume([view(tensor) for tensor in received]))
+    def proceed(*received: Any) -> list[Any]:
+        with collectives.lock:
+            return flat(resume([view(tensor) for tensor in received]))
 
     if tf.executing_eagerly():
-        group, *sent = start(*inputs)
+        group, *sent = begin(*inputs)
         while group != DONE:
-            group, *sent = resume(*groups[group].perform()(*map(tf.constant, sent)))
+            group, *sent = proceed(*groups[group].perform(label)(*map(tf.constant, sent)))
         return tf.constant(DONE)
 
     def shaped(tensors: Sequence[Any]) -> list[Any]:
@@ -102,14 +123,14 @@ def in_rounds(
 
     def perform(group: Any, sent: Sequence[Any]) -> Any:
         if len(groups) == 1:
-            return collectives.perform()(*sent)
-        return tf.switch_case(group, [functools.partial(one.perform(), *sent) for one in groups])
+            return collectives.perform(label)(*sent)
+        return tf.switch_case(group, [functools.partial(one.perform(label), *sent) for one in groups])
 
     def turn(group: Any, *sent: Any) -> list[Any]:
-        return shaped(host_values(resume, perform(group, sent), dtypes))
+        return shaped(host_values(proceed, perform(group, sent), dtypes))
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
-    asked = shaped(host_values(start, inputs, dtypes))
+    asked = shaped(host_values(begin, inputs, dtypes))
     return tf.while_loop(lambda group, *sent: group != DONE, turn, asked, parallel_iterations=1)[0]
 
 
