@@ -64,7 +64,7 @@ def test_overlap_changes_no_bit(what, monkeypatch):
         optimizer = wrap(OPTIMIZERS[kind](**options), warmup_steps=2, **arguments)
         train(model, optimizer, 12, graph=True)
         assert optimizer.phase == "compressed"
-        assert len(optimizer._compressor.engine.layout.buckets) > 2
+        assert len(optimizer._compressor.engine.layout.buckets) > 1
         assert_replicas_equal(model)
         found.append(state(model, optimizer))
     for one, other in zip(*found, strict=True):
