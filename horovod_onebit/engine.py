@@ -13,7 +13,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -63,6 +63,7 @@ class _Sent:
         encoded: the message that was written, and of what gradients; None as long as there is none.
         waiting: what its way is waiting for.
         stage: how many collectives have been waited for.
+        arrived: the messages of all; None as long as they are not here.
     """
 
     def __init__(self, bucket: Bucket, rules: Sequence[Rule]) -> None:
@@ -70,6 +71,7 @@ class _Sent:
         self.rules = rules
         self.encoded: tuple[wire.Message, Gradient] | None = None
         self.stage = 0
+        self.arrived: wire.Gathered | None = None
 
     def start(self, travel: Travel) -> None:
         """Begin ``travel``, up to the first thing that it waits for."""
@@ -92,17 +94,26 @@ class _Sent:
             self._travel.send(self.waiting.wait())
         except StopIteration as end:
             arrived: wire.Gathered = end.value
+            self.arrived = arrived
             return arrived
         raise AssertionError("this exchange waits for more than its stages")
 
 
-def apply(messages: wire.Gathered, rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> None:
-    """Move the weights of a bucket by the mean of its messages; ``rules`` are by tensor."""
+def apply(
+    messages: wire.Gathered,
+    rules: Sequence[Rule],
+    tensors: Sequence[Tensor],
+    context: Context,
+    before: Sequence[Tensor] | None = None,
+) -> None:
+    """Move the weights of a bucket by the mean of its messages; ``rules`` are by tensor. For ``before`` see
+    ``Rule.apply``."""
     with context.kernels.batch():
         for piece in messages.bucket.pieces:
             tensor = tensors[piece.tensor].part(piece.start, piece.stop)
+            old = None if before is None else before[piece.tensor].part(piece.start, piece.stop)
             coding = context.coding(piece.block_size, messages.bucket.codec)
-            rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, context)
+            rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, context, old)
 
 
 class Engine:
@@ -112,6 +123,9 @@ class Engine:
     workers (``withdraw`` or ``abandon_step`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
     collectives.
+
+    Where nobody may wait, a step whose workers have agreed already is ``plan``, ``send`` of each bucket, ``go_on`` and
+    ``move`` whenever something has come, and ``conclude``.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -484,11 +498,46 @@ class Engine:
             return self._finish(rules)
         with self.times.measure("exchange"):
             opened = [item.arrive() for item in self._sent.values()]
-        everywhere = np.logical_and.reduce([messages.finite for messages in opened], axis=0)
-        with self.times.measure("decode"):
-            if finite and bool(np.all(everywhere)):
+        if finite and all(messages.finite.all() for messages in opened):
+            with self.times.measure("decode"):
                 for messages in opened:
                     apply(messages, rules, self.tensors, self.context)
+        return self._conclude(rules, self.tensors, finite=finite)
+
+    def go_on(self, buckets: Iterable[int]) -> list[int]:
+        """Of ``buckets`` that were sent, let those go on that have what they wait for; those whose end this was, and
+        whose messages are all finite, may be moved."""
+        done = []
+        for index in buckets:
+            item = self._sent[index]
+            if item.arrived is None and item.waiting.ready():
+                if item.stage < self.exchange.stages:
+                    item.advance()
+                elif item.arrive().finite.all():
+                    done.append(index)
+        return done
+
+    def move(self, bucket_index: int, tensors: Sequence[Tensor]) -> None:
+        """Take the step of a bucket whose messages have arrived, from the engine's tensors to ``tensors``, whose
+        momenta and weights are memory for what they become."""
+        item = self._sent[bucket_index]
+        assert item.arrived is not None
+        with self.times.measure("decode"):
+            apply(item.arrived, item.rules, tensors, self.context, self.tensors)
+
+    def conclude(self, plan: Plan, tensors: Sequence[Tensor], *, finite: bool = True) -> bool:
+        """All buckets have arrived, and ``tensors`` were moved as far as messages are finite: end the step as
+        ``receive`` does. The engine's own tensors are then ``tensors``, if the step is taken. Local."""
+        self.exchanges += 1
+        return self._conclude(plan.rules, tensors, finite=finite)
+
+    def _conclude(self, rules: Sequence[Rule], tensors: Sequence[Tensor], *, finite: bool) -> bool:
+        """All have arrived: the step is taken if all messages are finite, and taken back if not."""
+        flags = [item.arrived.finite for item in self._sent.values() if item.arrived is not None]
+        everywhere = np.logical_and.reduce(flags, axis=0)
+        with self.times.measure("decode"):
+            if finite and bool(np.all(everywhere)):
+                self.tensors = list(tensors)
                 return self._finish(rules)
             self.exchange.settle(False)
             self.restore_all()

@@ -63,17 +63,20 @@ class Times:
 
     @contextmanager
     def measure(self, what: str) -> Iterator[None]:
-        if self.closed:
-            self.encode = self.exchange = self.decode = 0.0
-            self.closed = False
         start = time.perf_counter()
         try:
             with marks.range(what):
                 yield
         finally:
-            spent = time.perf_counter() - start
-            setattr(self, what, getattr(self, what) + spent)
-            self.total[what] += spent
+            self.add(what, time.perf_counter() - start)
+
+    def add(self, what: str, spent: float) -> None:
+        """Account for ``spent`` seconds of ``what``."""
+        if self.closed:
+            self.encode = self.exchange = self.decode = 0.0
+            self.closed = False
+        setattr(self, what, getattr(self, what) + spent)
+        self.total[what] += spent
 
 
 @dataclass(frozen=True)

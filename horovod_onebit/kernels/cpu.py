@@ -76,6 +76,22 @@ def _part_of_type(array, lo, hi):
     return lambda array, lo, hi: array[lo:hi]
 
 
+def _take(array, before, lo, hi):
+    pass
+
+
+@overload(_take)
+def _take_of_type(array, before, lo, hi):
+    """``array[lo:hi]`` becomes what ``before`` has there, if there is one."""
+    if isinstance(before, types.NoneType) or isinstance(array, types.NoneType):
+        return lambda array, before, lo, hi: None
+
+    def take(array, before, lo, hi):
+        array[lo:hi] = before[lo:hi]
+
+    return take
+
+
 @exact
 def _at(array, i):
     return f32(0) if array is None else array[i]
@@ -250,12 +266,14 @@ def _step(p, g, m, v, w, a):
         _put(w, i, moved[2])
 
 
-def _apply(p, m, v, w, a, rows, words, at, record, block_size, first, last):
+def _apply(p, m, v, w, a, old_m, old_w, rows, words, at, record, block_size, first, last):
     total = np.empty(8 * ((min(block_size, w.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, w.size)
         mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
+        _take(m, old_m, lo, hi)  # while it lies in the first-level cache
+        _take(w, old_w, lo, hi)
         step(p, total[: hi - lo], _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
 
 
@@ -378,13 +396,16 @@ def _recoder(codec: Codec, again: Codec) -> Any:
     return _loop(_recode, f"{codec.name}_{again.name}", **names)
 
 
-def apply(formula: Formula, p: Any, arrays: Arrays, rows: Bytes, at: int, coding: Coding) -> None:
+def apply(
+    formula: Formula, p: Any, arrays: Arrays, rows: Bytes, at: int, coding: Coding, before: Arrays | None = None
+) -> None:
     """See ``reference.apply``."""
+    old = (None, None) if before is None else (before.momentum, before.weight)
     loop, record = _compiled(_apply, coding.codec, formula), coding.codec.record_size(coding.block_size)
     words = rows.view(f32)
 
     def work(first: int, last: int) -> None:
-        loop(p, *arrays[1:], rows, words, at, record, coding.block_size, first, last)
+        loop(p, *arrays[1:], *old, rows, words, at, record, coding.block_size, first, last)
 
     over_blocks(arrays.weight.size, coding.block_size, work)
 

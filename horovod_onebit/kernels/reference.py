@@ -199,9 +199,17 @@ def recode(
     _compress(c, new_residual, row, out, again)
 
 
-def apply(formula: Formula, p: Any, arrays: Arrays, rows: Bytes, at: int, coding: Coding) -> None:
-    """Decode the workers' mean and move by it: ``move(formula, p, arrays)`` with the mean as the gradient."""
+def apply(
+    formula: Formula, p: Any, arrays: Arrays, rows: Bytes, at: int, coding: Coding, before: Arrays | None = None
+) -> None:
+    """Decode the workers' mean and move by it: ``move(formula, p, arrays)`` with the mean as the gradient.
+
+    With ``before``, its momentum and weight are what is moved, and ``arrays`` has where they go; they may be the same.
+    """
     assert arrays.weight is not None
+    if before is not None:
+        for source, target in ((before.momentum, arrays.momentum), (before.weight, arrays.weight)):
+            copy(source, target)
     move(formula, p, arrays._replace(gradient=decode_mean(rows, at, arrays.weight.size, coding)))
 
 

@@ -198,9 +198,15 @@ class Rule:
         how = self.contribution(tensor, context)
         context.kernels.restore(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
 
-    def apply(self, tensor: Tensor, rows: Bytes, at: int, coding: Coding, context: Context) -> None:
-        """Take step number ``tensor.step + 1`` with the mean of all messages, (k, bytes)."""
-        context.kernels.apply(*self.motion(tensor, context), tensor.arrays(), rows, at, coding)
+    def apply(
+        self, tensor: Tensor, rows: Bytes, at: int, coding: Coding, context: Context, before: Tensor | None = None
+    ) -> None:
+        """Take step number ``tensor.step + 1`` with the mean of all messages, (k, bytes).
+
+        From the momentum and the weight of ``before``, which stay as they are, if it is given.
+        """
+        old = None if before is None else before.arrays()
+        context.kernels.apply(*self.motion(tensor, context), tensor.arrays(), rows, at, coding, old)
 
 
 @dataclass(frozen=True)

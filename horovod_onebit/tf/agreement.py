@@ -38,10 +38,13 @@ class Agreement:
         kind of step it is: steps taken, exact ones, exact ones wanted, and passes, if several make a step.
         """
         engine = self._compressor.engine
-        indices = tuple(trained)
+        indices, optimizer = tuple(trained), self._compressor.optimizer
+        clips = str(
+            [optimizer.clipnorm, optimizer.global_clipnorm]
+        )  # of which a graph knows what was when it was traced
 
         def start(*values: Any) -> Handle:
-            return self._start(indices, *values)
+            return self._start(indices, clips, *values)
 
         def finish(handle: Handle) -> bool:
             engine.finish_agreement(handle)
@@ -50,7 +53,7 @@ class Agreement:
         call = f"a step of {engine.name}"
         return meet(self._compressor.collectives, start, finish, now, tf.bool, call)
 
-    def _start(self, trained: tuple[int, ...], learning_rate: Any, *counters: Any) -> Handle:
+    def _start(self, trained: tuple[int, ...], clips: str, learning_rate: Any, *counters: Any) -> Handle:
         compressor = self._compressor
         engine, optimizer = compressor.engine, compressor.optimizer
         if engine.workers_changed:
@@ -60,7 +63,7 @@ class Agreement:
             )
         counts = [int(counter) for counter in counters]
         rule = compressor.adapter.rule(optimizer, float(learning_rate), 0.0, counts[1], 1.0)
-        setup = f"{counts} {optimizer._wrapping} {self._variables(trained)}"
+        setup = f"{counts} {optimizer._wrapping} {clips} {self._variables(trained)}"
         handle = engine.start_agreement(setup=setup, options=f"{rule} {self._options()}")
         assert isinstance(handle, Handle)
         return handle

@@ -2,12 +2,14 @@
 
 What is started waits until somebody waits for it; then all that was started leaves together, as one round of at most
 one operation of each kind. Inside a ``Coroutine`` the round is handed over to the graph that the step is part of;
-elsewhere it runs here. Either way its operations have the same names, whatever name scopes they are in.
+elsewhere it runs here. Or it is taken, before anybody waits, to leave as a ``Parcel`` of its own. Either way its
+operations have the same names, whatever name scopes they are in.
 """
 
 from __future__ import annotations
 
 import re
+import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -47,7 +49,6 @@ class Round:
     gathered: NDArray[np.uint8]
     scattered: NDArray[np.uint8]
     splits: NDArray[np.int32]  # bytes of ``scattered`` for each worker
-    group: int = 0  # whose round it is: the number of the collectives among ``HorovodCollectives.groups``
 
     DTYPES = (tf.float32, tf.uint8, tf.uint8, tf.int32)
 
@@ -66,12 +67,37 @@ class Handle:
         self.result: NDArray | None = None
 
     def ready(self) -> bool:
-        return False  # or the order of what follows would depend on when messages come
+        return self.result is not None  # its round has been delivered
 
     def wait(self) -> NDArray:
         while self.result is None:
             self.collectives.complete(self)
         return self.result
+
+
+class Parcel:
+    """Collectives that were started and leave by themselves: round by round, those of one group together."""
+
+    def __init__(self) -> None:
+        self._pending: list[Handle] = []
+        self._leaving: dict[str, list[Handle]] = {}
+
+    def put(self, handles: Sequence[Handle]) -> None:
+        self._pending += handles
+
+    def leave(self) -> Round | None:
+        """The next round; None if nothing is left."""
+        if not self._pending:
+            return None
+        group = self._pending[0].collectives
+        own = [handle for handle in self._pending if handle.collectives is group]
+        self._leaving, left = group.fit(own)
+        self._pending = left + [handle for handle in self._pending if handle.collectives is not group]
+        return group.fuse(self._leaving)
+
+    def deliver(self, received: Sequence[NDArray]) -> None:
+        """What came of the round that left last."""
+        deliver(self._leaving, received)
 
 
 class HorovodCollectives:
@@ -81,15 +107,16 @@ class HorovodCollectives:
 
     Attributes:
         groups: itself; after ``hosts`` was asked, its host's workers, and those of its place on all hosts, as well.
+        lock: to be held by host functions, which TensorFlow may run at the same time.
     """
 
     gathers_on_device = False
 
-    def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit", number: int = 0) -> None:
+    def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit") -> None:
         self.process_set = process_set
         self.name = name
-        self.number = number
         self.groups = [self]
+        self.lock = threading.Lock()
         self._started: list[Handle] = []
         self._functions: dict[str, Any] = {}
 
@@ -132,33 +159,39 @@ class HorovodCollectives:
         for group in self.groups:
             group._started.clear()
 
+    def take(self) -> list[Handle]:
+        """What was started and has not left, of all groups: the caller sees to it from here on."""
+        taken = [handle for group in self.groups for handle in group._started]
+        self.forget()
+        return taken
+
     def complete(self, handle: Handle) -> None:
         """Let a round leave and come back, which need not have ``handle`` in it yet."""
         if handle.kind == "meet":
             handle.result = view(self.sum_integers(handle.name)(tf.constant(handle.array)))
             return
-        kinds = self._take()
-        sent = self._fuse(kinds)
+        kinds, self._started = self.fit(self._started)
+        sent = self.fuse(kinds)
         if coroutine.asking():
             received = coroutine.ask(sent)
         else:
             received = [view(t) for t in self.perform()(*map(tf.constant, sent.arrays()))]
-        self._deliver(kinds, received)
+        deliver(kinds, received)
 
-    def _take(self) -> dict[str, list[Handle]]:
-        """What leaves now, by kind: what was started, in order, as far as one operation can carry it."""
+    def fit(self, handles: Sequence[Handle]) -> tuple[dict[str, list[Handle]], list[Handle]]:
+        """Of ``handles``, in order, what leaves now, by kind, as far as one operation can carry it; what is left."""
         limit = min(ROUND_LIMIT, GATHER_LIMIT // self.size)
         kinds: dict[str, list[Handle]] = {"sum": [], "gather": [], "scatter": []}
         sizes = dict.fromkeys(kinds, 0)
         left: list[Handle] = []
-        for handle in self._started:
+        for handle in handles:
             sizes[handle.kind] += handle.array.nbytes
             fits = sizes[handle.kind] <= limit or not kinds[handle.kind]
             (kinds[handle.kind] if fits else left).append(handle)
-        self._started = left
-        return kinds
+        return kinds, left
 
-    def _fuse(self, kinds: dict[str, list[Handle]]) -> Round:
+    def fuse(self, kinds: dict[str, list[Handle]]) -> Round:
+        """One round of what leaves."""
         sums, gathered, scattered = NOTHING[:3]
         if kinds["sum"]:
             sums = _join([handle.array for handle in kinds["sum"]])
@@ -166,27 +199,11 @@ class HorovodCollectives:
             gathered = _join([handle.array for handle in kinds["gather"]])
         if kinds["scatter"]:
             scattered = _join([handle.array.reshape(self.size, -1) for handle in kinds["scatter"]]).reshape(-1)
-        return Round(sums, gathered, scattered, self._splits(len(scattered)), self.number)
+        return Round(sums, gathered, scattered, self._splits(len(scattered)))
 
     def _splits(self, length: int) -> NDArray[np.int32]:
         """How many of ``length`` bytes go to each worker."""
         return np.full(self.size, length // self.size, np.int32)
-
-    def _deliver(self, kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
-        for handles, result in zip(kinds.values(), received, strict=True):
-            if len(handles) == 1:
-                handles[0].result = result  # a gather's may be of any size: its caller looks
-            elif handles:
-                self._cut(handles, result)
-
-    def _cut(self, handles: Sequence[Handle], result: NDArray) -> None:
-        rows = 1 if handles[0].kind == "sum" else self.size
-        lengths = [handle.array.size // (self.size if handle.kind == "scatter" else 1) for handle in handles]
-        if result.size != rows * sum(lengths):
-            raise DesyncError("the workers sent messages of different sizes: they do not train the same")
-        parts = np.split(result.reshape(rows, -1), np.cumsum(lengths)[:-1], axis=1)
-        for handle, part in zip(handles, parts, strict=True):
-            handle.result = np.ascontiguousarray(part).reshape(-1)
 
     # -- Horovod's operations, for graphs and eager code --------------------------------------------------------------
 
@@ -198,9 +215,12 @@ class HorovodCollectives:
 
         return self._function(f"integers {name}", operation, [tf.int32])
 
-    def perform(self) -> Any:
-        """A function of a round's arrays as tensors: what comes of them, in the order sums, gathered, scattered."""
-        name, process_set = plain(self.name), self.process_set
+    def perform(self, label: str = "") -> Any:
+        """A function of a round's arrays as tensors: what comes of them, in the order sums, gathered, scattered.
+
+        Rounds that may be under way at the same time have different ``label``.
+        """
+        name, process_set = plain(f"{self.name}.{label}" if label else self.name), self.process_set
 
         def gather(tensor: Any) -> Any:
             return hvd.allgather(tensor, name=f"{name}.gather", ignore_name_scope=True, process_set=process_set)
@@ -258,13 +278,33 @@ class Group(HorovodCollectives):
     def allgather(self, array: NDArray[np.uint8], name: str) -> Handle:
         return self.alltoall(np.tile(array, self.size), name)
 
-    def perform(self) -> Any:
-        return self._whole.perform()
+    def perform(self, label: str = "") -> Any:
+        return self._whole.perform(label)
 
     def _splits(self, length: int) -> NDArray[np.int32]:
         splits = np.zeros(self._whole.size, np.int32)
         splits[self._ranks] = length // self.size
         return splits
+
+
+def deliver(kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
+    """Give what came of a round to the handles that it was made of."""
+    for handles, result in zip(kinds.values(), received, strict=True):
+        if len(handles) == 1:
+            handles[0].result = result  # a gather's may be of any size: its caller looks
+        elif handles:
+            _cut(handles, result)
+
+
+def _cut(handles: Sequence[Handle], result: NDArray) -> None:
+    size = handles[0].collectives.size
+    rows = 1 if handles[0].kind == "sum" else size
+    lengths = [handle.array.size // (size if handle.kind == "scatter" else 1) for handle in handles]
+    if result.size != rows * sum(lengths):
+        raise DesyncError("the workers sent messages of different sizes: they do not train the same")
+    parts = np.split(result.reshape(rows, -1), np.cumsum(lengths)[:-1], axis=1)
+    for handle, part in zip(handles, parts, strict=True):
+        handle.result = np.ascontiguousarray(part).reshape(-1)
 
 
 def _join(arrays: list[NDArray]) -> NDArray:

@@ -7,8 +7,9 @@ wrapped optimizer updates them in the graph. All others are *compressed*: the en
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -17,7 +18,7 @@ import tensorflow as tf
 
 from horovod_onebit.averages import all_finite, mean_norms, start_sum
 from horovod_onebit.checks import mapping, matching
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import agreement_name
 from horovod_onebit.feedback import SERVER_PREFIX
@@ -43,19 +44,44 @@ class Progress:
 
 @dataclass(frozen=True)
 class Values:
-    """What a compressed step reads, in the order of the variables: flat float32 arrays, or None where there is none.
+    """What a compressed step reads of variables, in their order: flat float32 arrays, or None where there is none.
 
     They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to.
     """
 
-    grads: Sequence[Array]
     weights: Sequence[Array]
     momenta: Sequence[Array | None]
     variances: Sequence[Array | None]
 
 
+@dataclass
+class UnderWay:
+    """A compressed step that was begun.
+
+    Attributes:
+        factors: what each gradient is multiplied by, first those of the compressed variables.
+        moved: the compressed variables after the step, as far as messages have arrived.
+        grads: the gradients that are there, flat, by number of the variable.
+        arrive: gives the means of the exact gradients, once their sum is here.
+        sent: when the last message left, and how much time decoding had taken by then, in seconds.
+    """
+
+    plan: Plan
+    factors: Sequence[float]
+    moved: list[Tensor]
+    grads: dict[int, Array] = field(default_factory=dict)
+    arrive: Callable[[], list[Array]] = list
+    sent: tuple[float, float] = (0.0, 0.0)
+
+
 class Compressor:
-    """Belongs to one Keras ``DistributedOptimizer``."""
+    """Belongs to one Keras ``DistributedOptimizer``.
+
+    Attributes:
+        in_one_piece: whether a step is taken by ``step`` when all gradients are there, and not by sections.
+    """
+
+    in_one_piece = False
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         self.optimizer = optimizer
@@ -68,6 +94,7 @@ class Compressor:
         self.coroutine = Coroutine()
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
+        self.under_way: UnderWay | None = None
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[tuple[int, ...], Any] = {}
@@ -75,6 +102,8 @@ class Compressor:
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.coroutine.abandon()
+        if self.under_way is not None:
+            self._end()
 
     @property
     def together(self) -> bool:
@@ -158,75 +187,76 @@ class Compressor:
             self.tensors.append(tensor)
 
     def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
-        """Point the tensors at the values; at copies of those that the step changes.
-
-        At the first compressed step, the exact steps' momentum becomes the rule's.
-        """
+        """Point the tensors at the values. At the first compressed step, the exact steps' momentum becomes the
+        rule's."""
         first = progress.steps == progress.exact_steps
         for i, tensor in enumerate(self.tensors):
-            weight, momentum, tensor.variance = values.weights[i], values.momenta[i], values.variances[i]
+            momentum, tensor.weight, tensor.variance = values.momenta[i], values.weights[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
-                momentum = tensor.momentum if tensor.momentum.size == weight.size else np.zeros_like(weight)
-            else:
-                momentum = self.adapter.first_momentum(momentum, progress.learning_rate) if first else momentum
-                momentum = aligned_copy(momentum)
-            tensor.weight, tensor.momentum = aligned_copy(weight), momentum
+                there = tensor.momentum.size == tensor.weight.size
+                momentum = tensor.momentum if there else np.zeros_like(tensor.weight)
+            elif first:
+                momentum = self.adapter.first_momentum(momentum, progress.learning_rate)
+            tensor.momentum = momentum
             tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
-    def step(
-        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
-    ) -> tuple[bool, list[Array]]:
-        """Update the compressed variables; whether the step was taken, and the means of the exact gradients.
+    def begin_step(
+        self, indices: tuple[int, ...], values: Values, progress: Progress, small: int, grads: Sequence[Array]
+    ) -> None:
+        """Begin a compressed step of the variables ``indices``, and ``small`` exact ones. Runs in ``coroutine``.
 
-        The weights and momenta after it are in ``tensors``, in arrays that nobody will write to again. Runs in
-        ``coroutine``.
+        ``grads`` are all gradients if they are clipped by their norms, else none.
         """
-        try:
-            return self._step(indices, values, exact, progress)
-        except BaseException:
-            self.engine.restore_all()
-            raise
-        finally:
-            self.engine.end_step()
-
-    def _step(
-        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
-    ) -> tuple[bool, list[Array]]:
-        optimizer, grads = self.optimizer, values.grads
+        if self.under_way is not None:
+            self._end()
         self._bind(indices)
-        factors = self._clip_factors([*grads, *exact])
-        if optimizer.clipvalue is not None:
-            grads, exact = (
-                [np.clip(g, -optimizer.clipvalue, optimizer.clipvalue) for g in gs] for gs in (grads, exact)
-            )
-        rules = [
-            self._rule(optimizer._trainable_variables[i], progress, factor)
-            for i, factor in zip(indices, factors, strict=False)
-        ]
+        factors = self._clip_factors(grads, len(indices) + small)
+        variables = (self.optimizer._trainable_variables[i] for i in indices)
+        rules = [self._rule(v, progress, factor) for v, factor in zip(variables, factors, strict=False)]
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
-        plan, arrive = self.engine.plan(self._kind(), rules), self._start_average(exact, factors[len(grads) :])
-        finite = self._start_finite(grads)
-        by_number = dict(enumerate(grads))
-        self.engine.send_rest(by_number, plan)
-        with self.engine.times.measure("exchange"):  # a whole round, messages and all
-            means = arrive()
-        taken = self.engine.receive(by_number, plan, finite=finite() and all_finite(means))
-        if taken:
-            self._keep(rules)
-        return taken, means
+        plan = self.engine.plan(Kind.ONEBIT, rules)
+        moved = [_to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
+        self.under_way = UnderWay(plan, factors, moved)
 
-    def _kind(self) -> Kind:
-        """The kind of the next step."""
-        return Kind.ONEBIT
+    def step(
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
+    ) -> tuple[bool, list[Array], list[Tensor]]:
+        """A whole step, of all gradients; returns what ``conclude`` does. Runs in ``coroutine``."""
+        raise NotImplementedError
 
-    def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
-        """Start asking whether all workers' ``grads`` are finite, where messages would tell too late."""
-        return lambda: True
+    def clipped(self, grad: Array) -> Array:
+        """A gradient that ``clipvalue`` has seen."""
+        limit = self.optimizer.clipvalue
+        return grad if limit is None else np.clip(grad, -limit, limit)
 
-    def _keep(self, rules: Sequence[Rule]) -> None:
-        """A step was taken by ``rules``: keep what is neither weight nor momentum."""
+    def average_exact(self, grads: Sequence[Array]) -> None:
+        """Start the average of the exact gradients of the step that was begun."""
+        step = self.under_way
+        assert step is not None
+        step.arrive = self._start_average([self.clipped(g) for g in grads], step.factors[len(self.indices) :])
+
+    def conclude(self) -> tuple[bool, list[Array], list[Tensor]]:
+        """End the step that was begun, when everything has arrived: whether it is taken, the exact means, and the
+        variables after it, in arrays that nobody will write to again."""
+        step = self.under_way
+        assert step is not None
+        decoded = self.engine.times.decode - step.sent[1]
+        self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
+        try:
+            means = step.arrive()
+            taken = self.engine.conclude(step.plan, step.moved, finite=all_finite(means))
+            self.tensors = list(self.engine.tensors)
+        finally:
+            self._end()
+        return taken, means, step.moved
+
+    def _end(self) -> None:
+        """Take back what is left of a step, and close its accounts."""
+        self.under_way = None
+        self.engine.restore_all()
+        self.engine.end_step()
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer
@@ -234,20 +264,20 @@ class Compressor:
         scale = factor * (self.engine.collectives.size if self.sum_gradients else 1)
         return self.adapter.rule(optimizer, progress.learning_rate, decay, progress.exact_steps, scale)
 
-    def _clip_factors(self, grads: Sequence[Array]) -> list[float]:
-        """What each gradient is multiplied by, the same on all workers: clipping by the root mean square, over the
-        workers, of the norms of their own gradients."""
+    def _clip_factors(self, grads: Sequence[Array], count: int) -> Sequence[float]:
+        """What each of ``count`` gradients is multiplied by, the same on all workers: clipping by the root mean square,
+        over the workers, of the norms of their own gradients, if those are given."""
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         factor = 1.0 / optimizer.loss_scale_factor if optimizer.loss_scale_factor else 1.0
-        if not limit:
-            return [factor] * len(grads)
+        if not limit or not grads:
+            return [factor] * count
         squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * factor**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
         norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
         scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
-        return [float(s) for s in np.broadcast_to(scales, len(grads))]
+        return [float(s) for s in np.broadcast_to(scales, count)]
 
     def _start_average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
         """Start one allreduce of exact gradients, in float32; the result waits for their means (or sums)."""
@@ -296,12 +326,23 @@ class Compressor:
 
 
 def aligned_copy(array: Array) -> Array:
-    """A copy that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
-    memory = np.empty(array.nbytes + 64, np.uint8)
-    start = -memory.__array_interface__["data"][0] % 64
-    copy = memory[start : start + array.nbytes].view(np.float32)
+    """A copy that TensorFlow can adopt."""
+    copy = _aligned(array.size)
     copy[:] = array
     return copy
+
+
+def _aligned(size: int) -> Array:
+    """Memory for ``size`` float32 that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""
+    memory = np.empty(4 * size + 64, np.uint8)
+    start = -memory.__array_interface__["data"][0] % 64
+    return memory[start : start + 4 * size].view(np.float32)
+
+
+def _to_move(tensor: Tensor, momentum: Array | None) -> Tensor:
+    """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
+    size = tensor.weight.size
+    return replace(tensor, weight=_aligned(size), momentum=tensor.momentum if momentum is None else _aligned(size))
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:

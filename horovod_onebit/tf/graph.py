@@ -19,9 +19,6 @@ from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
 from horovod_onebit.tf.coroutine import Coroutine
 
-DONE = -1
-"""Instead of the number of a group whose round it is."""
-
 
 def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
     """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs."""
@@ -76,35 +73,56 @@ def in_rounds(
 
     Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
     """
-    dtypes = [tf.int32, *Round.DTYPES]
+
+    def start(*values: Any) -> Round | None:
+        collectives.forget()
+        return coroutine.start(lambda: work(*values))
+
+    return in_turns(start, coroutine.resume, collectives, inputs)
+
+
+def in_turns(
+    start: Callable[..., Round | None],
+    resume: Callable[[Sequence[np.ndarray]], Round | None],
+    collectives: HorovodCollectives,
+    inputs: Sequence[Any],
+    label: str = "",
+) -> Any:
+    """Call ``start`` with the values of ``inputs``, then ``resume`` with what came of each round that they return.
+
+    Returns a tensor that is there when one of them has returned None. What runs at the same time in a graph has
+    another ``label``, on all workers alike.
+    """
+    dtypes = [tf.bool, *Round.DTYPES]
 
     def flat(asked: Round | None) -> list[Any]:
-        return [np.int32(DONE), *NOTHING] if asked is None else [np.int32(asked.group), *asked.arrays()]
+        return [np.bool_(asked is not None), *(NOTHING if asked is None else asked.arrays())]
 
-    def start(*values: Any) -> list[Any]:
-        collectives.forget()
-        return flat(coroutine.start(lambda: work(*values)))
+    def begin(*values: Any) -> list[Any]:
+        with collectives.lock:
+            return flat(start(*values))
 
-    def resume(*received: Any) -> list[Any]:
-        return flat(coroutine.resume([view(tensor) for tensor in received]))
+    def proceed(*received: Any) -> list[Any]:
+        with collectives.lock:
+            return flat(resume([view(tensor) for tensor in received]))
 
     if tf.executing_eagerly():
-        group, *sent = start(*inputs)
-        while group != DONE:
-            group, *sent = resume(*collectives.perform()(*map(tf.constant, sent)))
-        return tf.constant(DONE)
+        more, *sent = begin(*inputs)
+        while more:
+            more, *sent = proceed(*collectives.perform(label)(*map(tf.constant, sent)))
+        return tf.constant(False)
 
     def shaped(tensors: Sequence[Any]) -> list[Any]:
         for tensor, shape in zip(tensors, [[], *([[None]] * len(Round.DTYPES))], strict=True):
             tensor.set_shape(shape)
         return list(tensors)
 
-    def turn(group: Any, *sent: Any) -> list[Any]:
-        return shaped(host_values(resume, collectives.perform()(*sent), dtypes))
+    def turn(_: Any, *sent: Any) -> list[Any]:
+        return shaped(host_values(proceed, collectives.perform(label)(*sent), dtypes))
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
-    asked = shaped(host_values(start, inputs, dtypes))
-    return tf.while_loop(lambda group, *sent: group != DONE, turn, asked, parallel_iterations=1)[0]
+    asked = shaped(host_values(begin, inputs, dtypes))
+    return tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
 
 
 _order: list[Any] = []

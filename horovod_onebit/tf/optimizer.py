@@ -422,8 +422,8 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     schedule, kind = wrapping.schedule, type(optimizer)
     if isinstance(schedule, Local) and schedule.delay:
         raise UnsupportedError(
-            f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message can "
-            "be under way between two steps: leave delay out"
+            f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "
+            "can be under way between two steps: leave delay out"
         )
     adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
     adapter.check(optimizer)

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.tf.collectives import view
@@ -29,6 +29,8 @@ from horovod_onebit.tf.wrapping import Wrapping
 class ZeroOneSteps(Compressor):
     """The steps of one Keras ``DistributedOptimizer`` by 0/1 Adam, after its warm-up."""
 
+    in_one_piece = True  # some steps send nothing, others exact gradients
+
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         assert isinstance(wrapping.schedule, ZeroOne)
@@ -37,17 +39,44 @@ class ZeroOneSteps(Compressor):
     def _kind(self) -> Kind:
         return kind_of(self.schedule, self.engine.exchanges + 1)
 
-    def _step(
-        self, indices: tuple[int, ...], values: Values, exact: Sequence[Array], progress: Progress
-    ) -> tuple[bool, list[Array]]:
+    def step(
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
+    ) -> tuple[bool, list[Array], list[Tensor]]:
         engine, optimizer = self.engine, self.optimizer
         engine.exchanges = int(optimizer._tried.value)
         if self.schedule.starts_local(engine.exchanges + 1):
             engine.feedback.reset()
         try:
-            return super()._step(indices, values, exact, self._renewed(progress))
+            taken, means = self._step(indices, values, grads, exact, self._renewed(now))
+        except BaseException:
+            engine.restore_all()
+            raise
         finally:
             optimizer._tried.assign(engine.exchanges)
+            engine.end_step()
+        return taken, means, self.tensors
+
+    def _step(
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
+    ) -> tuple[bool, list[Array]]:
+        engine = self.engine
+        self._bind(indices)
+        factors = self._clip_factors([*grads, *exact], len(grads) + len(exact))
+        grads, exact = ([self.clipped(g) for g in gs] for gs in (grads, exact))
+        variables = (self.optimizer._trainable_variables[i] for i in indices)
+        rules = [self._rule(v, now, factor) for v, factor in zip(variables, factors, strict=False)]
+        self._load(values, rules, now)
+        engine.prepare(self.tensors, rules)
+        plan, arrive = engine.plan(self._kind(), rules), self._start_average(exact, factors[len(grads) :])
+        finite = self._start_finite(grads)
+        by_number = dict(enumerate(grads))
+        engine.send_rest(by_number, plan)
+        with engine.times.measure("exchange"):  # a whole round, messages and all
+            means = arrive()
+        taken = engine.receive(by_number, plan, finite=finite() and all_finite(means))
+        if taken:
+            self._keep(rules)
+        return taken, means
 
     def _renewed(self, progress: Progress) -> Progress:
         """``progress``, whose exact steps are those that the second moment has seen."""
@@ -67,6 +96,7 @@ class ZeroOneSteps(Compressor):
         counted = np.array(self.optimizer._counted.value)
         for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
             tensor.layer = counted[i]
+            tensor.weight, tensor.momentum = aligned_copy(tensor.weight), aligned_copy(tensor.momentum)
             if _departs(counted[i], rule.kind):
                 tensor.anchor = aligned_copy(tensor.weight)
             else:
@@ -76,12 +106,14 @@ class ZeroOneSteps(Compressor):
                 tensor.variance = aligned_copy(tensor.variance)
 
     def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
-        """A local step sends nothing else that would tell, and cannot be taken back."""
+        """Start asking whether all workers' ``grads`` are finite: a local step sends nothing else that would tell, and
+        cannot be taken back."""
         own = np.array([not all_finite(grads)], np.float32)
         handle = self.collectives.allreduce(own, f"{self.engine.name}.finite")
         return lambda: not handle.wait().any()
 
     def _keep(self, rules: Sequence[Any]) -> None:
+        """A step was taken by ``rules``: keep what is neither weight nor momentum."""
         optimizer = self.optimizer
         counted = np.array(optimizer._counted.value)
         for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
@@ -122,7 +154,7 @@ class ZeroOneSteps(Compressor):
         progress = self._renewed(Progress(float(optimizer.learning_rate), steps, steps - compressed))
         rules = [self._of(v, progress, 1.0, Kind.SYNC) for v in variables]
         self._bind(indices)
-        self._load(Values([], [_flat(v) for v in variables], [_flat(m) for m in momenta], variances), rules, progress)
+        self._load(Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances), rules, progress)
         engine.exchanges = int(optimizer._tried.value)
         engine.prepare(self.tensors, rules)
         engine.flush(rules)

@@ -221,13 +221,18 @@ def test_apply_and_decode_are_the_reference(workers, case, codec):
         rows = messages(workers, size, how, 32, size)
         momentum, weight, v = arrays(size, size, count=3)
         v, put = np.abs(v), Device(workers % 2)
-        device, out = Arrays(None, put(momentum), put(v), put(weight)), put(np.zeros(size, f32))
-        kernels.apply(formula, p, device, rows, 32, how)
+        before, out = Arrays(None, put(momentum), put(v), put(weight)), put(np.zeros(size, f32))
+        device = before._replace(momentum=put(np.zeros(size, f32)), weight=put(np.zeros(size, f32)))
+        kernels.apply(formula, p, device, rows, 32, how, before)
+        np.testing.assert_array_equal(host(before.momentum), momentum)
+        np.testing.assert_array_equal(host(before.weight), weight)
+        kernels.apply(formula, p, before, rows, 32, how)
         kernels.decode_mean(rows, 32, size, how, out=out)
         np.testing.assert_array_equal(host(out), reference.decode_mean(rows, 32, size, how))
         reference.apply(formula, p, Arrays(None, momentum, v, weight), rows, 32, how)
-        np.testing.assert_array_equal(host(device.momentum), momentum)
-        np.testing.assert_array_equal(host(device.weight), weight)
+        for moved in (device, before):
+            np.testing.assert_array_equal(host(moved.momentum), momentum)
+            np.testing.assert_array_equal(host(moved.weight), weight)
 
 
 @pytest.mark.parametrize("block_size", BLOCKS)

@@ -162,6 +162,30 @@ def test_apply_is_the_reference(size, workers, seed, block_size, case, codec, at
         np.testing.assert_array_equal(x, y)
 
 
+@settings(max_examples=60, deadline=None)
+@given(
+    size=st.integers(0, 700),
+    seed=st.integers(0, 10**6),
+    block_size=st.sampled_from([8, 128, 1024]),
+    case=st.sampled_from(sorted(MOTIONS)),
+    kernels=st.sampled_from([reference, cpu]),
+)
+def test_apply_from_arrays_that_stay_as_they_are(size, seed, block_size, case, kernels):
+    how, (formula, p) = coding(block_size, "sign"), MOTIONS[case]
+    rows = random_rows(np.random.default_rng(seed), 2, size, how, 0)
+    inputs, new = (Inputs(size, seed) for _ in range(2))
+    before = inputs.all()._replace(gradient=None)
+    for array in (before.momentum, before.weight):
+        array.flags.writeable = False
+    new.momentum[:], new.weight[:] = np.nan, np.nan
+    after = before._replace(momentum=new.momentum, weight=new.weight)
+    kernels.apply(formula, p, after, rows, 0, how, before)
+    there = Inputs(size, seed)
+    kernels.apply(formula, p, there.all()._replace(gradient=None), rows, 0, how)
+    np.testing.assert_array_equal(new.momentum, there.momentum)
+    np.testing.assert_array_equal(new.weight, there.weight)
+
+
 @settings(max_examples=80, deadline=None)
 @given(
     size=st.integers(1, 500),

@@ -228,10 +228,15 @@ def recode(
     return None
 
 
-def apply(formula: Formula, p: Any, arrays: Arrays, rows: Any, at: int, coding: Coding) -> None:
+def apply(
+    formula: Formula, p: Any, arrays: Arrays, rows: Any, at: int, coding: Coding, before: Arrays | None = None
+) -> None:
     """See ``reference.apply``."""
     if _on_host(arrays.weight):
-        return cpu.apply(formula, p, arrays, rows, at, coding)
+        return cpu.apply(formula, p, arrays, rows, at, coding, before)
+    if before is not None:
+        copy(before.momentum, arrays.momentum)
+        copy(before.weight, arrays.weight)
     line = _row(coding, p)
     _set_tensors(line, *_numbered(arrays._replace(gradient=None)))
     sent = _set_rows(line, rows, at, coding)

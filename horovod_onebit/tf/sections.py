@@ -1,0 +1,100 @@
+"""Sections: variables whose messages leave together, as soon as their gradients are there.
+
+Which variables a section has follows from their sizes and the recipe alone, so that all workers know it when they trace
+a step, without asking. Which buckets leave with it is known when the engine has laid them out: those of its variables.
+The last section has all variables. It takes the buckets that no other has alone, and the exact gradients.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+
+from numpy.typing import NDArray
+
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Layout, TensorSpec, plan
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.tf.collectives import Parcel, Round
+from horovod_onebit.tf.compressor import Compressor
+
+MOST = 32
+"""Sections of a step, about: each costs some time when a step is traced."""
+
+
+def sections(sizes: Sequence[int], recipe: Recipe) -> list[tuple[int, ...]]:
+    """The numbers of the variables of each section, the last variables first: their gradients come first.
+
+    ``sizes`` are those of the compressed variables, in elements. There is at least one section.
+    """
+    # Other exchanges may lay buckets out otherwise, by a few scales.
+    layout = plan([TensorSpec(str(i), size) for i, size in enumerate(sizes)], replace(recipe, exchange="direct"), 1)
+    enough = max(recipe.bucket_size // 2, layout.size // MOST)
+    early: list[tuple[int, ...]] = []
+    numbers, size = set[int](), 0
+    for bucket in reversed(layout.buckets):
+        numbers |= {piece.tensor for piece in bucket.pieces}
+        size += bucket.size
+        if 0 in numbers:  # the gradient that comes last
+            break
+        if size >= enough:
+            if not any(numbers <= set(section) for section in early):  # of a variable that is cut, say
+                early.append(tuple(sorted(numbers)))
+            numbers, size = set(), 0
+    return [*early, tuple(range(len(sizes)))]
+
+
+class Section:
+    """One section's way to the other workers, in one graph: ``start``, then ``resume`` as often as it has a round."""
+
+    def __init__(self, compressor: Compressor, all_sections: Sequence[tuple[int, ...]], number: int) -> None:
+        self._compressor = compressor
+        self._all = all_sections
+        self._number = number
+        self._layout: Layout | None = None
+        self._buckets: list[int] = []
+        self._parcel = Parcel()
+
+    @property
+    def last(self) -> bool:
+        return self._number == len(self._all) - 1
+
+    def start(self, grads: Sequence[Array], exact: Sequence[Array]) -> Round | None:
+        """Encode the section's buckets; the first round. ``exact`` are the exact gradients, for the last section."""
+        compressor = self._compressor
+        engine, step = compressor.engine, compressor.under_way
+        assert step is not None
+        self._parcel = Parcel()
+        step.grads |= {i: compressor.clipped(g) for i, g in zip(self._all[self._number], grads, strict=True)}
+        for bucket in self._own():
+            engine.send(bucket, step.grads, step.plan)
+        if self.last:
+            compressor.average_exact(exact)
+        step.sent = time.perf_counter(), engine.times.decode
+        return self._leave()
+
+    def resume(self, received: Sequence[NDArray]) -> Round | None:
+        """What came of the last round; the next one."""
+        engine, step = self._compressor.engine, self._compressor.under_way
+        assert step is not None
+        self._parcel.deliver(received)
+        for bucket in engine.go_on(self._buckets):
+            engine.move(bucket, step.moved)
+        return self._leave()
+
+    def _leave(self) -> Round | None:
+        self._parcel.put(self._compressor.collectives.take())
+        return self._parcel.leave()
+
+    def _own(self) -> list[int]:
+        """The buckets of this section."""
+        layout = self._compressor.engine.layout
+        assert layout is not None
+        if layout is not self._layout:
+            self._layout, self._buckets = layout, []
+            for bucket in layout.buckets:
+                members = {piece.tensor for piece in bucket.pieces}
+                if self._number == next(i for i, one in enumerate(self._all) if members <= set(one)):
+                    self._buckets.append(bucket.index)
+        return self._buckets
