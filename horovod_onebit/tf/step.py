@@ -2,7 +2,8 @@
 
     agreement -> begin -> for each section, as soon as its gradients are there: encode -> rounds -> decode -> conclude
 
-TensorFlow runs what is ready: sections overlap with the backward pass, and with each other. Weights change at the end.
+TensorFlow runs host functions in the order in which they were traced: sections follow each other. Weights change at the
+end.
 """
 
 from __future__ import annotations
