@@ -90,8 +90,8 @@ def in_turns(
 ) -> Any:
     """Call ``start`` with the values of ``inputs``, then ``resume`` with what came of each round that they return.
 
-    Returns a tensor that is there when one of them has returned None. What runs at the same time in a graph has
-    another ``label``, on all workers alike.
+    Returns a tensor that is there when one of them has returned None. What has a ``label``, alike on all workers, waits
+    for its ``inputs`` only, and not for other host functions that come before it in the program.
     """
     dtypes = [tf.bool, *Round.DTYPES]
 
@@ -122,7 +122,21 @@ def in_turns(
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
     asked = shaped(host_values(begin, inputs, dtypes))
-    return tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
+    done = tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
+    if label:
+        _run_independently(asked[0])
+        _run_independently(done)
+    return done
+
+
+def _run_independently(tensor: Any) -> None:
+    """Take the operation of ``tensor`` out of the program's order, in which TensorFlow runs those with side effects."""
+    manager = getattr(tensor.graph, "experimental_acd_manager", None)
+    operation = tensor.op
+    while operation.type == "Identity":
+        operation = operation.inputs[0].op
+    if manager is not None:
+        manager.run_independently(operation)
 
 
 _order: list[Any] = []

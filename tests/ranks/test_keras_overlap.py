@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import threading
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -101,6 +103,34 @@ def test_nan_in_one_section_takes_back_all(exchange, variable, graph):
         np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-5)
     assert optimizer.stats().skipped_steps == 1
     train(model, optimizer, 4, start=7, graph=graph)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.skipif(os.environ.get("TF_NUM_INTEROP_THREADS") == "1", reason="the backward pass waits on a thread")
+def test_messages_leave_before_the_backward_pass_is_over():
+    model = build(hidden=HIDDEN)
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=1, recipe=Recipe(**SMALL))
+    optimizer.build(model.trainable_variables)
+    engine, left, waited = optimizer._compressor.engine, threading.Event(), []
+    send = engine.send
+    engine.send = lambda *arguments: (send(*arguments), left.set())
+
+    def wait(grad):
+        waited.append(left.wait(0.0 if optimizer.phase == "warmup" else 60.0))
+        return grad
+
+    @tf.function
+    def step(x, y):
+        grads, _ = gradients(model, x, y)
+        shape = grads[0].shape
+        grads[0] = tf.numpy_function(wait, [grads[0]], tf.float32, stateful=False)  # there after a message has left
+        grads[0].set_shape(shape)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    for number in range(3):
+        left.clear()
+        step(*map(tf.constant, batch(number)))
+    assert waited == [False, True, True]
     assert_replicas_equal(model)
 
 
