@@ -98,12 +98,12 @@ class LocalSteps(Compressor):
         for i, tensor, value in zip(self.indices, self.tensors, values, strict=True):
             tensor.weight = aligned_copy(view(value))
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
-                tensor.momentum = aligned_copy(_host(momentum))
+                tensor.momentum[:] = _host(momentum)  # where the rounds look
 
     def _push_momenta(self) -> None:
         for i, tensor in zip(self.indices, self.tensors, strict=True):
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
-                momentum.assign(tf.reshape(adopt(tensor.momentum), momentum.shape))
+                momentum.assign(tf.reshape(adopt(aligned_copy(tensor.momentum)), momentum.shape))
 
     def exchange(self, *values: Any) -> None:
         """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
