@@ -334,7 +334,7 @@ class _DistributedOptimizer:
 def check_ours(optimizer: Any) -> Any:
     """``optimizer``, or the one inside its loss scaling, if ``DistributedOptimizer`` returned it; else
     ``ConfigurationError``."""
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    inner = optimizer.inner_optimizer if getattr(optimizer, "distributed", False) else optimizer
     if not isinstance(inner, _DistributedOptimizer):
         raise ConfigurationError(
             f"the optimizer is {type(optimizer).__name__}; expected what "
