@@ -63,6 +63,9 @@ def host_value(work: Callable[..., Any], inputs: Sequence[Any], dtype: Any) -> A
 def host_values(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
     """The tensors that ``work`` returns for the values of ``inputs``; of unknown shape, if in a graph."""
     with tf.device("/CPU:0"):  # variables on a GPU travel to the host and back
+        if tf.executing_eagerly():  # or what it raises would become an error of TensorFlow's
+            values = work(*[tf.identity(i) for i in inputs])
+            return [tf.convert_to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
         return list(tf.py_function(work, list(inputs), list(dtypes)))
 
 
