@@ -61,6 +61,27 @@ EDITS = (
         "project(horovod CXX)\n",
         'project(horovod CXX)\nset(CMAKE_BUILD_WITH_INSTALL_RPATH ON)\nset(CMAKE_INSTALL_RPATH "@RPATH@")\n',
     ),
+    # When a worker dies, Horovod's background thread drops tensors while it holds a lock, and PyTorch needs the GIL for
+    # that; these functions would wait for the lock with the GIL. `wait_and_clear` releases it by itself.
+    (
+        "horovod/torch/mpi_ops_v2.cc",
+        "PYBIND11_MODULE(mpi_lib_v2, m) {\n",
+        """struct WithoutGil {
+  py::module_& module;
+
+  template <typename Function> void def(const char* name, Function function) {
+    if (std::string(name) == "horovod_torch_wait_and_clear") {
+      module.def(name, function);
+    } else {
+      module.def(name, function, py::call_guard<py::gil_scoped_release>());
+    }
+  }
+};
+
+PYBIND11_MODULE(mpi_lib_v2, module) {
+  WithoutGil m{module};
+""",
+    ),
 )
 
 # Run in a fresh process, with the frameworks as arguments.
