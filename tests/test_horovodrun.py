@@ -44,7 +44,7 @@ FACE = (
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
 OF_KERAS = ("", "_overlap", "_zero_one", "_local", "_state", "_faults", "_checkpoint", "_meeting")
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in OF_KERAS]
-HIERARCHY = ["tests/ranks/test_keras_hierarchy.py"]
+HIERARCHY, OVERLAP = ["tests/ranks/test_keras_hierarchy.py"], ["tests/ranks/test_keras_overlap.py"]
 # All run over the backend that is faster where processes share cores, and over the other one test of each kind.
 OF_TWO = (
     "(for_300_steps and (arguments1 or arguments6)) or every_recipe or that_disagree or nan_on_one or nan_that_was_sent"
@@ -65,6 +65,7 @@ JOBS = [
     (4, "mpi", TORCH, OF_FOUR),
     (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
     (4, "mpi", HIERARCHY, "neighbours and not first_batch"),
+    (2, "gloo", OVERLAP, "before_the_backward"),  # needs two threads
     (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function or first_batch or several_steps or nan_in_warm"),
 ]
 
