@@ -26,7 +26,7 @@ from benchmarks import measure
 from benchmarks.link_job import BASELINES, MODELS
 from jobs.cluster import cluster, unavailable
 from jobs.processes import result
-from studies.report import processor
+from studies import report
 
 # Open MPI adds up the gradients of three hosts on one of them. With other numbers it takes a ring, as NCCL and Gloo do.
 RING = {"OMPI_MCA_coll_tuned_use_dynamic_rules": "1", "OMPI_MCA_coll_tuned_allreduce_algorithm": "4"}
@@ -181,7 +181,7 @@ def main() -> None:
         console.print(f"Not run: {reason}")
         return
     old = json.loads(options.json.read_text())["results"] if options.json.exists() and options.only else {}
-    machine = f"{os.cpu_count()} cores of an {processor()}, Linux {platform.release().split('-')[0]}"
+    machine = f"{report.machine()}, Linux {platform.release().split('-')[0]}"
     for setting in choose(options):
         try:
             with console.status(f"{setting.hosts} hosts, {setting.rate}, {setting.model} parameters ..."):

@@ -121,16 +121,30 @@ def diloco(every: int) -> Make:
     return make
 
 
+def start_gloo(hosts: str) -> None:
+    """What ``DistributedDataParallel`` needs; ``hosts`` are the addresses of all workers, comma-separated."""
+    if RX.exists():
+        os.environ["GLOO_SOCKET_IFNAME"] = "e0"
+    address = f"tcp://{hosts.split(',')[0]}:29555"
+    dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
+
+
+def powersgd(module: torch.nn.Module, rank: int, start: int) -> DistributedDataParallel:
+    """Compressed from step ``start`` on."""
+    model = DistributedDataParallel(module, bucket_cap_mb=1000)  # over Gloo it crashes with more than one bucket
+    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
+    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
+    return model
+
+
 def ddp(hook: str | None, rank: int = 0) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         module = build(name)
-        # PowerSGD over Gloo crashes with more than one bucket.
-        model = DistributedDataParallel(module, bucket_cap_mb=1000 if hook == "powersgd" else 25)
+        model = (
+            powersgd(module, rank, start=2) if hook == "powersgd" else DistributedDataParallel(module, bucket_cap_mb=25)
+        )
         if hook == "fp16":
             model.register_comm_hook(None, default_hooks.fp16_compress_hook)
-        elif hook == "powersgd":
-            state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=2)
-            model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
         return every_step(model, adamw(module), data, first=3)  # PowerSGD begins with the third
 
     return make
@@ -190,10 +204,7 @@ def main() -> None:
     hvd.init()
     take_core(hvd.rank())
     if any(way.startswith("ddp") for way in options.ways):
-        if RX.exists():
-            os.environ["GLOO_SOCKET_IFNAME"] = "e0"
-        address = f"tcp://{options.hosts.split(',')[0]}:29555"
-        dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
+        start_gloo(options.hosts)
     _, width, batch = MODELS[options.model]
     data = torch.randn(batch, width, generator=torch.Generator().manual_seed(hvd.rank()))
     ways = {}

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ from rich.table import Table
 from benchmarks import measure
 from benchmarks.link import ratio
 from jobs.processes import two_processes
-from studies.report import processor
+from studies import report
 
 RESULTS = Path(__file__).parent / "results" / "local.json"
 
@@ -56,8 +55,7 @@ def main() -> None:
             table.add_row(name, f"{1e9 * row['seconds']['median']:.2f}", ratio(row["ratios"].get("allreduce")))
         console.print(table)
     options.json.parent.mkdir(exist_ok=True)
-    machine = f"{os.cpu_count()} cores of an {processor()}"
-    options.json.write_text(json.dumps({"machine": machine, **found}, indent=1) + "\n")
+    options.json.write_text(json.dumps({"machine": report.machine(), **found}, indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from rich.table import Table
 from benchmarks import measure
 from benchmarks.link import ratio
 from jobs.processes import two_processes
-from studies.report import processor
+from studies import report
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = {"torch": "benchmarks/step_worker.py", "tf": "benchmarks/step_keras_worker.py"}
@@ -71,7 +70,7 @@ def main() -> None:
     options = parser.parse_args()
     options.json = options.json or RESULTS / ("step_keras.json" if options.framework == "tf" else "step.json")
     console = Console()
-    found: dict[str, Any] = {"machine": f"{os.cpu_count()} cores of an {processor()}"}
+    found: dict[str, Any] = {"machine": report.machine()}
     try:
         for what, text in (("step", "A step without a slow link"), ("small", "300 small tensors")):
             with console.status(f"{text} ..."):

@@ -22,7 +22,7 @@ from rich.table import Table
 from benchmarks import measure
 from jobs.cluster import cluster, unavailable
 from jobs.processes import result
-from studies.report import processor
+from studies import report
 
 RESULTS = Path(__file__).parent / "results" / "target.json"
 LINKS = ("10mbit", "50mbit", "100mbit", "1gbit")
@@ -103,7 +103,7 @@ def main() -> None:
         console.print(f"Not run: {reason}")
         return
     results = json.loads(options.json.read_text())["results"] if options.json.exists() else {}
-    machine = f"{os.cpu_count()} cores of an {processor()}, Linux {platform.release().split('-')[0]}"
+    machine = f"{report.machine()}, Linux {platform.release().split('-')[0]}"
     for rate in options.links:
         try:
             with console.status(f"Two hosts, {rate} ..."):

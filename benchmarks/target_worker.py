@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -17,14 +16,12 @@ from typing import Any, NamedTuple
 
 import horovod.torch as hvd
 import torch
-import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import powerSGD_hook
 from torch.nn.functional import cross_entropy
-from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
 from benchmarks.diloco import DiLoCo
-from benchmarks.link_job import RX, received, take_core
+from benchmarks.link_job import received, take_core
+from benchmarks.link_worker import named, powersgd, start_gloo
 from benchmarks.measure import Loaded, Workers, order, others, refuse, usage
 from jobs.data import Task, load
 from jobs.options import Options, parse
@@ -53,10 +50,6 @@ class Trained(NamedTuple):
 Make = Callable[[torch.nn.Module, Any, str], Trained]
 
 
-def named(name: str, module: torch.nn.Module) -> list[tuple[str, torch.nn.Parameter]]:
-    return [(f"{name}.{key}", p) for key, p in module.named_parameters()]
-
-
 def horovod(compression: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
         optimizer = hvd.DistributedOptimizer(optimizer, named(name, module), compression=compression)
@@ -65,12 +58,8 @@ def horovod(compression: Any) -> Make:
     return make
 
 
-def powersgd(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    # PowerSGD over Gloo crashes with more than one bucket.
-    model = DistributedDataParallel(module, bucket_cap_mb=1000)
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=1, start_powerSGD_iter=EXACT)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return Trained(module, model, optimizer)
+def powersgd_1(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+    return Trained(module, powersgd(module, 1, start=EXACT), optimizer)
 
 
 def every_step(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
@@ -94,7 +83,7 @@ def diloco(every: int) -> Make:
 WAYS: dict[str, Make] = {
     "horovod fp32": horovod(hvd.Compression.none),
     "horovod fp16": horovod(hvd.Compression.fp16),
-    "ddp powersgd 1": powersgd,
+    "ddp powersgd 1": powersgd_1,
     "diloco 16": diloco(16),
     "onebit": every_step,
     "onebit local 16": local(16),
@@ -168,10 +157,7 @@ def main() -> None:
     take_core(hvd.rank())
     ways = [way.replace("_", " ") for way in own.ways.split(",")]
     if any(way.startswith("ddp") for way in ways):
-        if RX.exists():
-            os.environ["GLOO_SOCKET_IFNAME"] = "e0"
-        address = f"tcp://{own.hosts.split(',')[0]}:29555"
-        dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
+        start_gloo(own.hosts)
     task, workers = load(options), Workers(hvd)
     found: dict[str, Any] = {way: [] for way in ways}
     try:

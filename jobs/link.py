@@ -26,7 +26,7 @@ from contextlib import suppress
 from functools import cache
 from pathlib import Path
 
-from jobs.processes import ROOT, started, when_stdin_ends
+from jobs.processes import packages, started, when_stdin_ends
 
 NETWORK = "10.77.0"
 INTERFACE = "e0"
@@ -64,8 +64,7 @@ def shape(rate: str) -> list[str]:
 
 def environment() -> dict[str, str]:
     """This process's, with the folders on PATH where `ip` and `tc` are stored."""
-    packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    return os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "PYTHONPATH": packages}
+    return os.environ | {"PATH": f"{os.environ['PATH']}:/usr/sbin:/sbin", "PYTHONPATH": packages()}
 
 
 @cache

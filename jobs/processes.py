@@ -36,6 +36,11 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
     return output
 
 
+def packages() -> str:
+    """PYTHONPATH for jobs: the project's folder, then what this process has."""
+    return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
 @contextmanager
 def started(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen]:
     """A job that prints to ``log`` and has ended when the context ends, however that comes about.
@@ -77,8 +82,7 @@ def when_stdin_ends(then: Callable[[], None]) -> None:
 def two_processes(script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str) -> Any:
     """The ``result`` of a Python program that horovodrun starts twice on this machine; ``env`` is set besides."""
     python = Path(sys.executable)
-    packages = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
-    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": packages} | env
+    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": packages()} | env
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
     command = [str(python.with_name("horovodrun")), "-np", "2", f"--{backend}", str(python), str(script), *arguments]
     return result(run(command, os.environ | {"PATH": path} | env, timeout))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import logging
-import os
 import time
 from collections.abc import Callable
 
@@ -65,7 +64,7 @@ def main() -> None:
     if names:
         print("\n".join(sections))
         return
-    machine = f"{os.cpu_count()} cores of an {report.processor()}"
+    machine = report.machine()
     report.DOCS.mkdir(exist_ok=True)
     (report.DOCS / "studies.md").write_text(HEAD.format(machine=machine) + "\n" + "\n".join(sections))
     console.print(f"Wrote {report.DOCS / 'studies.md'}")

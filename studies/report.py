@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import platform
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -20,6 +21,11 @@ def processor() -> str:
             return next(line.split(":")[1].strip() for line in lines if line.startswith("model name"))
     except (OSError, StopIteration):
         return platform.processor()
+
+
+def machine() -> str:
+    """What figures were taken on: "2 cores of an AMD EPYC"."""
+    return f"{os.cpu_count()} cores of an {processor()}"
 
 
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

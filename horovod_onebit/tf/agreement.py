@@ -39,9 +39,7 @@ class Agreement:
         """
         engine = self._compressor.engine
         indices, optimizer = tuple(trained), self._compressor.optimizer
-        clips = str(
-            [optimizer.clipnorm, optimizer.global_clipnorm]
-        )  # of which a graph knows what was when it was traced
+        clips = str([optimizer.clipnorm, optimizer.global_clipnorm])  # as a graph knows them, from its tracing
 
         def start(*values: Any) -> Handle:
             return self._start(indices, clips, *values)

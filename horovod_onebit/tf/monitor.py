@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -28,7 +27,7 @@ class _TensorBoard(monitor.TensorBoard):
         self._writer.close()
 
 
-class Monitor(monitor.Monitor):
+class Monitor(monitor.FaceMonitor):
     """Writes ``optimizer.stats()`` every ``every`` steps, on worker 0 alone; the others do nothing. For loops of your
     own; ``fit`` has ``callbacks.StatsCallback``. ::
 
@@ -45,15 +44,7 @@ class Monitor(monitor.Monitor):
         every: steps from one line to the next. The norms in it cost a pass over the error feedback.
     """
 
-    def __init__(
-        self,
-        optimizer: Any,
-        *,
-        jsonl: str | os.PathLike[str] | None = None,
-        tensorboard: str | os.PathLike[str] | None = None,
-        every: int = 10,
-        append: bool = False,
-    ) -> None:
-        rank = check_ours(optimizer)._wrapping.process_set.rank()
-        sinks = monitor.sinks(rank, jsonl, tensorboard, _TensorBoard, append=append)
-        super().__init__(optimizer, sinks, every=every)
+    board = _TensorBoard
+
+    def check(self, optimizer: Any) -> Any:
+        return check_ours(optimizer)

@@ -6,10 +6,10 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError
@@ -59,23 +59,6 @@ class TensorBoard:
         raise NotImplementedError
 
 
-def sinks(
-    rank: int,
-    jsonl: str | os.PathLike[str] | None,
-    tensorboard: str | os.PathLike[str] | None,
-    board: Callable[[str], Sink],
-    *,
-    append: bool,
-) -> list[Sink]:
-    """The requested sinks on worker 0; none on the others."""
-    opened: list[Sink] = []
-    if rank == 0 and jsonl is not None:
-        opened.append(JsonLines(jsonl, append=append))
-    if rank == 0 and tensorboard is not None:
-        opened.append(board(os.fspath(tensorboard)))
-    return opened
-
-
 class Monitor:
     """``with Monitor(optimizer, sinks) as monitor:``, then ``monitor.step(loss=...)`` after each ``optimizer.step()``.
 
@@ -118,6 +101,34 @@ class Monitor:
         for sink in self.sinks:
             sink.close()
         self.sinks.clear()
+
+
+class FaceMonitor(Monitor):
+    """The ``Monitor`` of a face, which says how TensorBoard is written and ``check``s the optimizer. Its docstring
+    explains the arguments."""
+
+    board: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        optimizer: Any,
+        *,
+        jsonl: str | os.PathLike[str] | None = None,
+        tensorboard: str | os.PathLike[str] | None = None,
+        every: int = 10,
+        append: bool = False,
+    ) -> None:
+        first = self.check(optimizer)._compressor.process_set.rank() == 0
+        sinks: list[Sink] = []
+        if first and jsonl is not None:
+            sinks.append(JsonLines(jsonl, append=append))
+        if first and tensorboard is not None:
+            sinks.append(self.board(os.fspath(tensorboard)))
+        super().__init__(optimizer, sinks, every=every)
+
+    def check(self, optimizer: Any) -> Any:
+        """``optimizer``, or the one inside its loss scaling, if the face made it; else ``ConfigurationError``."""
+        raise NotImplementedError
 
 
 def _plain(value: Any) -> Value:

@@ -14,13 +14,19 @@ from jobs.processes import ROOT
 pytestmark = pytest.mark.horovodrun
 
 
-@pytest.mark.parametrize("backend", ["gloo", "mpi"])
-def test_a_dead_worker_ends_the_job(backend):
-    mark, tools = uuid.uuid4().hex, Path(sys.executable).parent
+def horovodrun(processes, backend, script, argument):
+    """The ended job, whether or not it failed."""
+    tools = Path(sys.executable).parent
     env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
     env |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    command = [str(tools / "horovodrun"), "-np", "3", f"--{backend}", sys.executable, "tests/faults/dies.py", mark]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    command = [str(tools / "horovodrun"), "-np", str(processes), f"--{backend}", sys.executable, script, argument]
+    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+
+
+@pytest.mark.parametrize("backend", ["gloo", "mpi"])
+def test_a_dead_worker_ends_the_job(backend):
+    mark = uuid.uuid4().hex
+    done = horovodrun(3, backend, "tests/faults/dies.py", mark)
     output = done.stdout + done.stderr
     assert f"dies {mark}" in output
     assert done.returncode != 0
@@ -32,9 +38,6 @@ def test_a_dead_worker_ends_the_job(backend):
 
 
 def test_a_job_may_end_while_an_exchange_is_under_way():
-    tools = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    command = [str(tools / "horovodrun"), "-np", "2", "--gloo", sys.executable, "tests/faults/ends.py", "two_stage"]
-    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    done = horovodrun(2, "gloo", "tests/faults/ends.py", "two_stage")
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.count("the last step was taken") == 2

@@ -13,6 +13,7 @@ if os.environ.get("ONEBIT_ONE_CORE"):  # before TensorFlow counts its threads
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
+import pytest
 import tensorflow as tf
 
 import horovod_onebit.tf as onebit
@@ -67,6 +68,41 @@ def train(model, optimizer, steps, start=0, graph=False):
     for number in range(start, start + steps):
         loss = step(*map(tf.convert_to_tensor, batch(number)))
     return float(loss)
+
+
+def beside_pytorch(model, optimizer, kind, steps, arguments, after=lambda other: None, **options):
+    """Both faces' optimizers take so many steps with the same gradients; returns PyTorch's and its parameters, and
+    calls ``after`` with it after each. It is of the class named ``kind``, with ``options``, wrapped with
+    ``arguments``."""
+    torch = pytest.importorskip("torch")
+    pytest.importorskip("torch.nn")
+    import horovod.torch as hvd_torch
+
+    import horovod_onebit.torch as onebit_torch
+
+    hvd_torch.init()
+    torch.set_num_threads(1)
+    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in model.trainable_variables]
+    plain = getattr(torch.optim, kind)(parameters, **options)
+    named = [(str(i), p) for i, p in enumerate(parameters)]
+    other = onebit_torch.DistributedOptimizer(plain, named, **arguments)
+    for step in range(steps):
+        grads, _ = gradients(model, *batch(step))
+        other.zero_grad()
+        for p, g in zip(parameters, grads, strict=True):
+            p.grad = torch.from_numpy(np.array(g))
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+        other.step()
+        after(other)
+    return other, parameters
+
+
+def scaled_step(model, optimizer, x, y):
+    """A step of a loop with a ``LossScaleOptimizer``."""
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(LOSS(y, model(x)))
+    grads = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
 
 def weights(model):

@@ -20,6 +20,7 @@ from tests.ranks.keras_common import (
     SIZE,
     assert_replicas_equal,
     batch,
+    beside_pytorch,
     build,
     gradients,
     train,
@@ -109,27 +110,9 @@ def test_stock_horovod_drifts_under_keras_3():
 @pytest.mark.skipif(SIZE != 2, reason="compared on two ranks")
 def test_the_pytorch_face_gives_the_same_weights():
     """20 compressed steps of Adam from one state: the one engine, seen from both sides."""
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("torch.nn")
-    import horovod.torch as hvd_torch
-
-    import horovod_onebit.torch as onebit_torch
-
-    hvd_torch.init()
-    torch.set_num_threads(1)
     model = build()
     optimizer = wrap(keras.optimizers.Adam(1e-3, epsilon=1e-12), warmup_steps=5)
-    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in model.trainable_variables]
-    other = torch.optim.Adam(parameters, lr=1e-3, eps=1e-12)
-    named = [(str(i), p) for i, p in enumerate(parameters)]
-    other = onebit_torch.DistributedOptimizer(other, named, warmup_steps=5)
-    for step in range(25):
-        grads, _ = gradients(model, *batch(step))
-        other.zero_grad()
-        for p, g in zip(parameters, grads, strict=True):
-            p.grad = torch.from_numpy(np.array(g))
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        other.step()
+    other, parameters = beside_pytorch(model, optimizer, "Adam", 25, {"warmup_steps": 5}, lr=1e-3, eps=1e-12)
     assert optimizer.phase is other.phase is Phase.COMPRESSED
     for v, p in zip(model.trainable_variables, parameters, strict=True):
         np.testing.assert_allclose(np.asarray(v), p.detach().numpy(), atol=1e-5)

@@ -15,7 +15,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
-from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, scaled_step
 
 GROWING = onebit.Local(every=4, doubling=8)
 SHORT = onebit.Local(every=4, doubling=0)
@@ -316,10 +316,7 @@ def test_each_worker_has_a_loss_scale_of_its_own(how, folder):
         if how == "fit":
             model.fit(x, y, verbose=0)
         else:
-            with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(LOSS(y, model(x)))
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+            scaled_step(model, optimizer, x, y)
         same = all(np.array_equal(v, old) for v, old in zip(model.trainable_variables, before, strict=True))
         assert same == bad
         if SHORT.ends_round(step + 1):

@@ -28,6 +28,7 @@ from tests.ranks.keras_common import (
     batch,
     build,
     gradients,
+    scaled_step,
     train,
     weights,
     wrap,
@@ -124,10 +125,7 @@ def test_a_loss_scale_optimizer_skips_alike_on_all_workers(how, tmp_path):
         if how == "fit":
             model.fit(x, y, verbose=0)
         else:
-            with tf.GradientTape() as tape:
-                loss = optimizer.scale_loss(LOSS(y, model(x)))
-            grads = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+            scaled_step(model, optimizer, x, y)
         assert np.array_equal(before, weights(model)) == (step in (1, 7))
     assert_replicas_equal(model)
     assert float(optimizer.dynamic_scale) == 64.0

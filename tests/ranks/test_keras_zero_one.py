@@ -23,6 +23,7 @@ from tests.ranks.keras_common import (
     SIZE,
     assert_replicas_equal,
     batch,
+    beside_pytorch,
     build,
     gradients,
     train,
@@ -104,27 +105,14 @@ def test_the_weights_are_those_of_numpy(recipe):
 
 @pytest.mark.skipif(SIZE != 2, reason="compared on two ranks")
 def test_the_pytorch_face_gives_the_same_weights_and_sends_as_many_bytes():
-    torch = pytest.importorskip("torch")
-    pytest.importorskip("torch.nn")
-    import horovod.torch as hvd_torch
-
-    import horovod_onebit.torch as onebit_torch
-
-    hvd_torch.init()
-    torch.set_num_threads(1)
     model = build()
     optimizer = zero_one(SHORT, epsilon=1e-12)
-    parameters = [torch.nn.Parameter(torch.from_numpy(np.array(v))) for v in model.trainable_variables]
-    other = torch.optim.AdamW(parameters, lr=1e-3, eps=1e-12, weight_decay=0.004)  # Keras's default
-    other = onebit_torch.DistributedOptimizer(other, [(str(i), p) for i, p in enumerate(parameters)], schedule=SHORT)
-    for step in range(40):
-        grads, _ = gradients(model, *batch(step))
-        other.zero_grad()
-        for p, g in zip(parameters, grads, strict=True):
-            p.grad = torch.from_numpy(np.array(g))
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-        other.step()
+    options = {"lr": 1e-3, "eps": 1e-12, "weight_decay": 0.004}  # Keras's default
+
+    def same_bytes(other):
         assert optimizer.stats(norms=False).step_bytes_sent == other.stats(norms=False).step_bytes_sent
+
+    _, parameters = beside_pytorch(model, optimizer, "AdamW", 40, {"schedule": SHORT}, same_bytes, **options)
     for v, p in zip(model.trainable_variables, parameters, strict=True):
         np.testing.assert_allclose(np.asarray(v), p.detach().numpy(), atol=2e-5)
 
