@@ -22,10 +22,10 @@ PAGE = """# Performance
 
 Made by `make bench` and `python -m benchmarks.report` on {machine}. The hosts are network namespaces
 of that machine, with a core for each as far as there are cores, and `tc` limits the rate of their links in both
-directions.
+directions. Links have no delay of their own: the kernel of this machine cannot add one (it lacks `netem`).
 
-All ways in a table are measured in one job. In each round every way takes one turn, in an order that changes, and its
-time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
+All methods in a table are measured in one job. In each round every method takes one turn, in an order that changes, and
+its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
 with the 95 % confidence interval in brackets. Rounds are repeated until every interval is within 10 % of its median, or
 the time is up, which the sentence above the table then says. A run is refused, and a round is discarded, if other
 processes use more than a tenth of the cores. Times differ between machines: look at the ratios.
@@ -44,9 +44,9 @@ parameters, the workers, the link and the computing time of a step:
 ## Training
 
 The networks are linear layers of one width, trained by AdamW. "no communication" is `torch.optim.AdamW` on all hosts
-at once, each alone; the time is that of the slowest host, as it is for all ways. Over Gloo, PowerSGD crashes with more
-than one bucket, so it has one. Three and four hosts share two cores: nothing can be faster there than
-"no communication".
+at once, each alone; the time is that of the slowest host, as it is for all methods. One bit can be faster than that on
+a fast link: it takes AdamW's step in its own kernel, which one core computes sooner than PyTorch's. Over Gloo, PowerSGD
+crashes with more than one bucket, so it has one. Three and four hosts share two cores.
 
 {trainings}
 
@@ -119,7 +119,7 @@ function of `model.fit`, beside `no communication fit`. XLA compiles none of the
 TARGETS = """## Seconds until a given test loss
 
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
-seeds for all ways (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps. The clock stands
+seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps. The clock stands
 still during evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
 
 {tables}
@@ -210,7 +210,7 @@ def slow(results: dict[str, Any]) -> str:
             megabytes = f"{1e-6 * row['received']:.3f}"
             foretold = "" if said is None else f"{1e3 * said:,.0f}"
             rows.append([way, _ms(row), times(found, way, "no communication"), megabytes, foretold])
-        heading = ["way", "ms a step", 'to "no communication"', "MB received", "predicted, ms"]
+        heading = ["method", "ms a step", 'to "no communication"', "MB received", "predicted, ms"]
         parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
     return "\n\n".join(parts)
 
@@ -253,7 +253,7 @@ def trainings(results: dict[str, Any]) -> str:
             alone = FIT if way.endswith(" fit") and FIT in found else ALONE
             ratios = [times(found, way, alone), times(found, way, "horovod fp32", inverse=True)]
             rows.append([way, _ms(row), *ratios, f"{1e-6 * row['received']:.2f}"])
-        heading = ["way", "ms a step", 'to "no communication"', "times Horovod fp32's speed", "MB received"]
+        heading = ["method", "ms a step", 'to "no communication"', "times Horovod fp32's speed", "MB received"]
         parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
     return "\n\n".join(parts)
 
@@ -346,7 +346,7 @@ def targets() -> str:
             rows.append([way, *spans, f"{one['steps']:.0f}", f"{1e-6 * one['received']:.2f}"])
         seeds = max(len(runs) for runs in result["ways"].values())
         load_text = f"{seeds} seeds; other processes used at most {target.load(result):.0%} of the cores."
-        heading = ["way", "seconds", "to Horovod fp32's", "steps", "MB received"]
+        heading = ["method", "seconds", "to Horovod fp32's", "steps", "MB received"]
         text = rate.replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
         parts += [f"### To a test loss of {result['target']}, {text}", load_text, table(heading, rows)]
     return TARGETS.format(machine=found["machine"], tables="\n\n".join(parts))

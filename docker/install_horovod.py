@@ -396,7 +396,7 @@ def reuse(cache: Path, key: str, frameworks: Sequence[str]) -> str | None:
             check_build(frameworks)
             return "from the cache"
     except (Failure, subprocess.CalledProcessError) as error:
-        print(f"What {cache} has is of no use here, so it is built anew. {error}", flush=True)
+        print(f"What {cache} has is of no use here, so it is built again. {error}", flush=True)
     return None
 
 

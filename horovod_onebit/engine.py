@@ -34,7 +34,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
-from horovod_onebit.world import Owed, Weighing, owed
+from horovod_onebit.world import Residuals, Weighing, total_residuals
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -181,8 +181,8 @@ class Engine:
         logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> None:
-        """Go on with another exchange; if residuals mean something else to it, share out what is owed. Collective."""
-        before, left = self.weighing, self.owed() if self.weighing is not None else {}
+        """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""
+        before, left = self.weighing, self.residuals() if self.weighing is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
             self._discard_servers()
         try:
@@ -216,48 +216,48 @@ class Engine:
             if name.startswith(SERVER_PREFIX):
                 self.feedback.discard(name)
 
-    def owed(self) -> Owed:
-        """What this worker owes now. The arrays are copies."""
+    def residuals(self) -> Residuals:
+        """Those of this worker now. The arrays are copies."""
         weighing = self.weighing or Weighing(self.context.workers, {})
         return {"feedback": self.feedback.state_dict(), **weighing._asdict()}
 
     def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced by others, which mean ``weighing``; None if each is what all owe together. Local.
+        """The residuals were replaced by others, which mean ``weighing``; None if each is the total of all. Local.
 
-        To be called by all workers; the next ``prepare`` shares out what is owed if it weighs otherwise.
+        To be called by all workers; the next ``prepare`` shares them out if it weighs otherwise.
         """
         self.weighing, self.layout = weighing, None
 
     @property
     def workers_changed(self) -> bool:
-        """Whether Horovod was started anew with another number of workers, and the engine was not told."""
+        """Whether Horovod was restarted with another number of workers, and the engine was not told."""
         return self.context.workers != self.collectives.size
 
-    def leave_world(self, left: Owed | None) -> Owed:
-        """Horovod was started anew, with other workers: forget what is under way; returns what is owed. Local.
+    def leave_world(self, left: Residuals | None) -> Residuals:
+        """Horovod was restarted, with other workers: forget what is under way; returns the residuals. Local.
 
         ``left`` is what an earlier call returned and nobody has shared out yet: then that is what counts.
         """
         if left is None:
-            left = self.owed()
+            left = self.residuals()
             self._discard_servers()
         self.forget_world()
         return left
 
-    def share_out(self, left: Owed, sizes: Mapping[str, int]) -> None:
-        """Let every worker owe what all of them owed together: the tensors of ``sizes``, alike on all. Collective.
+    def share_out(self, left: Residuals, sizes: Mapping[str, int]) -> None:
+        """Give every worker the mean of all residuals: of the tensors of ``sizes``, alike on all. Collective.
 
-        A new worker has left nothing. What a worker that died owed is lost: an n-th of what n workers did.
+        A new worker has left nothing. The residuals of a worker that died are lost: an n-th of those of n workers.
         """
-        total = owed([left])
+        total = total_residuals([left])
         handles = {}
         for name, size in sizes.items():
             mine = total.get(name, np.zeros(size, np.float32))
-            handles[name] = self.collectives.allreduce(mine, f"{self.name}.owed.{name}")
+            handles[name] = self.collectives.allreduce(mine, f"{self.name}.residuals.{name}")
         self._keep_own({name: handle.wait() for name, handle in handles.items()})
 
     def _keep_own(self, residuals: Mapping[str, Array]) -> None:
-        """Owe what this worker encodes of ``residuals``, which all owe alike; others of its host encode the rest."""
+        """Keep what this worker encodes of ``residuals``, which all have alike; others of its host encode the rest."""
         kept = dict(residuals)
         if self.layout is not None and self.weighing is not None and self.weighing.encodes is not None:
             encoded = {spec.name for spec in self.layout.tensors}
@@ -446,7 +446,7 @@ class Engine:
         self._refused, self._forgotten = self._refused + 1, 0
 
     def forget_world(self) -> None:
-        """There are other workers now (Horovod was started anew): lay out and shake hands again. Local."""
+        """There are other workers now (Horovod was restarted): lay out and shake hands again. Local."""
         self.layout, self.weighing, self._sent = None, None, {}
         self._refused = self._forgotten = 0
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)

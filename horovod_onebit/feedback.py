@@ -61,7 +61,7 @@ class ErrorFeedback:
         return float(np.sqrt(sum(float(np.dot(r, r)) for r in map(self.kernels.host, self._residuals.values()))))
 
     def reset(self, names: Iterable[str] | None = None) -> None:
-        """Forget what is owed: for the tensors ``names``, or for all."""
+        """Forget the residuals: of the tensors ``names``, or of all."""
         for name in list(self._residuals) if names is None else names:
             if name in self._residuals:
                 self.kernels.write(self._residuals[name], 0.0)

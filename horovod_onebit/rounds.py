@@ -179,7 +179,7 @@ class Rounds:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
         plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
-        means = start_mean(self._owing(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
+        means = start_mean(self._moved(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
         self._under_way = _UnderWay(plan, weights, means, skipped)
 
@@ -233,24 +233,26 @@ class Rounds:
         own[collectives.rank] = skipped
         return np.flatnonzero(collectives.allreduce(own, f"{self.engine.name}.skipped").wait()).tolist()
 
-    def _owing(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """What this worker has moved since the anchor, and what it owed before, in host memory."""
+    def _moved(self, tensors: Sequence[Tensor]) -> list[Array]:
+        """What this worker has moved since the anchor, and its residuals, in host memory."""
         host = self.engine.context.kernels.host
         with np.errstate(invalid="ignore", over="ignore"):
             return [host(t.anchor) - host(t.weight) + host(t.residual) for t in tensors]
 
     def fold(self) -> None:
-        """Go back to the anchor: the beginning of the round, or of the one under way. What this worker has moved since,
-        it owes, if it is finite; but not where its host compresses as one, whose other workers know nothing of it:
-        there it is lost. Local."""
+        """Go back to the anchor: the beginning of the round, or of the one under way. Local.
+
+        What this worker has moved since becomes residuals, if it is finite. Where a host compresses as one, it is lost:
+        the host's other workers know nothing of it.
+        """
         if self._under_way is not None:
             self.engine.withdraw()
             self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
-        owing = self._owing(self.tensors)
+        moved = self._moved(self.tensors)
         alone = self.engine.weighing is None or self.engine.weighing.encodes is None
-        keeps = alone and all_finite(owing)
-        for tensor, residual in zip(self.tensors, owing, strict=True):
+        keeps = alone and all_finite(moved)
+        for tensor, residual in zip(self.tensors, moved, strict=True):
             if keeps:
                 write(tensor.residual, residual)
             write(tensor.weight, host(tensor.anchor))

@@ -1,5 +1,4 @@
-"""What becomes of the error feedback when workers or their exchange change: what all together owe to the weights is
-kept."""
+"""What becomes of the error feedback when workers or their exchange change: the sum of all residuals is kept."""
 
 from __future__ import annotations
 
@@ -14,8 +13,8 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, TensorSpec
 
 Place = tuple[str, int, int]
-Owed = dict[str, Any]
-"""What one worker owes: ``feedback``, its residuals by name, and the fields of its ``Weighing``."""
+Residuals = dict[str, Any]
+"""Those of one worker: ``feedback``, by name, and the fields of its ``Weighing``."""
 
 
 class Weighing(NamedTuple):
@@ -43,8 +42,8 @@ class Weighing(NamedTuple):
         return cls(exchange.compressors, served, None if own is None else places(own))
 
     @classmethod
-    def saved(cls, one: Owed) -> Weighing | None:
-        """That of what a file has, whose tuples have become lists, perhaps; None if it has what all owe together."""
+    def saved(cls, one: Residuals) -> Weighing | None:
+        """That of what a file has, whose tuples have become lists, perhaps; None if it has the total."""
         if one["divisor"] is None:
             return None
         served = {key: [tuple(place) for place in places] for key, places in one["served"].items()}
@@ -52,8 +51,8 @@ class Weighing(NamedTuple):
         return cls(one["divisor"], served, None if own is None else [tuple(place) for place in own])
 
 
-def owed(saved: Sequence[Owed]) -> dict[str, Array]:
-    """What workers together owe to the weights, by tensor: if each new worker owes that much, so does their mean."""
+def total_residuals(saved: Sequence[Residuals]) -> dict[str, Array]:
+    """The mean of the workers' residuals, with those of servers, by tensor: what each worker of a new world gets."""
     total: dict[str, Array] = {}
     for one in saved:
         for name, residual in one["feedback"].items():

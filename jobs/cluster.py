@@ -12,12 +12,14 @@ Linux and root only. What is made is taken away at the end, and what an earlier 
 from __future__ import annotations
 
 import argparse
+import fcntl
 import os
 import shutil
 import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -109,9 +111,12 @@ def _on(host: int, script: str) -> list[str]:
 
 @contextmanager
 def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
-    """``hosts`` hosts whose links carry ``rate`` (as ``tc`` writes it: 100mbit, 1gbit) in each direction."""
-    _remove()
-    with tempfile.TemporaryDirectory(prefix="onebit-cluster-") as folder:
+    """``hosts`` hosts whose links carry ``rate`` (as ``tc`` writes it: 100mbit, 1gbit) in each direction.
+
+    Waits while another process has a cluster: their names are the same.
+    """
+    with _alone(), _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="onebit-cluster-") as folder:
+        _remove()
         made = Cluster([f"{NETWORK}.{i + 1}" for i in range(hosts)], Path(folder))
         try:
             _network(made, rate)
@@ -122,6 +127,27 @@ def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
                 server.kill()
                 server.wait()
             _remove()
+
+
+@contextmanager
+def _alone() -> Iterator[None]:
+    """No other process does this at the same time."""
+    with open(Path(tempfile.gettempdir(), "onebit-cluster.lock"), "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+@contextmanager
+def _ended_by_sigterm() -> Iterator[None]:
+    """SIGTERM ends this process as an exception does, so that what was made is taken away."""
+    if threading.current_thread() is not threading.main_thread():  # which alone may set this
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _remove() -> None:

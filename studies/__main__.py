@@ -9,7 +9,19 @@ from collections.abc import Callable
 
 from rich.console import Console
 
-from studies import early, local, magnitudes, moments, paraboloid, published, quadratics, rates, report, stages
+from studies import (
+    early,
+    language,
+    local,
+    magnitudes,
+    moments,
+    paraboloid,
+    published,
+    quadratics,
+    rates,
+    report,
+    stages,
+)
 
 STUDIES: dict[str, Callable[[], str]] = {
     "paraboloid": paraboloid.run,
@@ -21,6 +33,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "moments": moments.run,
     "stages": stages.run,
     "local": local.run,
+    "language": language.run,
 }
 HEAD = """# Studies
 
@@ -45,6 +58,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 7 | Should the second moment be updated later? | No |
 | 8 | What does a second stage cost? | 0.08 % of the loss with 16 workers |
 | 9 | What do local steps cost? | 4.3 % of the loss for 83 times fewer bytes |
+| 10 | Does it hold for larger networks? | TO BE WRITTEN |
 """
 
 

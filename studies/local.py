@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Local
-from studies import pool, report
+from studies import peers, pool, report
 from studies.moments import mean_of
 from studies.rates import SEEDS, Cell, Hook, Result, kept, network, train
 
@@ -58,6 +58,26 @@ TASKS = {"long text": (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-
 """What is run of each task, and at which rate."""
 
 
+LONG, OTHER_RATES = "long text", (1e-3, 2e-3, 8e-3)
+AT_RATES = [EXACT, local(4), local(16), local(16, 300), local(16, whole=True)]
+"""What is run of the long text at other rates too, with one seed."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A row of the table: rounds of ``every`` steps, exchanged as another method does."""
+
+    text: str
+    every: int
+    outer: Callable[[], peers.Outer]
+
+
+PEERS = [
+    *(Peer(f"DiLoCo, rounds of {every}", every, peers.DiLoCo) for every in (4, 16)),
+    *(Peer(f"SparseLoCo, rounds of {every}", every, peers.SparseLoCo) for every in (1, 4, 16)),
+]
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the study."""
@@ -75,6 +95,13 @@ def result(run: Run) -> Result:
     name = f"local/{run.task.replace(' ', '-')}-{way.text.replace(' ', '-').replace(',', '')}-{run.rate:g}-{run.seed}"
     exact = ["*"] if way.whole else None
     return kept(name, lambda: train(cell, ROBUST, schedule=way.schedule, exact=exact))
+
+
+def of_peer(peer: Peer) -> Result:
+    """The result of ``peer`` on the long text."""
+    cell = Cell(LONG, WORKERS, TASKS[LONG][1], None, 0)
+    name = peer.text.replace(",", "").replace(" ", "-")
+    return kept(f"local/{name}", lambda: peers.train(cell, peer.every, peer.outer()))
 
 
 class Averaged:
@@ -186,9 +213,33 @@ def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
         yield [way.text, f"{times:.0f}", text, f"{100 * means(way, 'accuracy'):.1f} %"]
 
 
+def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
+    """Beside our own runs of the same seed."""
+    rate = TASKS[LONG][1]
+    exact = found[Run(EXACT, LONG, rate, 0)]["loss"]
+    rows = [(way.text, fewer(way, LONG, 0), found[Run(way, LONG, rate, 0)]) for way in ALL if way.schedule]
+    rows += [(peer.text, 32 / one["bits"], one) for peer, one in pool.results(of_peer, PEERS).items()]
+    for text, times, one in sorted(rows, key=lambda row: row[1]):
+        loss = one["loss"]
+        yield [
+            text,
+            f"{times:.0f}",
+            f"{loss:.4f} ({100 * (loss / exact - 1):+.1f} %)",
+            f"{100 * one['accuracy']:.1f} %",
+        ]
+
+
+def _rate_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
+    rates = sorted((*OTHER_RATES, TASKS[LONG][1]))
+    for way in AT_RATES:
+        losses = [found[Run(way, LONG, rate, 0)]["loss"] for rate in rates]
+        yield [way.text, *(f"{loss:.4f}" if loss > min(losses) else f"**{loss:.4f}**" for loss in losses)]
+
+
 def run() -> str:
     """The section of the page."""
     found = pool.results(result, todo())
+    found |= pool.results(result, [Run(way, LONG, rate, 0) for rate in OTHER_RATES for way in AT_RATES])
     text = [
         "## 9. Local steps",
         f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. The bytes "
@@ -201,7 +252,15 @@ def run() -> str:
         head = ["", "times fewer bytes", "test loss, above exact", "right"]
         text += [f"### {task}, rate {TASKS[task][1]:g}", report.table(head, _rows(found, task))]
     trials = pool.results(tried, TRIED)
+    rates = [f"rate {rate:g}" for rate in sorted((*OTHER_RATES, TASKS[LONG][1]))]
     text += [
+        "### Other methods: long text, one seed",
+        "DiLoCo (Douillard et al. 2023) averages in float32, with an outer learning rate of 0.7 and a momentum of 0.9. "
+        "SparseLoCo (Sarfi et al. 2025) sends the largest 64 of each 4,096 elements in 14 bits each. Both have the "
+        "same inner Adam, learning rates and batches.",
+        report.table(["", "times fewer bytes", "test loss, above exact", "right"], _peer_rows(found)),
+        "### Other learning rates: long text, one seed, test loss",
+        report.table(["", *rates], _rate_rows(found)),
         f"### What else was tried: the text in 1,000 steps, rate {TRIED_AT:g}, one seed",
         report.table(["", "test loss"], ([TRIED[name].text, f"{one['loss']:.3f}"] for name, one in trials.items())),
     ]

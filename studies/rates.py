@@ -59,8 +59,15 @@ TASKS = {
 }
 
 
-OTHERS = {"long text": Kind(2000, 32, (4e-3,)), "digits": Kind(600, 64, (1e-3, 2e-3))}
+OTHERS = {
+    "long text": Kind(2000, 32, (4e-3,)),
+    "digits": Kind(600, 64, (1e-3, 2e-3)),
+    "language": Kind(2000, 32, (2e-3,)),
+    "resnet": Kind(300, 32, (1e-3,)),
+    "vit": Kind(300, 32, (1e-3,)),
+}
 """Of other studies."""
+IMAGES = ("vgg", "digits", "resnet", "vit")
 
 
 @dataclass(frozen=True)
@@ -108,19 +115,64 @@ def documentation() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
-    if task in ("vgg", "digits"):
-        return load(parse(["--task", task]))
+    if task in IMAGES:
+        return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
     raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
 
 
 def network(task: str) -> Any:
     """A new network for ``task``."""
+    if task in LIBRARY:
+        return LIBRARY[task]()
     found = networks()
-    if task not in ("vgg", "digits"):
+    if task == "language":
+        return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)
+    if task not in IMAGES:
         return found.CharacterModel(LETTERS, width=64, layers=2, length=SEQUENCE)
     data = examples(task)
     return found.build(task, 8, data.train_x.shape[1], data.classes)
+
+
+def resnet() -> Any:
+    """ResNet-18 of 11 M parameters (He et al. 2015) for 32x32 images of one channel, as Hugging Face has it."""
+    from transformers import ResNetConfig, ResNetForImageClassification
+
+    config = ResNetConfig(
+        num_channels=1, embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic",
+        num_labels=10,
+    )  # fmt: skip
+    return _Logits(ResNetForImageClassification(config))
+
+
+def vit() -> Any:
+    """A vision transformer of 2.7 M parameters (Dosovitskiy et al. 2020): 64 patches of 4x4, as Hugging Face has it."""
+    from transformers import ViTConfig, ViTForImageClassification
+
+    config = ViTConfig(
+        image_size=32, patch_size=4, num_channels=1, hidden_size=192, num_hidden_layers=6, num_attention_heads=3,
+        intermediate_size=768, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    return _Logits(ViTForImageClassification(config))
+
+
+LIBRARY: dict[str, Callable[[], Any]] = {"resnet": resnet, "vit": vit}
+"""Networks of ``transformers``."""
+
+
+def _Logits(model: Any) -> Any:
+    """``model``, which gives logits and nothing else."""
+    from torch import nn
+
+    class Logits(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, x: Any) -> Any:
+            return self.model(x).logits
+
+    return Logits()
 
 
 def rate_at(cell: Cell, step: int) -> float:
@@ -150,12 +202,14 @@ def train(
     hook: Callable[[], Hook] | None = None,
     schedule: Local | None = None,
     exact: Sequence[str] | None = None,
+    look: int = 0,
 ) -> Result:
     """Test loss and accuracy (a share) of one run, how many of its steps were exact, and the bits that a worker has
     sent for a parameter in a step.
 
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
-    ``schedule`` and ``exact`` are ``NumpyOptimizer``'s.
+    ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
+    many steps, as ``"loss at 200"``.
     """
     import torch
 
@@ -166,6 +220,8 @@ def train(
     models = [copy.deepcopy(first) for _ in range(cell.workers)]
     rule = Adam(lr=cell.rate)
     options = replace(parse([]), seed=cell.seed, batch_size=kind.batch // cell.workers)
+
+    seen: Result = {}
 
     def worker(collectives: Collectives) -> tuple[int, float]:
         rank, n = collectives.rank, collectives.size
@@ -184,17 +240,27 @@ def train(
             if before is not None:
                 before(optimizer, grads)
             optimizer.step(grads)
+            if look and rank == 0 and (step + 1) % look == 0:
+                seen[f"loss at {step + 1}"] = result_of(models[rank], data)["loss"]
         optimizer.flush()
         parameters = sum(array.size for array in weights.values())
         return min(optimizer.warmup.steps, kind.steps), 8 * optimizer.engine.traffic.total / parameters / kind.steps
 
     with np.errstate(all="ignore"):
         exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]
+    return {**result_of(models[0], data, exact_steps=exact_steps, bits=bits), **seen}
+
+
+def result_of(model: Any, data: Task, **more: float) -> Result:
+    """The test loss, infinite if the run has diverged, and accuracy of ``model``; and ``more``."""
+    import torch
+
+    training = model.training
     with torch.no_grad():
-        loss, logits = losses(models[0].eval(), data.test_x, data.test_y)
+        loss, logits = losses(model.eval(), data.test_x, data.test_y)
+    model.train(training)
     right = float((logits.argmax(1).numpy() == data.test_y.reshape(-1)).mean())
-    final = float(loss) if math.isfinite(float(loss)) else math.inf
-    return {"loss": final, "accuracy": right, "exact_steps": exact_steps, "bits": bits}
+    return {"loss": float(loss) if math.isfinite(float(loss)) else math.inf, "accuracy": right, **more}
 
 
 def kept(name: str, run: Callable[[], Result]) -> Result:

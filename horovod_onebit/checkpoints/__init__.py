@@ -21,7 +21,7 @@ from horovod_onebit import checks
 from horovod_onebit.checkpoints import files, lock
 from horovod_onebit.checkpoints.files import FORMAT, Complete, Digest, complete, latest, worker_file
 from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
-from horovod_onebit.world import Owed, owed
+from horovod_onebit.world import Residuals, total_residuals
 
 __all__ = ["FORMAT", "Face", "Shared", "complete", "latest", "load", "save", "worker_file"]
 
@@ -89,12 +89,12 @@ class Face(ABC):
         """Write what all workers share."""
 
     @abstractmethod
-    def read_own(self, path: Path, key: str) -> Owed:
+    def read_own(self, path: Path, key: str) -> Residuals:
         """Read what ``write_own`` of some worker wrote."""
 
-    def merge(self, everybody: list[Owed]) -> Owed:
+    def merge(self, everybody: list[Residuals]) -> Residuals:
         """What each worker takes over, from what all of another number of workers wrote."""
-        return everybody[0] | {"feedback": owed(everybody), "divisor": None, "served": {}, "encodes": None}
+        return everybody[0] | {"feedback": total_residuals(everybody), "divisor": None, "served": {}, "encodes": None}
 
     @abstractmethod
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
@@ -109,7 +109,7 @@ class Face(ABC):
         """Put what was read into the model and the optimizer, or nothing of it; ``shared`` is None but on worker 0."""
 
     @abstractmethod
-    def spread(self, about: Any, own: Owed) -> None:
+    def spread(self, about: Any, own: Residuals) -> None:
         """Give all workers what worker 0 has, and this one its own."""
 
 
@@ -233,7 +233,7 @@ def _history(place: Path) -> list[Complete]:
     raise FileNotFoundError(f"{place / files.LATEST} does not exist: there is no complete checkpoint")
 
 
-def _read(face: Face, place: Path, chosen: Complete) -> tuple[Owed, Shared | None]:
+def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, Shared | None]:
     """This worker's share of the checkpoint ``chosen``, and on worker 0 what is for all."""
 
     def checked(name: str) -> Path:

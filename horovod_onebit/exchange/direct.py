@@ -1,6 +1,6 @@
 """Direct exchange: one allgather; every worker decodes the messages of all.
 
-One compression and no server, so nothing but a worker's own residual is owed. A worker sends and receives
+One compression and no server, so there are no residuals but each worker's own. A worker sends and receives
 (n - 1) messages: best for few workers, level with a float32 ring allreduce at n = 64 (MATH: constants).
 """
 

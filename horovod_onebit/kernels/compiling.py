@@ -1,7 +1,7 @@
 """Numba's compiler with its cache on disk, which must never be what a job fails of.
 
 Workers of many hosts share a home on a network file system, where files go stale and are cut off while others write;
-or there is no folder that can be written to. Then the kernels are compiled anew, in seconds.
+or there is no folder that can be written to. Then the kernels are compiled again, in seconds.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         try:
             dispatcher.enable_caching()
         except RuntimeError as error:  # no folder can be written to
-            logger.debug("kernels are compiled anew in every process: %s", error)
+            logger.debug("kernels are compiled again in every process: %s", error)
             return dispatcher
         with suppress(AttributeError):  # inside of Numba
             dispatcher._cache._cache_file._source_stamp = _stamp(dispatcher.sources)

@@ -127,7 +127,7 @@ def _values(records: Bytes, length: int, codec: Codec, workers: int = 1) -> Arra
 
 
 def contribution(formula: Formula, p: Any, arrays: Arrays) -> Array:
-    """What this worker would send if nothing were compressed and nothing were owed.
+    """What this worker would send if nothing were compressed and there were no residual.
 
     Formulas keep NaN and Inf of what they are given, so that a clip cannot hide them.
     """

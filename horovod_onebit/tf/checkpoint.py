@@ -32,7 +32,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
-from horovod_onebit.world import Owed, Weighing
+from horovod_onebit.world import Residuals, Weighing
 
 logger = logging.getLogger("horovod_onebit")
 CALL = "a checkpoint, saved or loaded"
@@ -119,7 +119,7 @@ class _Keras(checkpoints.Face):
     def write_own(self, path: Path, key: str, extra: Any) -> None:
         engine = self._compressor.engine
         self._compressor.settle()
-        own = engine.owed()
+        own = engine.residuals()
         blobs: list[np.ndarray] = []
 
         def put(data: np.ndarray) -> int:
@@ -161,7 +161,7 @@ class _Keras(checkpoints.Face):
             finally:
                 weights.unlink(missing_ok=True)
 
-    def read_own(self, path: Path, key: str) -> Owed:
+    def read_own(self, path: Path, key: str) -> Residuals:
         with np.load(path, allow_pickle=False) as file:
             about = json.loads(str(file["about"]))
             if about.get("format") != FORMAT or about.get("key") != key:
@@ -172,7 +172,7 @@ class _Keras(checkpoints.Face):
         feedback = {name[6:]: value for name, value in arrays.items() if name.startswith("error.")}
         return about | {"feedback": feedback}
 
-    def merge(self, everybody: list[Owed]) -> Owed:
+    def merge(self, everybody: list[Residuals]) -> Residuals:
         # Random generators are then those of worker 0; of gradients that wait, the mean over the workers counts.
         waiting = [i for i, value in everybody[0]["own"].items() if np.issubdtype(value.dtype, np.floating)]
         means = {i: np.mean([one["own"][i] for one in everybody], axis=0, dtype=np.float32) for i in waiting}
@@ -229,7 +229,7 @@ class _Keras(checkpoints.Face):
             for variable, value in zip(self._variables(), shared.content, strict=True):
                 variable.assign(value)
 
-    def spread(self, about: Any, own: Owed) -> None:
+    def spread(self, about: Any, own: Residuals) -> None:
         variables = self._variables()
         broadcast_variables(variables)
         for i, value in own["own"].items():

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import horovod.tensorflow as hvd
 import numpy as np
@@ -54,6 +54,22 @@ class Values:
     variances: Sequence[Array | None]
 
 
+class Exact(NamedTuple):
+    """Gradients that are averaged exactly, one after the other in one array: what a host function is handed costs time
+    for each tensor, not for each byte.
+
+    Attributes:
+        values: (k,) float32.
+        sizes: their numbers of elements.
+    """
+
+    values: Array
+    sizes: Sequence[int]
+
+    def each(self) -> list[Array]:
+        return np.split(self.values, np.cumsum(self.sizes)[:-1]) if self.sizes else []
+
+
 @dataclass
 class UnderWay:
     """A compressed step that was begun.
@@ -62,7 +78,7 @@ class UnderWay:
         factors: what each gradient is multiplied by, first those of the compressed variables.
         moved: the compressed variables after the step, as far as messages have arrived.
         grads: the gradients that are there, flat, by number of the variable.
-        arrive: gives the means of the exact gradients, once their sum is here.
+        arrive: gives the means of the exact gradients, (k,), once their sum is here.
         sent: when the last message left, and how much time decoding had taken by then, in seconds.
     """
 
@@ -70,7 +86,7 @@ class UnderWay:
     factors: Sequence[float]
     moved: list[Tensor]
     grads: dict[int, Array] = field(default_factory=dict)
-    arrive: Callable[[], list[Array]] = list
+    arrive: Callable[[], Array] = lambda: np.empty(0, np.float32)
     sent: tuple[float, float] = (0.0, 0.0)
 
 
@@ -114,7 +130,7 @@ class Compressor:
         """All workers have the same weights after each step."""
 
     def fold(self) -> None:
-        """Before the workers change: nothing that was moved since the last exchange is owed."""
+        """Before the workers change: nothing that was moved since the last exchange is a residual."""
 
     def exclude(self, patterns: Sequence[str]) -> None:
         """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
@@ -149,18 +165,35 @@ class Compressor:
     def average(self, indices: tuple[int, ...], grads: Sequence[Any], wrapping: Wrapping) -> tuple[list[Any], Any]:
         """The exact gradients' averages by Horovod's own operations, and whether they are finite, on all workers alike.
 
-        In the graph, or eagerly: then in a graph of its own, so that the names are the same.
+        Small gradients of one dtype travel as one: each operation makes the graph slower to trace, and to run. In the
+        graph, or eagerly: then in a graph of its own, so that the names are the same.
         """
         if indices not in self._averages:
             prefix = plain(self.engine.name)
 
             def work(grads: Sequence[Any]) -> tuple[list[Any], Any]:
-                names = [f"{prefix}.{index}" for index in indices]
-                means = [_average(grad, name, wrapping) for grad, name in zip(grads, names, strict=True)]
-                return means, tf.reduce_all([tf.reduce_all(tf.math.is_finite(mean)) for mean in means])
+                means: list[Any] = [None] * len(indices)
+                averages = []
+                for name, members in self._together(indices, grads):
+                    averages.append(_average(packed([grads[i] for i in members]), f"{prefix}.{name}", wrapping))
+                    shapes = [self.optimizer._trainable_variables[indices[i]].shape for i in members]
+                    for i, mean in zip(members, unpacked(averages[-1], shapes), strict=True):
+                        means[i] = mean
+                return means, tf.reduce_all([tf.reduce_all(tf.math.is_finite(average)) for average in averages])
 
             self._averages[indices] = tf.function(work, autograph=False)
         return self._averages[indices]([tf.convert_to_tensor(grad) for grad in grads])
+
+    def _together(self, indices: tuple[int, ...], grads: Sequence[Any]) -> list[tuple[str, list[int]]]:
+        """The positions of the gradients that an allreduce of the warm-up has, and its name."""
+        alone, small = [], dict[str, list[int]]()
+        for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+            variable = self.optimizer._trainable_variables[index]
+            if math.prod(variable.shape) < self.engine.recipe.min_compressed_size:
+                small.setdefault(grad.dtype.name, []).append(position)
+            else:
+                alone.append((str(index), [position]))
+        return alone + [(f"small.{dtype}", positions) for dtype, positions in sorted(small.items())]
 
     def skip(self) -> None:
         """All workers skip a step of the warm-up, or raise."""
@@ -206,7 +239,7 @@ class Compressor:
     ) -> None:
         """Begin a compressed step of the variables ``indices``, and ``small`` exact ones. Runs in ``coroutine``.
 
-        ``grads`` are all gradients if they are clipped by their norms, else none.
+        ``grads`` are all gradients, flat, if they are clipped by their norms, else none.
         """
         if self.under_way is not None:
             self._end()
@@ -221,8 +254,8 @@ class Compressor:
         self.under_way = UnderWay(plan, factors, moved)
 
     def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
-    ) -> tuple[bool, list[Array], list[Tensor]]:
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
+    ) -> tuple[bool, Array, list[Tensor]]:
         """A whole step, of all gradients; returns what ``conclude`` does. Runs in ``coroutine``."""
         raise NotImplementedError
 
@@ -231,14 +264,14 @@ class Compressor:
         limit = self.optimizer.clipvalue
         return grad if limit is None else np.clip(grad, -limit, limit)
 
-    def average_exact(self, grads: Sequence[Array]) -> None:
+    def average_exact(self, exact: Exact) -> None:
         """Start the average of the exact gradients of the step that was begun."""
         step = self.under_way
         assert step is not None
-        step.arrive = self._start_average([self.clipped(g) for g in grads], step.factors[len(self.indices) :])
+        step.arrive = self._start_average(exact, step.factors[len(self.indices) :])
 
-    def conclude(self) -> tuple[bool, list[Array], list[Tensor]]:
-        """End the step that was begun, when everything has arrived: whether it is taken, the exact means, and the
+    def conclude(self) -> tuple[bool, Array, list[Tensor]]:
+        """End the step that was begun, when everything has arrived: whether it is taken, the exact means (k,), and the
         variables after it, in arrays that nobody will write to again."""
         step = self.under_way
         assert step is not None
@@ -246,7 +279,7 @@ class Compressor:
         self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
         try:
             means = step.arrive()
-            taken = self.engine.conclude(step.plan, step.moved, finite=all_finite(means))
+            taken = self.engine.conclude(step.plan, step.moved, finite=all_finite([means]))
             self.tensors = list(self.engine.tensors)
         finally:
             self._end()
@@ -279,17 +312,15 @@ class Compressor:
         scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, count)]
 
-    def _start_average(self, grads: Sequence[Array], factors: Sequence[float]) -> Callable[[], list[Array]]:
-        """Start one allreduce of exact gradients, in float32; the result waits for their means (or sums)."""
+    def _start_average(self, exact: Exact, factors: Sequence[float]) -> Callable[[], Array]:
+        """Start one allreduce of exact gradients; the result waits for their means (or sums), (k,)."""
         engine = self.engine
-        scaled = [np.float32(f) * g.astype(np.float32) for g, f in zip(grads, factors, strict=True)]
-        totals = start_sum(scaled, engine.collectives, f"{engine.name}.exact", engine.traffic)
+        if not exact.sizes:
+            return lambda: exact.values
+        scaled = self.clipped(exact.values) * np.repeat(np.float32(factors), exact.sizes)
+        totals = start_sum([scaled], engine.collectives, f"{engine.name}.exact", engine.traffic)
         by = np.float32(1 if self.sum_gradients else engine.collectives.size)
-
-        def arrive() -> list[Array]:
-            return [np.asarray(total / by).astype(grad.dtype) for total, grad in zip(totals(), grads, strict=True)]
-
-        return arrive
+        return lambda: np.asarray(totals()[0] / by)
 
     def stats(self, norms: bool) -> Stats:
         optimizer = self.optimizer
@@ -343,6 +374,17 @@ def _to_move(tensor: Tensor, momentum: Array | None) -> Tensor:
     """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
     size = tensor.weight.size
     return replace(tensor, weight=_aligned(size), momentum=tensor.momentum if momentum is None else _aligned(size))
+
+
+def packed(grads: Sequence[Any]) -> Any:
+    """Gradients of one dtype in one tensor: a single one as it is, several one after the other."""
+    return grads[0] if len(grads) == 1 else tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
+
+
+def unpacked(tensor: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
+    """What has become of each of the gradients, of these ``shapes``, that were ``packed`` together."""
+    parts = tf.split(tensor, [math.prod(shape) for shape in shapes]) if len(shapes) > 1 else [tensor]
+    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:

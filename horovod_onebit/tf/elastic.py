@@ -38,7 +38,7 @@ from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Owed
+from horovod_onebit.world import Residuals
 
 __all__ = ["KerasState", "run"]
 
@@ -63,7 +63,7 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        self._left: Owed | None = None  # owed in a world that is no more, until it is shared out
+        self._left: Residuals | None = None  # those of a world that is no more, until they are shared out
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
 
@@ -111,7 +111,7 @@ class KerasState(ObjectState):
         engine.exchanges, engine.skipped = known[0]
         warmup.load_state_dict(known[1])
         if optimizer.phase is Phase.COMPRESSED:
-            alone = optimizer._wrapping.local is not None  # small variables, too, have something that is owed
+            alone = optimizer._wrapping.local is not None  # small variables have residuals, too
             listed = enumerate(optimizer._trainable_variables)
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}

@@ -44,7 +44,7 @@ class LocalAdapter(Adapter):
 
 class LocalSteps(Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
-    host's memory; at the first step, and after a checkpoint was loaded, they are taken anew."""
+    host's memory; at the first step, and after a checkpoint was loaded, they are taken again."""
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
@@ -137,7 +137,7 @@ class LocalSteps(Compressor):
             _exchange(self.optimizer, self.indices, self.bound())
 
     def fold(self) -> None:
-        """Before the workers change: go back to the beginning of the round; what was moved since is owed. Local."""
+        """Before the workers change: go back to the round's beginning; residuals are what was moved since. Local."""
         if self.rounds.under_way and self.engine.layout is not None:
             self._pull(_flat(self.bound()))
             self.rounds.fold()

@@ -17,7 +17,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tf.collectives import Parcel, Round
-from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.compressor import Compressor, Exact
 
 MOST = 32
 """Sections of a step, about: each costs some time when a step is traced."""
@@ -60,8 +60,8 @@ class Section:
     def last(self) -> bool:
         return self._number == len(self._all) - 1
 
-    def start(self, grads: Sequence[Array], exact: Sequence[Array]) -> Round | None:
-        """Encode the section's buckets; the first round. ``exact`` are the exact gradients, for the last section."""
+    def start(self, grads: Sequence[Array], exact: Exact) -> Round | None:
+        """Encode the section's buckets; the first round. ``exact`` is for the last section."""
         compressor = self._compressor
         engine, step = compressor.engine, compressor.under_way
         assert step is not None

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values
+from horovod_onebit.tf.compressor import Compressor, Exact, Progress, Values, packed, unpacked
 from horovod_onebit.tf.graph import adopt, host_values, in_rounds, in_turns
 from horovod_onebit.tf.sections import Section, sections
 
@@ -35,8 +35,8 @@ def compressed(compressor: Compressor, large: Pairs, small: Pairs) -> tuple[Any,
     arrived = []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
-        grads = [large[i][0] for i in numbers] + ([g for g, _ in small] if section.last else [])
-        arrived.append(_travel(compressor, section, len(numbers), begun, grads, str(number)))
+        exact = small if section.last else []
+        arrived.append(_travel(compressor, section, [large[i][0] for i in numbers], exact, begun, str(number)))
     return _collect(compressor, large, small, arrived, compressor.conclude)
 
 
@@ -45,12 +45,13 @@ def _begin(compressor: Compressor, large: Pairs, small: Pairs) -> Any:
     optimizer = compressor.optimizer
     indices, momenta, variances = _state(compressor, large)
     clips = optimizer.clipnorm or optimizer.global_clipnorm
-    grads = [g for g, _ in (*large, *small)] if clips else []
+    grads = [*(g for g, _ in large), *_packed(small)] if clips else []
 
     def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> None:
         arrays = iter([view(t) for t in tensors])
         values = _values(arrays, large, momenta, variances)
-        compressor.begin_step(indices, values, _progress(learning_rate, steps, compressed), len(small), list(arrays))
+        known = [next(arrays).reshape(-1) for _ in large] + _exact(arrays, small).each() if clips else []
+        compressor.begin_step(indices, values, _progress(learning_rate, steps, compressed), len(small), known)
 
     return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, grads))
 
@@ -62,14 +63,14 @@ def _at_once(compressor: Compressor, large: Pairs, small: Pairs) -> tuple[Any, l
     def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> Any:
         arrays = iter([view(t) for t in tensors])
         values = _values(arrays, large, momenta, variances)
-        grads = [next(arrays).reshape(-1) for _ in large]
-        return compressor.step(indices, values, grads, list(arrays), _progress(learning_rate, steps, compressed))
+        grads, exact = [next(arrays).reshape(-1) for _ in large], _exact(arrays, small)
+        return compressor.step(indices, values, grads, exact, _progress(learning_rate, steps, compressed))
 
     def end() -> Any:
         result, compressor.coroutine.result = compressor.coroutine.result, None
         return result
 
-    inputs = _inputs(compressor, large, [g for g, _ in (*large, *small)])
+    inputs = _inputs(compressor, large, [*(g for g, _ in large), *_packed(small)])
     done = in_rounds(compressor.coroutine, compressor.collectives, work, inputs)
     return _collect(compressor, large, small, [done], end)
 
@@ -81,6 +82,17 @@ def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[
     _, momenta, variances = _state(compressor, large)
     state = [v for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
     return [tf.convert_to_tensor(i) for i in (*now, *state, *grads)]
+
+
+def _packed(small: Pairs) -> list[Any]:
+    """One tensor of all gradients of ``small``, float32; none if there are none."""
+    return [packed([tf.cast(g, tf.float32) for g, _ in small])] if small else []
+
+
+def _exact(arrays: Iterator[Any], small: Pairs) -> Exact:
+    """What has become of ``_packed`` in a host function."""
+    values = next(arrays).reshape(-1) if small else np.empty(0, np.float32)
+    return Exact(values, [int(np.prod(v.shape)) for _, v in small])
 
 
 def _progress(learning_rate: Any, steps: Any, compressed: Any) -> Progress:
@@ -102,14 +114,17 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
     return indices, [adapter.momentum(optimizer, i) for i in indices], [adapter.variance(optimizer, i) for i in indices]
 
 
-def _travel(compressor: Compressor, section: Section, count: int, begun: Any, grads: Sequence[Any], label: str) -> Any:
-    """``section`` with its gradients, ``count`` compressed ones and then exact ones, once the step has begun."""
+def _travel(
+    compressor: Compressor, section: Section, grads: Sequence[Any], exact: Pairs, begun: Any, label: str
+) -> Any:
+    """``section`` with its gradients and those of ``exact``, once the step has begun."""
 
     def start(_: Any, *tensors: Any) -> Any:
-        arrays = [view(t) for t in tensors]
-        return section.start([array.reshape(-1) for array in arrays[:count]], arrays[count:])
+        arrays = iter([view(t) for t in tensors])
+        return section.start([next(arrays).reshape(-1) for _ in grads], _exact(arrays, exact))
 
-    return in_turns(start, section.resume, compressor.collectives, [begun, *map(tf.convert_to_tensor, grads)], label)
+    inputs = [begun, *map(tf.convert_to_tensor, grads), *_packed(exact)]
+    return in_turns(start, section.resume, compressor.collectives, inputs, label)
 
 
 def _collect(
@@ -120,13 +135,13 @@ def _collect(
     changed = [v for _, v in large] + [m for m in momenta if m is not None]
 
     def work(*_: Any) -> list[Any]:
-        taken, means, moved = end()
+        taken, mean, moved = end()
         new = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
-        return [np.bool_(taken), *means, *map(adopt, new)]
+        return [np.bool_(taken), mean, *map(adopt, new)]
 
-    outputs = [tf.bool, *(g.dtype for g, _ in small), *(tf.float32 for _ in changed)]
-    taken, *results = host_values(work, arrived, outputs)
+    taken, mean, *results = host_values(work, arrived, [tf.bool, tf.float32, *(tf.float32 for _ in changed)])
     taken.set_shape([])
-    means = [tf.ensure_shape(mean, v.shape) for mean, (_, v) in zip(results, small, strict=False)]
-    new = [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results[len(small) :], strict=True)]
+    parts = unpacked(mean, [v.shape for _, v in small]) if small else []
+    means = [tf.cast(part, g.dtype) for part, (g, _) in zip(parts, small, strict=True)]
+    new = [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results, strict=True)]
     return taken, means, new

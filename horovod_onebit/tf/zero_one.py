@@ -19,7 +19,7 @@ from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values, aligned_copy
+from horovod_onebit.tf.compressor import Compressor, Exact, Progress, Values, aligned_copy
 from horovod_onebit.tf.graph import adopt, in_rounds
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
@@ -40,8 +40,8 @@ class ZeroOneSteps(Compressor):
         return kind_of(self.schedule, self.engine.exchanges + 1)
 
     def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
-    ) -> tuple[bool, list[Array], list[Tensor]]:
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
+    ) -> tuple[bool, Array, list[Tensor]]:
         engine, optimizer = self.engine, self.optimizer
         engine.exchanges = int(optimizer._tried.value)
         if self.schedule.starts_local(engine.exchanges + 1):
@@ -57,12 +57,12 @@ class ZeroOneSteps(Compressor):
         return taken, means, self.tensors
 
     def _step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Sequence[Array], now: Progress
-    ) -> tuple[bool, list[Array]]:
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
+    ) -> tuple[bool, Array]:
         engine = self.engine
         self._bind(indices)
-        factors = self._clip_factors([*grads, *exact], len(grads) + len(exact))
-        grads, exact = ([self.clipped(g) for g in gs] for gs in (grads, exact))
+        factors = self._clip_factors([*grads, *exact.each()], len(grads) + len(exact.sizes))
+        grads = [self.clipped(g) for g in grads]
         variables = (self.optimizer._trainable_variables[i] for i in indices)
         rules = [self._rule(v, now, factor) for v, factor in zip(variables, factors, strict=False)]
         self._load(values, rules, now)
@@ -73,7 +73,7 @@ class ZeroOneSteps(Compressor):
         engine.send_rest(by_number, plan)
         with engine.times.measure("exchange"):  # a whole round, messages and all
             means = arrive()
-        taken = engine.receive(by_number, plan, finite=finite() and all_finite(means))
+        taken = engine.receive(by_number, plan, finite=finite() and all_finite([means]))
         if taken:
             self._keep(rules)
         return taken, means

@@ -12,11 +12,11 @@ from horovod_onebit import costs
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import OnebitError
 from horovod_onebit.recipe import exchanges
-from horovod_onebit.tools import doctor, monitor, planner, show, trial
+from horovod_onebit.tools import doctor, link, monitor, planner, show, trial
 from horovod_onebit.tools.diagnostics import Report
 
 Answer = tuple[str, Any, int]
-"""Text for a person, the same data for a program, and the exit status."""
+"""Text for a person, the same data for a program, and the exit status. No text: another worker answers."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OnebitError as error:
         sys.stderr.write(f"horovod-onebit: {error}\n")
         return 2
-    sys.stdout.write((json.dumps(data, indent=2) if args.json else text) + "\n")
+    if text:
+        sys.stdout.write((json.dumps(data, indent=2) if args.json else text) + "\n")
     return status
 
 
@@ -46,6 +47,10 @@ def _parser() -> argparse.ArgumentParser:
         return command.add_argument
 
     add("doctor", _doctor, "check the installation: versions, conflicts, and how to resolve them", "doctor")
+    help = "measure the network between the hosts of a job; started by horovodrun, one process for each worker"
+    option = add("link", _link, help, "link --parameters 110M")
+    option("--parameters", metavar="N", help='of the model, to say which exchange "auto" takes: 25000000, 110M, 1.3B')
+
     _add_plan(add)
     _add_simulate(add)
 
@@ -100,6 +105,13 @@ def _add_simulate(add: Any) -> None:
 
 def _doctor(args: argparse.Namespace) -> Answer:
     return doctor.report()
+
+
+def _link(args: argparse.Namespace) -> Answer:
+    parameters = None if args.parameters is None else planner.number(args.parameters)
+    collectives = link.collectives()
+    found = link.measure(collectives)
+    return link.text(found, parameters) if collectives.rank == 0 else "", found.as_dict(), 0
 
 
 def _diagnose(args: argparse.Namespace) -> Answer:

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from typing import Any, Literal
 
+import numpy as np
 import torch
 
 from horovod_onebit.checks import one_of
@@ -151,6 +152,8 @@ class Binding:
         """The state tensor ``key`` as the core sees it, flat float32, sharing memory with ``state[key]``."""
         value = self.state.get(key)
         kept = value is not None  # SGD without momentum has none in its state, compressed or not
+        if value is None and self.device == HOST:
+            return np.zeros(self.p.numel(), np.float32)  # takes no memory as long as nobody writes to it
         if value is None:
             value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
         if value.dtype is not torch.float32 or value.device != self.device or value.stride() != self.strides:

@@ -24,7 +24,7 @@ from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer
 from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
-from horovod_onebit.world import Owed, Weighing
+from horovod_onebit.world import Residuals, Weighing
 
 
 def save_checkpoint(
@@ -134,7 +134,7 @@ class _Torch(checkpoints.Face):
 
     def write_own(self, path: Path, key: str, extra: Any) -> None:
         compressor = self.optimizer._compressor
-        own = compressor.engine.owed()
+        own = compressor.engine.residuals()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         state = PACKER.pack(compressor.own_state(), "optimizer")
         content = {**own, "feedback": feedback, "optimizer": state, "kind": self.kind}
@@ -149,12 +149,12 @@ class _Torch(checkpoints.Face):
         }
         _write({"format": FORMAT, "key": key, **packed}, path)
 
-    def read_own(self, path: Path, key: str) -> Owed:
+    def read_own(self, path: Path, key: str) -> Residuals:
         saved = _read(path, key)
         own = unpack(saved.get("optimizer"), torch.Tensor.numpy)  # earlier versions have none
         return saved | {"feedback": {n: value.numpy() for n, value in saved["feedback"].items()}, "optimizer": own}
 
-    def merge(self, everybody: list[Owed]) -> Owed:
+    def merge(self, everybody: list[Residuals]) -> Residuals:
         return super().merge(everybody) | {"optimizer": None}  # each worker goes on with worker 0's
 
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
@@ -185,7 +185,7 @@ class _Torch(checkpoints.Face):
             optimizer.load_feedback_state_dict(residuals)
             raise
 
-    def spread(self, about: Any, own: Owed) -> None:
+    def spread(self, about: Any, own: Residuals) -> None:
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
         broadcast_tensors(tensors, 0, hvd.global_process_set, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)

@@ -287,7 +287,7 @@ class Compressor(Steps):
     # -- other workers --------------------------------------------------------------------------------------------
 
     def fold(self) -> None:
-        """Before the workers change: nothing that was moved since the last exchange is owed. Local."""
+        """Before the workers change: nothing that was moved since the last exchange is a residual. Local."""
 
     def weigh(self, weighing: Weighing | None) -> None:
         """The residuals were replaced: see ``Engine.weigh``."""

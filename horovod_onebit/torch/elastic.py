@@ -59,7 +59,7 @@ class _OptimizerHandler(StateHandler):
         self.value._compressor.weigh(self._weighing)
 
     def sync(self) -> None:
-        """After Horovod was started anew: worker 0's state, and what all still owe. Collective."""
+        """After Horovod was restarted: worker 0's state, and all residuals. Collective."""
         compressor = self.value._compressor
         compressor.leave_world()
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]

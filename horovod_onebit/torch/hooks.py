@@ -364,13 +364,13 @@ class Gradients:
         """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
         with torch.no_grad():
             self._engine.abandon_step()
-        # Where the gradients that were sent are lost, so is what was owed before.
+        # Where the gradients that were sent are lost, so are their residuals.
         self._engine.feedback.reset([self._name(p) for p in self._overwritten])
         self._refused, self._abandoned = self._refused + 1, 0
         self._clear()
 
     def forget_world(self) -> None:
-        """Horovod was started anew: nothing is under way, and new workers have abandoned nothing."""
+        """Horovod was restarted: nothing is under way, and new workers have abandoned nothing."""
         self._refused = self._abandoned = 0
         self._clear()
 

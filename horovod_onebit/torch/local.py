@@ -396,7 +396,7 @@ class LocalSteps(Steps):
         self.parameters.unbind()
 
     def fold(self) -> None:
-        """Go back to the beginning of the round; what was moved since is owed. Local."""
+        """Go back to the beginning of the round; what was moved since becomes residuals. Local."""
         if self.parameters.bindings and self.rounds.under_way:
             self.parameters.pull()
             self.rounds.fold()
@@ -406,5 +406,5 @@ class LocalSteps(Steps):
         super().leave_world()
         self.parameters.unbind()
 
-    def owing(self) -> list[torch.Tensor]:
+    def with_residuals(self) -> list[torch.Tensor]:
         return self.parameters.trained()

@@ -16,7 +16,7 @@ from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Owed
+from horovod_onebit.world import Residuals
 
 
 class Steps:
@@ -29,10 +29,10 @@ class Steps:
 
     def __init__(self, arguments: Arguments, name: str, recipe: Recipe, check_replicas_every: int | None) -> None:
         self.process_set = arguments.process_set
-        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or started anew
+        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or restarted
         self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
         self._check_replicas_every = check_replicas_every
-        self.left: Owed | None = None  # what was owed in a world of other workers
+        self.left: Residuals | None = None  # those of a world of other workers
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients = parameters, gradients
@@ -63,17 +63,17 @@ class Steps:
         )
 
     def leave_world(self) -> None:
-        """Horovod was started anew: forget what is under way, remember what is owed. Local."""
+        """Horovod was restarted: forget what is under way, remember the residuals. Local."""
         self.left = self.engine.leave_world(self.left)
         self.agreement.reset()
 
-    def owing(self) -> Iterable[torch.Tensor]:
+    def with_residuals(self) -> Iterable[torch.Tensor]:
         """The parameters that have error feedback."""
         return self.parameters.bindings
 
     def share_out(self) -> None:
-        """Share out what was owed, if the workers have changed; all of them or none call this after ``leave_world``.
+        """Share out the residuals, if the workers have changed; all of them or none call this after ``leave_world``.
         Collective then."""
         if self.left is not None:
-            self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.owing()})
+            self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.with_residuals()})
             self.left = None

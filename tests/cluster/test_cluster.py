@@ -1,6 +1,9 @@
 """Several hosts: the bytes that really cross the links, as the network interfaces count them."""
 
+import re
+import sys
 from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -76,3 +79,17 @@ def test_all_is_taken_away():
         assert made.received()[0] >= 0
     with cluster(2, "10gbit") as made:  # the same names again
         assert len(made.sent()) == 2
+
+
+@pytest.mark.parametrize(("backend", "slots", "rate"), [("gloo", 1, 100), ("mpi", 2, 100)])
+def test_the_rate_of_a_link_is_measured(backend, slots, rate):
+    """Within a fifth of what tc allows; worker 0 alone says so."""
+    with cluster(2, f"{rate}mbit") as made:
+        command = [str(Path(sys.executable).with_name("horovod-onebit")), "link", "--parameters", "25M"]
+        output = made.horovodrun(backend, *command, slots=slots, timeout=300)
+    found = re.findall(r"a host's link: ([\d,]+) Mbit/s", output)
+    assert len(found) == 1, output
+    assert 0.8 * rate < float(found[0].replace(",", "")) < 1.2 * rate
+    assert f"{2 * slots} workers on 2 hosts" in output
+    taken = "hierarchical" if slots == 2 else "direct"
+    assert f'exchange="auto" takes "{taken}" for 25,000,000 parameters' in output

@@ -308,7 +308,7 @@ def test_local_steps_are_the_reference(update_space, inside):
             seen += [host(m), host(w)]
         results.append([np.array(x) for x in seen])
     for number, (ours, theirs) in enumerate(zip(*results, strict=True)):
-        if number in (3, 4):  # what is owed depends on a float64 sum
+        if number in (3, 4):  # the residual depends on a float64 sum
             np.testing.assert_allclose(ours, theirs, rtol=2e-6, atol=1e-6 * np.abs(theirs).max())
         else:
             np.testing.assert_array_equal(ours, theirs)
@@ -326,7 +326,7 @@ def test_one_tensor_that_is_not_aligned_is_enough(odd):
         assert backend.encode(adam.update, of_adam(), Arrays(g, m, v), e, row, 0, how)
         results.append((without_scales(row, 200, how), host(e)))
     np.testing.assert_array_equal(results[0][0], results[1][0])
-    close(*(owed for _, owed in results))
+    close(*(residuals for _, residuals in results))
 
 
 def test_whole_arrays_are_fetched_and_written():

@@ -32,8 +32,8 @@ def note(text):
 
 @elastic.run
 def train(state):
-    owed = sum(float(np.abs(r).sum()) for r in optimizer.feedback_state_dict().values())
-    note(f"trains from step {state.step} with {hvd.size()} workers, owing {owed:.6f}")
+    residuals = sum(float(np.abs(r).sum()) for r in optimizer.feedback_state_dict().values())
+    note(f"trains from step {state.step} with {hvd.size()} workers, residuals {residuals:.6f}")
     while state.step < steps:
         x = np.random.default_rng(1000 * state.step + hvd.rank()).standard_normal((16, 24)).astype(np.float32)
         loss = float(model.train_on_batch(x, x @ teacher))

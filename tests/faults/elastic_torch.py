@@ -44,8 +44,8 @@ def note(text):
 
 @elastic.run
 def train(state):
-    owed = sum(float(np.abs(r).sum()) for r in optimizer._compressor.engine.feedback.state_dict().values())
-    note(f"trains from step {state.step} with {hvd.size()} workers, owing {owed:.6f}")
+    residuals = sum(float(np.abs(r).sum()) for r in optimizer._compressor.engine.feedback.state_dict().values())
+    note(f"trains from step {state.step} with {hvd.size()} workers, residuals {residuals:.6f}")
     if state.step == 0 and (folder / "checkpoint" / "latest.json").exists():
         state.step = onebit.load_checkpoint(folder / "checkpoint", model, optimizer)["step"]
         note(f"resumes at step {state.step}")

@@ -31,4 +31,4 @@ def test_training_goes_on_when_a_worker_is_killed_and_another_joins(script, exch
     assert job.state()[2] < 12
     log = (tmp_path / "log").read_text()
     assert log.count("done with 2 workers") == 2
-    assert "with 1 workers, owing 0.000000" not in log
+    assert "with 1 workers, residuals 0.000000" not in log

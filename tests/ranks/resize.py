@@ -9,12 +9,12 @@ import numpy as np
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
-from tests.ranks.owing import owed
 from tests.ranks.torch_common import Net, assert_replicas_equal, train, wrap
+from tests.ranks.total_residuals import total_residuals
 
 
 def everybody(optimizer):
-    return hvd.allgather_object(optimizer._compressor.engine.owed(), name="owed")
+    return hvd.allgather_object(optimizer._compressor.engine.residuals(), name="residuals")
 
 
 def main():
@@ -24,17 +24,17 @@ def main():
     optimizer = wrap(model, warmup_steps=3, recipe=Recipe(exchange=exchange, block_size=64))
     if (folder / "latest.json").exists():
         onebit.load_checkpoint(folder, model, optimizer)
-        before, after = np.load(folder / "owed.npz"), owed(everybody(optimizer), servers=False)
+        before, after = np.load(folder / "residuals.npz"), total_residuals(everybody(optimizer), servers=False)
         assert set(before.files) == after.keys()
         for name in before.files:
             np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-6)
     train(model, optimizer, 6, start=10)
     assert_replicas_equal(model)
     onebit.save_checkpoint(folder, model, optimizer)
-    found = owed(everybody(optimizer), servers=True)
+    found = total_residuals(everybody(optimizer), servers=True)
     assert any(np.abs(value).sum() > 0 for value in found.values())
     if hvd.rank() == 0:
-        np.savez(folder / "owed.npz", **found)
+        np.savez(folder / "residuals.npz", **found)
     sys.stdout.write("went on\n")
 
 

@@ -13,11 +13,11 @@ from horovod.tensorflow.functions import allgather_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, assert_replicas_equal, batch, build, wrap
-from tests.ranks.owing import owed
+from tests.ranks.total_residuals import total_residuals
 
 
 def everybody(optimizer):
-    return allgather_object(optimizer._compressor.engine.owed(), name="owed")
+    return allgather_object(optimizer._compressor.engine.residuals(), name="residuals")
 
 
 def main():
@@ -28,7 +28,7 @@ def main():
     model.compile(optimizer=wrap(OPTIMIZERS["adamw"](), warmup_steps=3, recipe=recipe), loss=LOSS)
     if (folder / "latest.json").exists():
         onebit.load_checkpoint(folder, model)
-        before, after = np.load(folder / "owed.npz"), owed(everybody(model.optimizer), servers=False)
+        before, after = np.load(folder / "residuals.npz"), total_residuals(everybody(model.optimizer), servers=False)
         assert set(before.files) == after.keys()
         for name in before.files:
             np.testing.assert_allclose(after[name], before[name], rtol=1e-5, atol=1e-6)
@@ -36,10 +36,10 @@ def main():
         model.train_on_batch(*batch(step))
     assert_replicas_equal(model)
     onebit.save_checkpoint(folder, model)
-    found = owed(everybody(model.optimizer), servers=True)
+    found = total_residuals(everybody(model.optimizer), servers=True)
     assert all(np.abs(value).sum() > 0 for value in found.values())
     if RANK == 0:
-        np.savez(folder / "owed.npz", **found)
+        np.savez(folder / "residuals.npz", **found)
     sys.stdout.write("went on\n")
 
 

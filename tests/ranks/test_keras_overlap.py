@@ -88,7 +88,7 @@ def test_nan_in_one_section_takes_back_all(exchange, variable, graph):
     model = build(hidden=HIDDEN)
     optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=2, recipe=Recipe(exchange=exchange, **SMALL))
     train(model, optimizer, 6, graph=graph)
-    before, owed = [np.array(v) for v in [*model.variables, *optimizer.variables]], feedback(optimizer)
+    before, residuals = [np.array(v) for v in [*model.variables, *optimizer.variables]], feedback(optimizer)
 
     def step(x, y):
         grads, _ = gradients(model, x, y)
@@ -99,7 +99,7 @@ def test_nan_in_one_section_takes_back_all(exchange, variable, graph):
     (tf.function(step) if graph else step)(*map(tf.constant, batch(6)))
     for old, new in zip(before, [*model.variables, *optimizer.variables], strict=True):
         np.testing.assert_array_equal(old, np.array(new))
-    for old, new in zip(owed, feedback(optimizer), strict=True):
+    for old, new in zip(residuals, feedback(optimizer), strict=True):
         np.testing.assert_allclose(new, old, rtol=1e-4, atol=1e-5)
     assert optimizer.stats().skipped_steps == 1
     train(model, optimizer, 4, start=7, graph=graph)

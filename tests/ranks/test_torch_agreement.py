@@ -313,7 +313,7 @@ def test_loops_of_trainers(loop, resumed):
 
 @pytest.mark.parametrize("value", [0.5, float("nan")])
 def test_error_feedback_survives_an_edit_after_messages_have_left(value):
-    """It begins anew for what was overwritten there, and is what it was for all else."""
+    """It starts again for what was overwritten there, and is what it was for all else."""
     model, optimizer = started("compressed")
     train(model, optimizer, 2, start=3)
     before = optimizer.feedback_state_dict()

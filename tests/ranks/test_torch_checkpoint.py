@@ -57,7 +57,9 @@ def test_a_run_goes_on_with_another_exchange(folder, since, to):
         return model, wrap(model, warmup_steps=4, recipe=Recipe(exchange=exchange, block_size=64))
 
     def all_owe(optimizer):
-        return world.owed(hvd.allgather_object(optimizer._compressor.engine.owed(), name="all owe"))
+        return world.total_residuals(
+            hvd.allgather_object(optimizer._compressor.engine.residuals(), name="all residuals")
+        )
 
     model, optimizer = prepared(since)
     train(model, optimizer, 8)
@@ -427,7 +429,7 @@ def test_calls_that_differ_between_workers_are_an_error_on_all(folder):
 
 @pytest.mark.parametrize("recipe", ["robust", TWO_STAGE])
 def test_other_workers_owe_together_what_these_did(recipe):
-    """As after Horovod was started anew; here the new world has the same number of workers."""
+    """As after Horovod was restarted; here the new world has the same number of workers."""
     model = Net()
     optimizer = wrap(model, warmup_steps=2, recipe=recipe)
     train(model, optimizer, 6)
@@ -441,7 +443,7 @@ def test_other_workers_owe_together_what_these_did(recipe):
     assert_replicas_equal(model)
 
     compressor.leave_world()
-    expected = world.owed(hvd.allgather_object(compressor.left, name="saved again"))
+    expected = world.total_residuals(hvd.allgather_object(compressor.left, name="saved again"))
     compressor.share_out()
     for name, residual in compressor.engine.feedback.state_dict().items():
         np.testing.assert_allclose(residual, expected[name], rtol=1e-5, atol=1e-7)

@@ -113,7 +113,7 @@ MOMENTUM_SPACE = dataclasses.replace(RECIPE, space="momentum", clip=None, exchan
     ],
 )
 def test_both_kernels_train_alike(kind, arguments, recipe, gathered):
-    trained, owed = [], []
+    trained, residuals = [], []
     for kernels in ("cpu", "cuda"):
         model = Small()
         optimizer = wrap(model, kernels, kind, recipe, **arguments)
@@ -121,14 +121,14 @@ def test_both_kernels_train_alike(kind, arguments, recipe, gathered):
         assert uses_kernels(optimizer) == (kernels == "cuda")
         assert_replicas_equal(model)
         trained.append(weights(model).cpu())
-        owed.append(optimizer.feedback_state_dict())
+        residuals.append(optimizer.feedback_state_dict())
         stats = optimizer.stats()
         assert stats.error_norm > 0
         assert stats.momentum_norm > 0
     torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
-    assert owed[0].keys() == owed[1].keys()
-    for name, value in owed[0].items():
-        torch.testing.assert_close(owed[1][name], value, rtol=1e-4, atol=1e-5)
+    assert residuals[0].keys() == residuals[1].keys()
+    for name, value in residuals[0].items():
+        torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -156,12 +156,12 @@ def test_nan_on_one_worker_is_skipped_by_all(gathered):
     model = Small()
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 4)
-    before, owed = weights(model), optimizer.feedback_state_dict()
+    before, residuals = weights(model), optimizer.feedback_state_dict()
     step(model, optimizer, 4, bad=RANK == SIZE - 1)
     assert torch.equal(before, weights(model))
     assert optimizer.stats().skipped_steps == 1
     for name, value in optimizer.feedback_state_dict().items():
-        torch.testing.assert_close(value, owed[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(value, residuals[name], atol=1e-5, rtol=0)
     train(model, optimizer, 2, start=5)
     assert_replicas_equal(model)
 

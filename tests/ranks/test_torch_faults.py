@@ -18,7 +18,7 @@ def test_nan_on_one_rank_is_skipped_by_all(exchange):
     model = Net()
     optimizer = wrap(model, warmup_steps=3, recipe=Recipe(exchange=exchange))
     train(model, optimizer, 6)
-    before, owed = weights(model), optimizer.feedback_state_dict()
+    before, residuals = weights(model), optimizer.feedback_state_dict()
     moments = [optimizer.state[p]["exp_avg"].clone() for p in model.parameters() if p.requires_grad]
     x, y = batch(6)
     optimizer.zero_grad()
@@ -30,7 +30,7 @@ def test_nan_on_one_rank_is_skipped_by_all(exchange):
     after = [optimizer.state[p]["exp_avg"] for p in model.parameters() if p.requires_grad]
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
     for name, value in optimizer.feedback_state_dict().items():
-        torch.testing.assert_close(value, owed[name], atol=1e-5, rtol=0)
+        torch.testing.assert_close(value, residuals[name], atol=1e-5, rtol=0)
     assert optimizer.stats().skipped_steps == 1
     train(model, optimizer, 5, start=7)
     assert_replicas_equal(model)

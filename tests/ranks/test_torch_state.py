@@ -516,10 +516,10 @@ def test_the_order_of_freezing_does_not_matter_to_anybody():
     train(model, optimizer, 2, start=6)
     model.first.weight.requires_grad_(True)
     train(model, optimizer, 8, start=8)
-    owed = optimizer.feedback_state_dict()
+    residuals = optimizer.feedback_state_dict()
     onebit.broadcast_optimizer_state(optimizer, root_rank=0)
     for key, value in optimizer.feedback_state_dict().items():
-        assert torch.equal(value, owed[key])
+        assert torch.equal(value, residuals[key])
     train(model, optimizer, 4, start=16)
     assert_replicas_equal(model)
 

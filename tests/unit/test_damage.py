@@ -55,12 +55,12 @@ class _Handle:
         return result
 
 
-def train(collectives, exchange, steps=4, owed=0.0):
+def train(collectives, exchange, steps=4, residual=0.0):
     rng = np.random.default_rng(collectives.rank)
     weights = {"a": np.zeros(3000, f32), "b": np.zeros(500, f32)}
     recipe = Recipe(block_size=64, min_compressed_size=1, exchange=exchange)
     optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=1, recipe=recipe)
-    optimizer.engine.feedback.residual("b", 500)[7] = owed if collectives.rank == 1 else 0
+    optimizer.engine.feedback.residual("b", 500)[7] = residual if collectives.rank == 1 else 0
     for _ in range(steps):
         optimizer.step({name: rng.standard_normal(w.size).astype(f32) for name, w in weights.items()})
     return weights
@@ -87,14 +87,14 @@ def test_a_bit_that_is_lost_on_the_way(exchange, name, bit):
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 def test_a_scale_beyond_what_the_clip_allows(exchange):
     with pytest.raises(WireError, match=r"worker 1 is corrupt.*recipe allows"):
-        simulation.run(lambda c: train(c, exchange, owed=1e25), 3)
-    simulation.run(lambda c: train(c, exchange, owed=1e5), 3)
+        simulation.run(lambda c: train(c, exchange, residual=1e25), 3)
+    simulation.run(lambda c: train(c, exchange, residual=1e5), 3)
 
 
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("codec", names())
 def test_no_residual_grows_beyond_the_bound_of_the_scales(size, codec):
-    """The worst that a worker can do to itself: it always pushes where most is owed."""
+    """The worst that a worker can do to itself: it always pushes where the residual is largest."""
     clip, rng = 3.0, np.random.default_rng(0)
     for spread in (0.0, 0.5, 1.0):
         error = np.zeros(size, f32)

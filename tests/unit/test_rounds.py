@@ -203,15 +203,16 @@ def test_flush_ends_the_round_and_nothing_is_lost(delay):
         apart = np.concatenate(list(weights.values()))
         own = {name: w.copy() for name, w in weights.items()}
         optimizer.flush()
-        owing = optimizer.engine.feedback.state_dict()
-        return apart, {n: (own[n], weights[n].copy(), owing[n]) for n in weights}
+        residuals = optimizer.engine.feedback.state_dict()
+        return apart, {n: (own[n], weights[n].copy(), residuals[n]) for n in weights}
 
     results = simulation.run(worker, 3)
     assert not (results[0][0] == results[1][0]).all()
     for name in SIZES:
         common = results[0][1][name][1]
         assert all((result[1][name][1] == common).all() for result in results)
-        # what all have moved since the round began is in the weights, or owed: owed before it, the same in all rows
+        # What all have moved since the round began is in the weights or in residuals; those from before it are the
+        # same in all rows.
         if name in ("scalar", "nine"):
             np.testing.assert_allclose(common, np.mean([result[1][name][0] for result in results], axis=0), atol=1e-6)
 
@@ -269,8 +270,8 @@ def test_a_round_with_weights_that_are_not_finite_is_lost_and_the_others_go_on()
             taken = optimizer.step(gradients(weights, rng))
             if step == 23:
                 lost = taken, all((weights[name] == before[name]).all() for name in weights)
-                owing = optimizer.engine.feedback.norm()
-        return lost, owing, np.concatenate(list(weights.values()))
+                residuals = optimizer.engine.feedback.norm()
+        return lost, residuals, np.concatenate(list(weights.values()))
 
     results = simulation.run(worker, 3)
     assert [lost for lost, _, _ in results] == [(False, True)] * 3

@@ -27,7 +27,7 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
 from horovod_onebit.schedule import Kind, ZeroOne
-from horovod_onebit.world import Weighing, owed
+from horovod_onebit.world import Weighing, total_residuals
 
 f32 = np.float32
 SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
@@ -237,8 +237,8 @@ def test_many_hosts_exchange_in_two_stages_and_few_directly():
 
 
 def assert_owed_alike(results):
-    """``results``: of each worker, what it owed at several times; all together owed the same each time."""
-    first, *later = (owed(at_a_time) for at_a_time in zip(*results, strict=True))
+    """``results``: of each worker, its residuals at several times; their total is the same each time."""
+    first, *later = (total_residuals(at_a_time) for at_a_time in zip(*results, strict=True))
     assert later
     for after in later:
         for name, value in first.items():
@@ -255,15 +255,15 @@ def test_what_is_owed_is_kept_when_the_exchange_changes(since, to, between, monk
     def worker(collectives):
         optimizer, _ = train(collectives, dataclasses.replace(EVERYTHING, exchange=since))
         engine = optimizer.engine
-        before, tensors, rules = engine.owed(), engine.tensors, [optimizer.rule] * len(engine.tensors)
+        before, tensors, rules = engine.residuals(), engine.tensors, [optimizer.rule] * len(engine.tensors)
         engine.recipe = dataclasses.replace(engine.recipe, exchange=to)
         engine.weigh(Weighing.saved(before))
         engine.prepare(tensors, rules)
-        return before, engine.owed()
+        return before, engine.residuals()
 
     found = simulation.run(worker, 4, workers_per_host=2)
     assert_owed_alike(found)
-    assert set(owed([before for before, _ in found])) == set(SIZES)
+    assert set(total_residuals([before for before, _ in found])) == set(SIZES)
     if since == to:
         for old, new in found:
             for name, residual in old["feedback"].items():
@@ -280,10 +280,10 @@ def test_what_is_owed_is_kept_when_tensors_come_and_go(exchange, between, monkey
         recipe = dataclasses.replace(EVERYTHING, exchange=exchange, bucket_size=20_000)
         optimizer, _ = train(collectives, recipe)
         engine = optimizer.engine
-        tensors, found = engine.tensors, [engine.owed()]
+        tensors, found = engine.tensors, [engine.residuals()]
         for chosen in (tensors[1:], tensors[:-1], tensors):
             engine.prepare(chosen, [optimizer.rule] * len(chosen))
-            found.append(engine.owed())
+            found.append(engine.residuals())
             own = engine.exchange.encodes()
             if own is not None:
                 held = {(chosen[p.tensor].name, p.start, p.stop) for bucket in own for p in bucket.pieces}
@@ -305,9 +305,9 @@ def test_what_servers_owe_to_a_tensor_that_was_removed_is_forgotten():
         engine.feedback.discard("long")
         left = engine.tensors[:-1]
         engine.prepare(left, [optimizer.rule] * len(left))
-        return engine.owed()
+        return engine.residuals()
 
-    found = owed(simulation.run(worker, 4))
+    found = total_residuals(simulation.run(worker, 4))
     assert set(found) == set(SIZES) - {"long"}
 
 
@@ -315,10 +315,10 @@ def test_what_servers_owe_to_a_tensor_that_was_removed_is_forgotten():
 def test_workers_that_change_twice_before_a_step_owe_the_same(exchange):
     def worker(collectives):
         engine = train(collectives, dataclasses.replace(EVERYTHING, exchange=exchange))[0].engine
-        found = [engine.owed()]
+        found = [engine.residuals()]
         for _ in range(2):
             engine.share_out(engine.leave_world(None), SIZES)
-            found.append(engine.owed())
+            found.append(engine.residuals())
         return found
 
     assert_owed_alike(simulation.run(worker, 4, workers_per_host=2))
@@ -410,7 +410,7 @@ def test_a_nan_under_a_hierarchy_is_taken_back():
     def worker(collectives):
         recipe = dataclasses.replace(EVERYTHING, exchange="hierarchical")
         optimizer, before = train(collectives, recipe, steps=8)
-        owed = optimizer.engine.feedback.state_dict()
+        residuals = optimizer.engine.feedback.state_dict()
         weights = {t.name: t.weight for t in optimizer._tensors}
         grads = gradients(weights, np.random.default_rng(collectives.rank))
         if collectives.rank == 3:
@@ -418,7 +418,7 @@ def test_a_nan_under_a_hierarchy_is_taken_back():
         assert not optimizer.step(grads)
         np.testing.assert_array_equal(np.concatenate(list(weights.values())), before)
         for name, value in optimizer.engine.feedback.state_dict().items():
-            np.testing.assert_allclose(value, owed[name], atol=1e-5)
+            np.testing.assert_allclose(value, residuals[name], atol=1e-5)
 
     simulation.run(worker, 4, workers_per_host=2)
 
@@ -503,8 +503,8 @@ def test_the_engine_telescopes_in_float32():
 
     results = simulation.run(worker, 3)
     contributed = np.mean([total for _, total, _ in results], axis=0)
-    owed = np.mean([error for _, _, error in results], axis=0)
-    np.testing.assert_allclose(-results[0][0] + owed, contributed, atol=2e-4)
+    residuals = np.mean([error for _, _, error in results], axis=0)
+    np.testing.assert_allclose(-results[0][0] + residuals, contributed, atol=2e-4)
 
 
 @pytest.mark.parametrize("recipe", ALL)

@@ -255,7 +255,7 @@ def _averager(codec: Codec) -> Any:
 
 
 @inlined
-def _owing(row, u, i, end, vectors):
+def _with_residual(row, u, i, end, vectors):
     """``u`` and the residual that is added to it; zeros from ``end`` on."""
     e, zero = _load(row[RESIDUAL], i, end, vectors), f32(0)
     if i + 4 <= end:
@@ -316,11 +316,11 @@ def _compressor(source: Any, codec: Codec) -> Any:
     scaled, write, bits = _scaler(codec), _writer(codec), codec.bits
 
     @inlined
-    def owed(row, i, end):
+    def value(row, i, end):
         if i >= end:
             return f32(0), f32(0), f32(0), f32(0)
         vectors = _has_vectors(row, i, end)
-        return _owing(row, source(row, i, end, vectors), i, end, vectors)
+        return _with_residual(row, source(row, i, end, vectors), i, end, vectors)
 
     def loop(table, rows):
         row = _row_of(table, rows)
@@ -329,8 +329,8 @@ def _compressor(source: Any, codec: Codec) -> Any:
         end = min(start + block_size, row[SIZE])
         own, step = 4 * cuda.threadIdx.x, 4 * cuda.blockDim.x
         i = start + own
-        a, b = owed(row, i, end), owed(row, i + step, end)
-        c, d = owed(row, i + 2 * step, end), owed(row, i + 3 * step, end)
+        a, b = value(row, i, end), value(row, i + step, end)
+        c, d = value(row, i + 2 * step, end), value(row, i + 3 * step, end)
         total, squares = _absolute_sums(a)
         for part in (b, c, d):
             sums = _absolute_sums(part)
@@ -338,7 +338,7 @@ def _compressor(source: Any, codec: Codec) -> Any:
             squares += sums[1]
         base = start + PARTS * step
         while base < end:
-            sums = _absolute_sums(owed(row, base + own, end))
+            sums = _absolute_sums(value(row, base + own, end))
             total += sums[0]
             squares += sums[1]
             base += step
@@ -351,7 +351,7 @@ def _compressor(source: Any, codec: Codec) -> Any:
         write(row, d, s, record, width, start, i + 3 * step, end)
         base = start + PARTS * step
         while base < end:
-            write(row, owed(row, base + own, end), s, record, width, start, base + own, end)
+            write(row, value(row, base + own, end), s, record, width, start, base + own, end)
             base += step
         if cuda.threadIdx.x == 0:
             store_f32(record, 0, s if math.isfinite(s) else f32(math.nan))

@@ -1,8 +1,8 @@
-"""What all errors together owe to the weights, counted apart from ``horovod_onebit.world``."""
+"""The mean of all residuals, counted apart from ``horovod_onebit.world``."""
 
 
-def owed(everybody, *, servers):
-    """By name, from what ``Engine.owed`` gave on each worker; ``servers`` also counts what they owe as servers."""
+def total_residuals(everybody, *, servers):
+    """By name, from what ``Engine.residuals`` gave on each worker; ``servers`` also counts those of servers."""
     total = {}
     for own in everybody:
         for name, value in own["feedback"].items():

@@ -1,0 +1,129 @@
+"""Measures the network of a job: ``horovodrun ... horovod-onebit link``, one process for each worker.
+
+The rate that it finds is what ``Recipe(link=...)`` and ``horovod-onebit plan --link`` ask for. A job takes no
+measurement of its own: a busy network at its start would change which exchange ``"auto"`` takes, and so its results.
+"""
+
+from __future__ import annotations
+
+import importlib
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+
+from horovod_onebit import costs
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.exchange import Collectives, ranks_by_host
+from horovod_onebit.recipe import Recipe
+
+SMALL, LARGE = 64, 1 << 20
+"""Bytes of a worker's message."""
+
+LONGEST = 1 << 26
+"""Messages grow until a collective takes ``ENOUGH``, up to so many bytes."""
+
+ENOUGH = 0.5
+"""Seconds."""
+
+TIMES = 9
+"""How often the small message is sent, and the large one."""
+
+
+@dataclass(frozen=True)
+class Link:
+    """What ``measure`` found.
+
+    Attributes:
+        hosts, workers: of the job.
+        rate: bytes a second that a host's network interface receives, headers of the network included; None if all
+            workers are on one host.
+        latency: seconds from host to host, beyond what a collective of Horovod takes anyway.
+        collective: seconds of the smallest collective.
+        spread: largest to smallest time of the large message.
+    """
+
+    hosts: int
+    workers: int
+    rate: float | None
+    latency: float
+    collective: float
+    spread: float
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def measure(collectives: Collectives, times: int = TIMES) -> Link:
+    """The link between the workers' hosts, the same answer on all workers. Collective.
+
+    All workers gather messages of one size. A host receives those of all other hosts' workers meanwhile.
+    """
+    places, _ = ranks_by_host(collectives)
+    if not places:
+        raise ConfigurationError(
+            "the hosts have different numbers of workers: expected as many on each, such as -H a:2,b:2"
+        )
+    hosts, far = len(places), collectives.size - len(places[0])
+
+    def seconds(size: int, name: str) -> list[float]:
+        """Of the slowest worker, each time."""
+        message = np.zeros(size, np.uint8)
+        found = []
+        for i in range(times):
+            collectives.allreduce(np.zeros(1, np.float32), f"link.{name}.{i}.start").wait()
+            start = time.perf_counter()
+            collectives.allgather(message, f"link.{name}.{i}").wait()
+            found.append(time.perf_counter() - start)
+        own = np.array(found).view(np.uint8)
+        everybody = collectives.allgather(own, f"link.{name}.seconds").wait().view(np.float64)
+        return [float(s) for s in everybody.reshape(collectives.size, times).max(axis=0)]
+
+    small = statistics.median(seconds(SMALL, "small"))
+    device = costs.CPU
+    latency = max(0.0, (small - device.wait) / 2)
+    if hosts == 1:
+        return Link(hosts, collectives.size, None, latency, small, 1.0)
+    size, large = LARGE, seconds(LARGE, "large")
+    while statistics.median(large) < ENOUGH and size < LONGEST:
+        size = min(LONGEST, size * max(2, int(ENOUGH / statistics.median(large))))
+        large = seconds(size, f"large.{size}")
+    rate = far * size / max(1e-9, statistics.median(large) - small) / costs.LINE_RATE
+    return Link(hosts, collectives.size, rate, latency, small, max(large) / min(large))
+
+
+def collectives() -> Collectives:
+    """Of this process's Horovod, which is initialised with whichever framework it was built for.
+
+    Raises ``ConfigurationError`` where there is none.
+    """
+    for face, name in (("torch", "horovod.torch"), ("tf", "horovod.tensorflow")):
+        try:
+            hvd = importlib.import_module(name)
+            made = importlib.import_module(f"horovod_onebit.{face}.collectives")
+        except ImportError:
+            continue
+        hvd.init()
+        found: Collectives = made.HorovodCollectives()
+        return found
+    raise ConfigurationError("Horovod works with neither PyTorch nor TensorFlow here: see horovod-onebit doctor")
+
+
+def text(link: Link, parameters: int | None = None) -> str:
+    """What was found, and what to do with it."""
+    lines = [f"{link.workers} workers on {link.hosts} hosts; a small collective takes {1e3 * link.collective:.2f} ms"]
+    if link.rate is None:
+        return "\n".join([*lines, "All workers are on one host: there is no link between hosts to measure."])
+    lines += [
+        f"a host's link: {8e-6 * link.rate:,.0f} Mbit/s (slowest to fastest try: {link.spread:.2f}), "
+        f"latency at most {1e6 * link.latency:,.0f} us",
+        "",
+        f"Recipe(link={link.rate:.3g})",
+    ]
+    if parameters is not None:
+        ways = costs.ways(parameters, Recipe(link=link.rate), link.workers, link.workers // link.hosts)
+        taken = costs.cheapest(ways, link.rate)
+        lines += [f'With it, exchange="auto" takes "{taken}" for {parameters:,} parameters on CPUs.']
+    return "\n".join(lines)

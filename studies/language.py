@@ -1,0 +1,150 @@
+"""Study 10: a larger language model on real text, and networks of a library on images; simulated workers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from statistics import mean
+
+from horovod_onebit.recipe import PRESETS, Recipe
+from studies import pool, report
+from studies.peers import PowerSGD, powersgd_bits
+from studies.rates import OTHERS, Cell, Result, kept, network, train
+
+ROBUST, STEPS = PRESETS["robust"], OTHERS["language"].steps
+LOOK = 100
+"""Steps between two looks at the test loss."""
+SEEDS = (0,)
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the table: ``warmup`` exact steps (None: all); with ``rank``, PowerSGD in place of one bit."""
+
+    text: str
+    warmup: int | str | None
+    recipe: Recipe = ROBUST
+    workers: int = 4
+    rank: int = 0
+
+
+def way(name: str, warmup: int | str, workers: int = 4) -> Way:
+    exchange = "direct" if workers == 4 else "two_stage"
+    recipe = replace(PRESETS[name], exchange=exchange if name == "robust" else PRESETS[name].exchange)
+    steps = '"auto"' if warmup == "auto" else f"{warmup} exact steps"
+    return Way(f"`{name}`, {steps}", warmup, recipe, workers)
+
+
+EXACT = Way("exact", None)
+WAYS = [
+    EXACT,
+    way("robust", 20),
+    way("robust", 200),
+    way("robust", "auto"),
+    way("paper", 200),
+    way("fixed", 200),
+    Way("PowerSGD, rank 1, 200 exact steps", 200, rank=1),
+    Way("PowerSGD, rank 4, 200 exact steps", 200, rank=4),
+    way("robust", 20, 16),
+    way("robust", "auto", 16),
+]
+DRAWN = ("exact", '`robust`, "auto"', "`robust`, 20 exact steps", "PowerSGD, rank 4, 200 exact steps")
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the study."""
+
+    task: str
+    way: Way
+    seed: int
+
+
+def result(run: Run) -> Result:
+    """The result of ``run``."""
+    way = run.way
+    cell = Cell(run.task, way.workers, OTHERS[run.task].rates[0], None if way.rank else way.warmup, run.seed)
+    hook = partial(PowerSGD, way.rank, int(way.warmup or 0)) if way.rank else None
+    look = LOOK if run.task == "language" else 0
+    text = "".join(letter for letter in way.text if letter.isalnum() or letter == " ").replace(" ", "-")
+    name = f"language/{run.task}-{text}-{way.workers}-{run.seed}"
+    return kept(name, lambda: train(cell, way.recipe, hook, look=look))
+
+
+def fewer(way: Way, found: Result, task: str = "language") -> float:
+    """How many times fewer bits than float32 a worker sends in a whole run, by what our optimizer counts."""
+    if way == EXACT:
+        return 1.0
+    if not way.rank:
+        return _float32(way.workers) / found["bits"]
+    steps, exact = OTHERS[task].steps, int(way.warmup or 0)
+    rest = powersgd_bits([tuple(p.shape) for p in network(task).parameters()], way.rank)
+    return 32 * steps / (32 * exact + rest * (steps - exact))
+
+
+def _float32(workers: int) -> float:
+    """Bits of a parameter that a worker sends in a ring."""
+    return 32 * 2 * (workers - 1) / workers
+
+
+def _rows(found: dict[Run, Result], task: str, ways: Sequence[Way], seeds: Sequence[int]) -> Iterator[list[str]]:
+    exact = mean(found[Run(task, EXACT, seed)]["loss"] for seed in seeds)
+    for one in ways:
+        of_seeds = [found[Run(task, one, seed)] for seed in seeds]
+        loss = mean(each["loss"] for each in of_seeds)
+        beside = "" if one == EXACT else f" ({100 * (loss / exact - 1):+.1f} %)"
+        text = f"{loss:.3f}{beside}" if math.isfinite(loss) else "diverged"
+        right = 100 * mean(each["accuracy"] for each in of_seeds)
+        workers = "any" if one == EXACT or one.rank else str(one.workers)
+        yield [one.text, workers, f"{fewer(one, of_seeds[0], task):.1f}", text, f"{right:.1f} %"]
+
+
+def _curves(found: dict[Run, Result]) -> str:
+    """Test loss by step, and by the bits that were sent until then."""
+    figure, (by_step, by_bits) = report.axes(ncols=2, figsize=(10, 4), sharey=True)
+    for one in WAYS:
+        if one.text not in DRAWN or one.workers != 4:
+            continue
+        run = found[Run("language", one, SEEDS[0])]
+        steps = range(LOOK, STEPS + 1, LOOK)
+        losses = [run[f"loss at {step}"] for step in steps]
+        exact_steps = STEPS if one == EXACT else int(one.warmup) if one.rank else int(run["exact_steps"])  # type: ignore
+        unit, later = _float32(one.workers), 0.0
+        if one != EXACT:
+            later = unit * (STEPS / fewer(one, run) - exact_steps) / (STEPS - exact_steps)
+        sent = [(unit * min(step, exact_steps) + later * max(0, step - exact_steps)) / 8e3 for step in steps]
+        by_step.plot(steps, losses, label=one.text.replace("`", ""))
+        by_bits.plot(sent, losses)
+    by_step.set(xlabel="step", ylabel="test loss")
+    by_bits.set(xlabel="kilobytes sent for each parameter", xscale="log")
+    by_step.legend()
+    return report.save(figure, "language")
+
+
+IMAGE_WAYS = [EXACT, way("robust", 20), way("robust", "auto"), way("fixed", 20)]
+
+
+def run() -> str:
+    """The section of the page."""
+    todo = [Run("language", one, seed) for seed in SEEDS for one in WAYS]
+    todo += [Run(task, one, 0) for task in ("resnet", "vit") for one in IMAGE_WAYS]
+    found = pool.results(result, todo)
+    head = ["", "workers", "times fewer bits, whole run", "test loss, above exact", "right"]
+    size = sum(p.numel() for p in network("language").parameters())
+    kind = OTHERS["language"]
+    text = [
+        "## 10. A larger language model, ResNet and a vision transformer",
+        f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {kind.steps:,} steps at "
+        f"a rate of {kind.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed. 4 workers exchange directly, 16 in "
+        "two stages; the global batch is the same. PowerSGD (Vogels et al. 2019) with error feedback replaces the "
+        "mean gradient, before Adam; it is linear, so that the number of workers does not matter.",
+        report.table(head, _rows(found, "language", WAYS, SEEDS)),
+        _curves(found),
+        f"Images: `transformers`' ResNet-18 (11 M parameters) and a vision transformer (2.7 M) on enlarged digits, "
+        f"{OTHERS['vit'].steps} steps at a rate of {OTHERS['vit'].rates[0]:g}, one seed.",
+    ]
+    for task, title in (("resnet", "ResNet-18"), ("vit", "Vision transformer")):
+        text += [f"### {title}", report.table(head, _rows(found, task, IMAGE_WAYS, (0,)))]
+    return "\n\n".join(text) + "\n"

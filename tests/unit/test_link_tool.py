@@ -1,0 +1,69 @@
+"""``horovod-onebit link``: the same answer on all workers, and what it says."""
+
+import time
+
+import numpy as np
+import pytest
+
+from horovod_onebit import costs, simulation
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tools import link
+
+
+def test_workers_on_one_host_have_no_link():
+    found = simulation.run(lambda collectives: link.measure(collectives, times=3), 2, workers_per_host=2)
+    assert found[0] == found[1]
+    assert found[0].rate is None
+    assert "no link between hosts" in link.text(found[0])
+
+
+class Wire:
+    """Two hosts of two workers, this one being worker 0: what the others send takes its time."""
+
+    rank, size = 0, 4
+
+    def __init__(self, rate, latency):
+        self.rate, self.latency = rate, latency
+
+    def host(self):
+        return 0, 2
+
+    def allgather(self, array, name):
+        if name == "onebit.hosts":
+            rows = np.array([[0, 2, 0], [0, 2, 0], [1, 2, 0], [1, 2, 0]], np.int32)
+            return Arrived(rows.view(np.uint8).reshape(-1))
+        time.sleep(self.latency + 2 * array.nbytes / self.rate)
+        return Arrived(np.tile(array, self.size))
+
+    def allreduce(self, array, name):
+        return Arrived(array)
+
+
+class Arrived:
+    def __init__(self, array):
+        self.array = array
+
+    def wait(self):
+        return self.array
+
+
+def test_the_rate_is_what_a_host_receives_in_a_second():
+    """Of two workers on the other host, whose messages both come over the link."""
+    found = link.measure(Wire(rate=20e6 * costs.LINE_RATE, latency=3e-3), times=3)
+    assert found.hosts == 2
+    assert found.workers == 4
+    assert found.rate == pytest.approx(20e6, rel=0.2)
+    assert found.latency == pytest.approx(1e-3, rel=0.5)  # 1 ms is Horovod's own
+    text = link.text(found, 25_000_000)
+    assert "160 Mbit/s" in text or f"{8e-6 * found.rate:,.0f} Mbit/s" in text
+    assert 'takes "hierarchical"' in text
+
+
+def test_hosts_of_different_size_are_refused():
+    class Uneven(Wire):
+        def allgather(self, array, name):
+            rows = np.array([[0, 3, 0], [0, 3, 0], [0, 3, 0], [1, 1, 0]], np.int32)
+            return Arrived(rows.view(np.uint8).reshape(-1))
+
+    with pytest.raises(ConfigurationError, match="different numbers of workers"):
+        link.measure(Uneven(1e6, 0.0))
