@@ -185,7 +185,7 @@ def main() -> None:
     for setting in choose(options):
         try:
             with console.status(f"{setting.hosts} hosts, {setting.rate}, {setting.model} parameters ..."):
-                old[setting.name] = run(setting, anyway=options.anyway)
+                old[setting.name] = {"machine": machine, **run(setting, anyway=options.anyway)}
         except (measure.Loaded, MemoryError) as error:
             parser.exit(1, f"{setting.name} not run: {error}\n")
         show(console, old[setting.name])

@@ -136,11 +136,13 @@ def there(name: str) -> bool:
     return (RESULTS / f"{name}.json").exists()
 
 
-def known(found: dict[str, Any] | None) -> str:
-    """How well the ratios of a table are known, in a sentence."""
+def known(found: dict[str, Any] | None, machine: str = "") -> str:
+    """How well the ratios of a table are known, in a sentence; and on which ``machine``, if that is to be said."""
     if found is None:
-        return "Measured before intervals were taken: ratios of medians, by the clock of one host."
-    return measure.describe(found)
+        text = "Measured before intervals were taken: ratios of medians, by the clock of one host."
+    else:
+        text = measure.describe(found)
+    return f"On {machine}. {text[0].upper()}{text[1:]}" if machine else text
 
 
 def times(rows: dict[str, Any], way: str, baseline: str, *, inverse: bool = False) -> str:
@@ -211,8 +213,12 @@ def slow(results: dict[str, Any]) -> str:
             foretold = "" if said is None else f"{1e3 * said:,.0f}"
             rows.append([way, _ms(row), times(found, way, "no communication"), megabytes, foretold])
         heading = ["method", "ms a step", 'to "no communication"', "MB received", "predicted, ms"]
-        parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
+        parts += [f"### {_title(result)}", _known(result, "training"), table(heading, rows)]
     return "\n\n".join(parts)
+
+
+def _known(result: dict[str, Any], part: str) -> str:
+    return known(result.get("measured", {}).get(part), result.get("machine", ""))
 
 
 def _title(result: dict[str, Any]) -> str:
@@ -233,14 +239,14 @@ def exchanges(results: dict[str, Any]) -> str:
             megabytes = f"{1e-6 * row['received']:.2f}"
             faster = times(found, kind, "float32", inverse=True)
             rows.append([_title(result), kind, _ms(row), faster, megabytes, f"{fewer:.1f}"])
-    sentences = {known(result.get("measured", {}).get("exchange")) for result in results.values()}
+    sentences = {_known(result, "exchange") for result in results.values()}
     text = sentences.pop() if len(sentences) == 1 else _all_known(results)
     return f"{text}\n\n" + table(["", "exchange of", "ms", "times faster", "MB received", "times fewer"], rows)
 
 
 def _all_known(results: dict[str, Any]) -> str:
     """How well the ratios of several measurements are known."""
-    parts = {_title(result): known(result.get("measured", {}).get("exchange")) for result in results.values()}
+    parts = {_title(result): _known(result, "exchange") for result in results.values()}
     return "\n".join(f"- {title}: {text}" for title, text in parts.items())
 
 
@@ -254,7 +260,7 @@ def trainings(results: dict[str, Any]) -> str:
             ratios = [times(found, way, alone), times(found, way, "horovod fp32", inverse=True)]
             rows.append([way, _ms(row), *ratios, f"{1e-6 * row['received']:.2f}"])
         heading = ["method", "ms a step", 'to "no communication"', "times Horovod fp32's speed", "MB received"]
-        parts += [f"### {_title(result)}", known(result.get("measured", {}).get("training")), table(heading, rows)]
+        parts += [f"### {_title(result)}", _known(result, "training"), table(heading, rows)]
     return "\n\n".join(parts)
 
 

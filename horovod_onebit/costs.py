@@ -61,7 +61,7 @@ class Device:
 
 
 CPU = Device(
-    "cpu", encode=0.72, apply=0.56, decode=0.03, adam=0.50, reduce=9.0, half=3.9, scatter=4.0, gather=0.3,
+    "cpu", encode=0.72, apply=0.56, decode=0.03, adam=0.50, reduce=9.0, half=5.0, scatter=4.0, gather=0.3,
     efficiency=0.73, half_efficiency=0.80, wait=1e-3,
 )  # fmt: skip
 # Bytes that pass through memory, at 4 TB/s.

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import fcntl
+import logging
 import os
 import shutil
 import signal
@@ -31,6 +32,7 @@ from jobs.processes import ROOT, run
 
 NAME = "onebit"  # begins the names of the namespaces and of the bridge
 NAMES = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace's folder there in place of those in /etc
+LOCK = Path("/run/onebit-cluster.lock")
 TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
 
 
@@ -42,8 +44,9 @@ def unavailable() -> str | None:
     if missing:
         return f"{', '.join(missing)} missing: install iproute2 and openssh-server"
     try:
-        _run("ip", "netns", "add", f"{NAME}-probe")
-        _run("ip", "netns", "del", f"{NAME}-probe")
+        probe = f"probe-{os.getpid()}"
+        _run("ip", "netns", "add", probe)
+        _run("ip", "netns", "del", probe)
     except subprocess.CalledProcessError as error:
         return f"no network namespace can be made here: {error.stderr.strip()}"
     return None
@@ -132,18 +135,27 @@ def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
 @contextmanager
 def _alone() -> Iterator[None]:
     """No other process does this at the same time."""
-    with open(Path(tempfile.gettempdir(), "onebit-cluster.lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with LOCK.open("w") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            logging.getLogger(__name__).warning("another process has a cluster: waiting for its end")
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
 @contextmanager
 def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM ends this process as an exception does, so that what was made is taken away."""
+    """SIGTERM is as Ctrl-C, which ends pytest, too, once what was made is taken away. A second one changes nothing."""
     if threading.current_thread() is not threading.main_thread():  # which alone may set this
         yield
         return
-    before = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGTERM, end)
     try:
         yield
     finally:

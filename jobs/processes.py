@@ -21,7 +21,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
     """The output of a job that is started in the project's folder.
 
     Raises ``RuntimeError`` with its beginning and its end if it fails, or does not end within ``timeout`` seconds; it
-    is then killed with all its children.
+    is then killed with all its children, as it is when this process is interrupted.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     job = subprocess.Popen(arguments, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
@@ -31,6 +31,10 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
         os.killpg(job.pid, signal.SIGKILL)
         output, _ = job.communicate()
         raise RuntimeError(f"{arguments} did not end within {timeout:.0f} s\n{output[-6000:]}") from None
+    except BaseException:
+        os.killpg(job.pid, signal.SIGKILL)
+        job.wait()
+        raise
     if job.returncode:
         raise RuntimeError(f"{arguments} ended with status {job.returncode}\n{output[:6000]}\n...\n{output[-2000:]}")
     return output

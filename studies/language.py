@@ -138,7 +138,8 @@ def run() -> str:
         "## 10. A larger language model, ResNet and a vision transformer",
         f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {kind.steps:,} steps at "
         f"a rate of {kind.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed. 4 workers exchange directly, 16 in "
-        "two stages; the global batch is the same. PowerSGD (Vogels et al. 2019) with error feedback replaces the "
+        "two stages, as `paper` and `fixed` always do; the global batch is the same. "
+        "PowerSGD (Vogels et al. 2019) with error feedback replaces the "
         "mean gradient, before Adam; it is linear, so that the number of workers does not matter.",
         report.table(head, _rows(found, "language", WAYS, SEEDS)),
         _curves(found),

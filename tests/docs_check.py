@@ -4,7 +4,8 @@
 
 Commands of this project run for real, the long ones with fewer steps; those that need another machine (docker, kubectl,
 sbatch) are looked at: the files that they name are there. A command that no rule knows is an error. A piece of Python
-whose first line is a comment with a file's name is a whole program, which the commands of the pages run by that name.
+whose first line is a comment with a file's name is a whole program, which the commands of the pages run by that name;
+so is a script of the shell, whose second line that is.
 Blocks of language ``text`` are not run.
 """
 
@@ -60,7 +61,7 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
         yield "", "".join(line[4:] + "\n" for line in match[1].splitlines())
 
 
-NAMED = re.compile(r"# (\w+\.py)\n")
+NAMED = re.compile(r"(?:#!/bin/sh\n)?# (\w+\.(?:py|sh))\n")
 COMMAND = re.compile(
     r"^((make|python|pip|horovodrun|horovod-onebit|docker|kubectl|sbatch|mpirun|twine) |(examples|docker)/\S)"
 )
@@ -180,10 +181,12 @@ def main() -> int:
                 console.print(f"[red]fails[/] {what}\n{error}", highlight=False, markup=False)
 
         for page in pages:
-            code = [content for language, content in blocks(page.read_text()) if language == "python"]
-            for piece in [piece for piece in code if NAMED.match(piece)]:
-                code.remove(piece)
-                (scratch / NAMED.match(piece)[1]).write_text(piece)
+            pieces = list(blocks(page.read_text()))
+            for _, piece in pieces:
+                if named := NAMED.match(piece):
+                    (scratch / named[1]).write_text(piece)
+                    (scratch / named[1]).chmod(0o755)
+            code = [content for language, content in pieces if language == "python" and not NAMED.match(content)]
             if code:
                 attempt(f"Python of {page.name}", lambda page=page, code=code: check_python(page, code, scratch))
         found = {command for page in pages for command in commands(page.read_text())}

@@ -174,23 +174,24 @@ class Compressor:
             def work(grads: Sequence[Any]) -> tuple[list[Any], Any]:
                 means: list[Any] = [None] * len(indices)
                 averages = []
-                for name, members in self._together(indices, grads):
-                    averages.append(_average(packed([grads[i] for i in members]), f"{prefix}.{name}", wrapping))
-                    shapes = [self.optimizer._trainable_variables[indices[i]].shape for i in members]
-                    for i, mean in zip(members, unpacked(averages[-1], shapes), strict=True):
+                for name, members in self._together(indices):
+                    variables = [self.optimizer._trainable_variables[indices[i]] for i in members]
+                    tensor = packed([grads[i] for i in members], variables)
+                    averages.append(_average(tensor, f"{prefix}.{name}", wrapping))
+                    for i, mean in zip(members, unpacked(averages[-1], variables), strict=True):
                         means[i] = mean
                 return means, tf.reduce_all([tf.reduce_all(tf.math.is_finite(average)) for average in averages])
 
             self._averages[indices] = tf.function(work, autograph=False)
         return self._averages[indices]([tf.convert_to_tensor(grad) for grad in grads])
 
-    def _together(self, indices: tuple[int, ...], grads: Sequence[Any]) -> list[tuple[str, list[int]]]:
+    def _together(self, indices: tuple[int, ...]) -> list[tuple[str, list[int]]]:
         """The positions of the gradients that an allreduce of the warm-up has, and its name."""
         alone, small = [], dict[str, list[int]]()
-        for position, (index, grad) in enumerate(zip(indices, grads, strict=True)):
+        for position, index in enumerate(indices):
             variable = self.optimizer._trainable_variables[index]
             if math.prod(variable.shape) < self.engine.recipe.min_compressed_size:
-                small.setdefault(grad.dtype.name, []).append(position)
+                small.setdefault(str(variable.dtype), []).append(position)
             else:
                 alone.append((str(index), [position]))
         return alone + [(f"small.{dtype}", positions) for dtype, positions in sorted(small.items())]
@@ -260,9 +261,11 @@ class Compressor:
         raise NotImplementedError
 
     def clipped(self, grad: Array) -> Array:
-        """A gradient that ``clipvalue`` has seen."""
-        limit = self.optimizer.clipvalue
-        return grad if limit is None else np.clip(grad, -limit, limit)
+        """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
+        if self.optimizer.clipvalue is None:
+            return grad
+        limit = self.optimizer.clipvalue * (self.optimizer.loss_scale_factor or 1.0)
+        return np.clip(grad, -limit, limit)
 
     def average_exact(self, exact: Exact) -> None:
         """Start the average of the exact gradients of the step that was begun."""
@@ -376,15 +379,17 @@ def _to_move(tensor: Tensor, momentum: Array | None) -> Tensor:
     return replace(tensor, weight=_aligned(size), momentum=tensor.momentum if momentum is None else _aligned(size))
 
 
-def packed(grads: Sequence[Any]) -> Any:
-    """Gradients of one dtype in one tensor: a single one as it is, several one after the other."""
-    return grads[0] if len(grads) == 1 else tf.concat([tf.reshape(grad, [-1]) for grad in grads], 0)
+def packed(grads: Sequence[Any], variables: Sequence[Any], dtype: Any = None) -> Any:
+    """The gradients of ``variables`` one after the other in one tensor, of ``dtype``, or of that of all the variables;
+    a single one keeps its shape."""
+    cast = [tf.cast(tf.ensure_shape(grad, v.shape), dtype or v.dtype) for grad, v in zip(grads, variables, strict=True)]
+    return cast[0] if len(cast) == 1 else tf.concat([tf.reshape(grad, [-1]) for grad in cast], 0)
 
 
-def unpacked(tensor: Any, shapes: Sequence[Sequence[int]]) -> list[Any]:
-    """What has become of each of the gradients, of these ``shapes``, that were ``packed`` together."""
-    parts = tf.split(tensor, [math.prod(shape) for shape in shapes]) if len(shapes) > 1 else [tensor]
-    return [tf.reshape(part, shape) for part, shape in zip(parts, shapes, strict=True)]
+def unpacked(tensor: Any, variables: Sequence[Any]) -> list[Any]:
+    """What has become of each of the gradients of ``variables`` that were ``packed`` together."""
+    parts = tf.split(tensor, [math.prod(v.shape) for v in variables]) if len(variables) > 1 else [tensor]
+    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:

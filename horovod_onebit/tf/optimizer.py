@@ -98,6 +98,9 @@ class _DistributedOptimizer:
     def _check_gradients(self, without: list[Any], pairs: list[Any]) -> None:
         if not pairs:
             raise ConfigurationError("no variable has a gradient: is the loss connected to the model's weights?")
+        for grad, v in pairs:
+            if not tf.TensorShape(grad.shape).is_compatible_with(v.shape):
+                raise ConfigurationError(f"the gradient of {v.name!r} has shape {grad.shape}: expected {v.shape}")
         if without and not self._warned:
             self._warned = True
             names = ", ".join(getattr(v, "path", v.name) for v in without)

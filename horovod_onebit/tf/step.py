@@ -86,7 +86,7 @@ def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[
 
 def _packed(small: Pairs) -> list[Any]:
     """One tensor of all gradients of ``small``, float32; none if there are none."""
-    return [packed([tf.cast(g, tf.float32) for g, _ in small])] if small else []
+    return [packed([g for g, _ in small], [v for _, v in small], tf.float32)] if small else []
 
 
 def _exact(arrays: Iterator[Any], small: Pairs) -> Exact:
@@ -141,7 +141,7 @@ def _collect(
 
     taken, mean, *results = host_values(work, arrived, [tf.bool, tf.float32, *(tf.float32 for _ in changed)])
     taken.set_shape([])
-    parts = unpacked(mean, [v.shape for _, v in small]) if small else []
+    parts = unpacked(mean, [v for _, v in small]) if small else []
     means = [tf.cast(part, g.dtype) for part, (g, _) in zip(parts, small, strict=True)]
     new = [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results, strict=True)]
     return taken, means, new

@@ -19,11 +19,8 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives, ranks_by_host
 from horovod_onebit.recipe import Recipe
 
-SMALL, LARGE = 64, 1 << 20
-"""Bytes of a worker's message."""
-
-LONGEST = 1 << 26
-"""Messages grow until a collective takes ``ENOUGH``, up to so many bytes."""
+SMALL, LARGE, LONGEST = 1 << 10, 1 << 21, 1 << 26
+"""Bytes that a worker sends to all others together, about: they grow until that takes ``ENOUGH``."""
 
 ENOUGH = 0.5
 """Seconds."""
@@ -59,39 +56,45 @@ class Link:
 def measure(collectives: Collectives, times: int = TIMES) -> Link:
     """The link between the workers' hosts, the same answer on all workers. Collective.
 
-    All workers gather messages of one size. A host receives those of all other hosts' workers meanwhile.
+    By an alltoall: what a host receives is then the same over MPI, Gloo and NCCL, and however ranks are placed.
     """
     places, _ = ranks_by_host(collectives)
     if not places:
         raise ConfigurationError(
             "the hosts have different numbers of workers: expected as many on each, such as -H a:2,b:2"
         )
-    hosts, far = len(places), collectives.size - len(places[0])
+    hosts, near, n = len(places), len(places[0]), collectives.size
 
     def seconds(size: int, name: str) -> list[float]:
         """Of the slowest worker, each time."""
-        message = np.zeros(size, np.uint8)
+        message = np.zeros(n * max(1, size // n), np.uint8)
         found = []
         for i in range(times):
             collectives.allreduce(np.zeros(1, np.float32), f"link.{name}.{i}.start").wait()
             start = time.perf_counter()
-            collectives.allgather(message, f"link.{name}.{i}").wait()
+            collectives.alltoall(message, f"link.{name}.{i}").wait()
             found.append(time.perf_counter() - start)
         own = np.array(found).view(np.uint8)
         everybody = collectives.allgather(own, f"link.{name}.seconds").wait().view(np.float64)
-        return [float(s) for s in everybody.reshape(collectives.size, times).max(axis=0)]
+        return [float(s) for s in everybody.reshape(n, times).max(axis=0)]
 
     small = statistics.median(seconds(SMALL, "small"))
     device = costs.CPU
     latency = max(0.0, (small - device.wait) / 2)
     if hosts == 1:
-        return Link(hosts, collectives.size, None, latency, small, 1.0)
+        return Link(hosts, n, None, latency, small, 1.0)
     size, large = LARGE, seconds(LARGE, "large")
     while statistics.median(large) < ENOUGH and size < LONGEST:
         size = min(LONGEST, size * max(2, int(ENOUGH / statistics.median(large))))
         large = seconds(size, f"large.{size}")
-    rate = far * size / max(1e-9, statistics.median(large) - small) / costs.LINE_RATE
-    return Link(hosts, collectives.size, rate, latency, small, max(large) / min(large))
+    taken = statistics.median(large) - small
+    if taken <= 0:
+        raise ConfigurationError(
+            f"{size:,} bytes took no longer than {SMALL:,}: the link is too fast, or the hosts too busy, to be measured"
+        )
+    # Each of a host's workers gets its n-th of what each worker of another host sends.
+    received = near * (n - near) * max(1, size // n)
+    return Link(hosts, n, received / taken / costs.LINE_RATE, latency, small, max(large) / min(large))
 
 
 def collectives() -> Collectives:
@@ -126,4 +129,6 @@ def text(link: Link, parameters: int | None = None) -> str:
         ways = costs.ways(parameters, Recipe(link=link.rate), link.workers, link.workers // link.hosts)
         taken = costs.cheapest(ways, link.rate)
         lines += [f'With it, exchange="auto" takes "{taken}" for {parameters:,} parameters on CPUs.']
+        if taken == "hierarchical":
+            lines += ['In PyTorch, that needs hvd.init(process_sets="dynamic").']
     return "\n".join(lines)

@@ -133,13 +133,16 @@ def test_what_cannot_work_is_refused():
             call()
     with pytest.raises(ConfigurationError, match="has a gradient"):
         wrap(keras.optimizers.Adam()).apply([None] * 4, build().trainable_variables)
+    with pytest.raises(ConfigurationError, match=r"has shape \(10,\): expected \(128,\)"):
+        wrap(keras.optimizers.Adam()).apply([tf.zeros((32, 128)), tf.zeros(10)], build().trainable_variables[:2])
 
 
-def test_loss_scale_factor():
+@pytest.mark.parametrize("options", [{}, {"clipvalue": 1e-3}])
+def test_loss_scale_factor(options):
     results = []
     for scale in (None, 128.0):
         model = build()
-        optimizer = wrap(keras.optimizers.Adam(1e-3, loss_scale_factor=scale), warmup_steps=3)
+        optimizer = wrap(keras.optimizers.Adam(1e-3, loss_scale_factor=scale, **options), warmup_steps=3)
         for step in range(10):
             x, y = batch(step)
             with tf.GradientTape() as tape:

@@ -32,8 +32,12 @@ class Wire:
         if name == "onebit.hosts":
             rows = np.array([[0, 2, 0], [0, 2, 0], [1, 2, 0], [1, 2, 0]], np.int32)
             return Arrived(rows.view(np.uint8).reshape(-1))
-        time.sleep(self.latency + 2 * array.nbytes / self.rate)
         return Arrived(np.tile(array, self.size))
+
+    def alltoall(self, array, name):
+        received = 2 * 2 * array.nbytes / self.size  # by a host: two workers' parts from each of two others
+        time.sleep(self.latency + received / self.rate)
+        return Arrived(array)
 
     def allreduce(self, array, name):
         return Arrived(array)
@@ -48,7 +52,7 @@ class Arrived:
 
 
 def test_the_rate_is_what_a_host_receives_in_a_second():
-    """Of two workers on the other host, whose messages both come over the link."""
+    """Of two workers on the other host, whose parts for both of its own come over the link."""
     found = link.measure(Wire(rate=20e6 * costs.LINE_RATE, latency=3e-3), times=3)
     assert found.hosts == 2
     assert found.workers == 4
@@ -57,6 +61,14 @@ def test_the_rate_is_what_a_host_receives_in_a_second():
     text = link.text(found, 25_000_000)
     assert "160 Mbit/s" in text or f"{8e-6 * found.rate:,.0f} Mbit/s" in text
     assert 'takes "hierarchical"' in text
+
+
+def test_a_link_that_takes_no_time_is_an_error(monkeypatch):
+    times = iter([0.0, 1.0] * 3 + [0.0, 0.5] * 3)  # seconds of the small message, and of the large one
+    monkeypatch.setattr(link.time, "perf_counter", lambda: next(times))
+    monkeypatch.setattr(link, "LONGEST", link.LARGE)
+    with pytest.raises(ConfigurationError, match="too fast, or the hosts too busy"):
+        link.measure(Wire(1e12, 0.0), times=3)
 
 
 def test_hosts_of_different_size_are_refused():
