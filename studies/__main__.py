@@ -38,8 +38,7 @@ STUDIES: dict[str, Callable[[], str]] = {
 HEAD = """# Studies
 
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
-removes the cause. Made by `python -m studies` on {machine}. Study 10 needs
-`pip install -r requirements/studies.txt`.
+removes the cause. Made by `python -m studies` on {machine}.
 
 | name | meaning |
 |---|---|

@@ -1,9 +1,9 @@
-"""Study 10: a larger language model on real text, and networks of a library on images; simulated workers."""
+"""Study 10: a larger language model on real text; simulated workers."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from statistics import mean
@@ -13,7 +13,8 @@ from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
 from studies.rates import OTHERS, Cell, Result, kept, network, train
 
-ROBUST, STEPS = PRESETS["robust"], OTHERS["language"].steps
+ROBUST, KIND = PRESETS["robust"], OTHERS["language"]
+STEPS = KIND.steps
 LOOK = 100
 """Steps between two looks at the test loss."""
 SEEDS = (0,)
@@ -43,11 +44,9 @@ WAYS = [
     way("robust", 20),
     way("robust", 200),
     way("robust", "auto"),
-    way("paper", 200),
     way("fixed", 200),
     Way("PowerSGD, rank 1, 200 exact steps", 200, rank=1),
     Way("PowerSGD, rank 4, 200 exact steps", 200, rank=4),
-    way("robust", 20, 16),
     way("robust", "auto", 16),
 ]
 DRAWN = ("exact", '`robust`, "auto"', "`robust`, 20 exact steps", "PowerSGD, rank 4, 200 exact steps")
@@ -57,7 +56,6 @@ DRAWN = ("exact", '`robust`, "auto"', "`robust`, 20 exact steps", "PowerSGD, ran
 class Run:
     """One run of the study."""
 
-    task: str
     way: Way
     seed: int
 
@@ -65,23 +63,22 @@ class Run:
 def result(run: Run) -> Result:
     """The result of ``run``."""
     way = run.way
-    cell = Cell(run.task, way.workers, OTHERS[run.task].rates[0], None if way.rank else way.warmup, run.seed)
+    cell = Cell("language", way.workers, KIND.rates[0], None if way.rank else way.warmup, run.seed)
     hook = partial(PowerSGD, way.rank, int(way.warmup or 0)) if way.rank else None
-    look = LOOK if run.task == "language" else 0
     text = "".join(letter for letter in way.text if letter.isalnum() or letter == " ").replace(" ", "-")
-    name = f"language/{run.task}-{text}-{way.workers}-{run.seed}"
-    return kept(name, lambda: train(cell, way.recipe, hook, look=look))
+    name = f"language/language-{text}-{way.workers}-{run.seed}"
+    return kept(name, lambda: train(cell, way.recipe, hook, look=LOOK))
 
 
-def fewer(way: Way, found: Result, task: str = "language") -> float:
+def fewer(way: Way, found: Result) -> float:
     """How many times fewer bits than float32 a worker sends in a whole run, by what our optimizer counts."""
     if way == EXACT:
         return 1.0
     if not way.rank:
         return _float32(way.workers) / found["bits"]
-    steps, exact = OTHERS[task].steps, int(way.warmup or 0)
-    rest = powersgd_bits([tuple(p.shape) for p in network(task).parameters()], way.rank)
-    return 32 * steps / (32 * exact + rest * (steps - exact))
+    exact = int(way.warmup or 0)
+    rest = powersgd_bits([tuple(p.shape) for p in network("language").parameters()], way.rank)
+    return 32 * STEPS / (32 * exact + rest * (STEPS - exact))
 
 
 def _float32(workers: int) -> float:
@@ -89,16 +86,16 @@ def _float32(workers: int) -> float:
     return 32 * 2 * (workers - 1) / workers
 
 
-def _rows(found: dict[Run, Result], task: str, ways: Sequence[Way], seeds: Sequence[int]) -> Iterator[list[str]]:
-    exact = mean(found[Run(task, EXACT, seed)]["loss"] for seed in seeds)
-    for one in ways:
-        of_seeds = [found[Run(task, one, seed)] for seed in seeds]
+def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
+    exact = mean(found[Run(EXACT, seed)]["loss"] for seed in SEEDS)
+    for one in WAYS:
+        of_seeds = [found[Run(one, seed)] for seed in SEEDS]
         loss = mean(each["loss"] for each in of_seeds)
         beside = "" if one == EXACT else f" ({100 * (loss / exact - 1):+.1f} %)"
         text = f"{loss:.3f}{beside}" if math.isfinite(loss) else "diverged"
         right = 100 * mean(each["accuracy"] for each in of_seeds)
         workers = "any" if one == EXACT or one.rank else str(one.workers)
-        yield [one.text, workers, f"{fewer(one, of_seeds[0], task):.1f}", text, f"{right:.1f} %"]
+        yield [one.text, workers, f"{fewer(one, of_seeds[0]):.1f}", text, f"{right:.1f} %"]
 
 
 def _curves(found: dict[Run, Result]) -> str:
@@ -107,7 +104,7 @@ def _curves(found: dict[Run, Result]) -> str:
     for one in WAYS:
         if one.text not in DRAWN or one.workers != 4:
             continue
-        run = found[Run("language", one, SEEDS[0])]
+        run = found[Run(one, SEEDS[0])]
         steps = range(LOOK, STEPS + 1, LOOK)
         losses = [run[f"loss at {step}"] for step in steps]
         exact_steps = STEPS if one == EXACT else int(one.warmup) if one.rank else int(run["exact_steps"])  # type: ignore
@@ -123,29 +120,19 @@ def _curves(found: dict[Run, Result]) -> str:
     return report.save(figure, "language")
 
 
-IMAGE_WAYS = [EXACT, way("robust", 20), way("robust", "auto"), way("fixed", 20)]
-
-
 def run() -> str:
     """The section of the page."""
-    todo = [Run("language", one, seed) for seed in SEEDS for one in WAYS]
-    todo += [Run(task, one, 0) for task in ("resnet", "vit") for one in IMAGE_WAYS]
-    found = pool.results(result, todo)
+    found = pool.results(result, [Run(one, seed) for seed in SEEDS for one in WAYS])
     head = ["", "workers", "times fewer bits, whole run", "test loss, above exact", "right"]
     size = sum(p.numel() for p in network("language").parameters())
-    kind = OTHERS["language"]
     text = [
-        "## 10. A larger language model, ResNet and a vision transformer",
-        f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {kind.steps:,} steps at "
-        f"a rate of {kind.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed. 4 workers exchange directly, 16 in "
-        "two stages, as `paper` and `fixed` always do; the global batch is the same. "
+        "## 10. A larger language model",
+        f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {STEPS:,} steps at "
+        f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed. 4 workers exchange directly, 16 in "
+        "two stages, as `fixed` always does; the global batch is the same. "
         "PowerSGD (Vogels et al. 2019) with error feedback replaces the "
         "mean gradient, before Adam; it is linear, so that the number of workers does not matter.",
-        report.table(head, _rows(found, "language", WAYS, SEEDS)),
+        report.table(head, _rows(found)),
         _curves(found),
-        f"Images: `transformers`' ResNet-18 (11 M parameters) and a vision transformer (2.7 M) on enlarged digits, "
-        f"{OTHERS['vit'].steps} steps at a rate of {OTHERS['vit'].rates[0]:g}, one seed.",
     ]
-    for task, title in (("resnet", "ResNet-18"), ("vit", "Vision transformer")):
-        text += [f"### {title}", report.table(head, _rows(found, task, IMAGE_WAYS, (0,)))]
     return "\n\n".join(text) + "\n"

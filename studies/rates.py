@@ -63,11 +63,8 @@ OTHERS = {
     "long text": Kind(2000, 32, (4e-3,)),
     "digits": Kind(600, 64, (1e-3, 2e-3)),
     "language": Kind(2000, 32, (2e-3,)),
-    "resnet": Kind(300, 32, (1e-3,)),
-    "vit": Kind(300, 32, (1e-3,)),
 }
 """Of other studies."""
-IMAGES = ("vgg", "digits", "resnet", "vit")
 
 
 @dataclass(frozen=True)
@@ -115,64 +112,21 @@ def documentation() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
-    if task in IMAGES:
-        return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
+    if task in ("vgg", "digits"):
+        return load(parse(["--task", task]))
     raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
 
 
 def network(task: str) -> Any:
     """A new network for ``task``."""
-    if task in LIBRARY:
-        return LIBRARY[task]()
     found = networks()
     if task == "language":
         return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)
-    if task not in IMAGES:
+    if task not in ("vgg", "digits"):
         return found.CharacterModel(LETTERS, width=64, layers=2, length=SEQUENCE)
     data = examples(task)
     return found.build(task, 8, data.train_x.shape[1], data.classes)
-
-
-def resnet() -> Any:
-    """ResNet-18 of 11 M parameters (He et al. 2015) for 32x32 images of one channel, as Hugging Face has it."""
-    from transformers import ResNetConfig, ResNetForImageClassification
-
-    config = ResNetConfig(
-        num_channels=1, embedding_size=64, hidden_sizes=[64, 128, 256, 512], depths=[2, 2, 2, 2], layer_type="basic",
-        num_labels=10,
-    )  # fmt: skip
-    return _Logits(ResNetForImageClassification(config))
-
-
-def vit() -> Any:
-    """A vision transformer of 2.7 M parameters (Dosovitskiy et al. 2020): 64 patches of 4x4, as Hugging Face has it."""
-    from transformers import ViTConfig, ViTForImageClassification
-
-    config = ViTConfig(
-        image_size=32, patch_size=4, num_channels=1, hidden_size=192, num_hidden_layers=6, num_attention_heads=3,
-        intermediate_size=768, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
-    )  # fmt: skip
-    return _Logits(ViTForImageClassification(config))
-
-
-LIBRARY: dict[str, Callable[[], Any]] = {"resnet": resnet, "vit": vit}
-"""Networks of ``transformers``."""
-
-
-def _Logits(model: Any) -> Any:
-    """``model``, which gives logits and nothing else."""
-    from torch import nn
-
-    class Logits(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = model
-
-        def forward(self, x: Any) -> Any:
-            return self.model(x).logits
-
-    return Logits()
 
 
 def rate_at(cell: Cell, step: int) -> float:

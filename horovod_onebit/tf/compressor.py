@@ -320,7 +320,7 @@ class Compressor:
         engine = self.engine
         if not exact.sizes:
             return lambda: exact.values
-        scaled = self.clipped(exact.values) * np.repeat(np.float32(factors), exact.sizes)
+        scaled = self.clipped(exact.values) * np.repeat(np.asarray(factors, np.float32), exact.sizes)
         totals = start_sum([scaled], engine.collectives, f"{engine.name}.exact", engine.traffic)
         by = np.float32(1 if self.sum_gradients else engine.collectives.size)
         return lambda: np.asarray(totals()[0] / by)
