@@ -18,6 +18,9 @@ STEPS = KIND.steps
 LOOK = 100
 """Steps between two looks at the test loss."""
 SEEDS = (0,)
+WORKERS = 4
+FLOAT32 = 32 * 2 * (WORKERS - 1) / WORKERS
+"""Bits of a parameter that a worker sends in a ring."""
 
 
 @dataclass(frozen=True)
@@ -27,15 +30,13 @@ class Way:
     text: str
     warmup: int | str | None
     recipe: Recipe = ROBUST
-    workers: int = 4
     rank: int = 0
 
 
-def way(name: str, warmup: int | str, workers: int = 4) -> Way:
-    exchange = "direct" if workers == 4 else "two_stage"
-    recipe = replace(PRESETS[name], exchange=exchange if name == "robust" else PRESETS[name].exchange)
+def way(name: str, warmup: int | str) -> Way:
+    recipe = replace(ROBUST, exchange="direct") if name == "robust" else PRESETS[name]
     steps = '"auto"' if warmup == "auto" else f"{warmup} exact steps"
-    return Way(f"`{name}`, {steps}", warmup, recipe, workers)
+    return Way(f"`{name}`, {steps}", warmup, recipe)
 
 
 EXACT = Way("exact", None)
@@ -47,7 +48,6 @@ WAYS = [
     way("fixed", 200),
     Way("PowerSGD, rank 1, 200 exact steps", 200, rank=1),
     Way("PowerSGD, rank 4, 200 exact steps", 200, rank=4),
-    way("robust", "auto", 16),
 ]
 DRAWN = ("exact", '`robust`, "auto"', "`robust`, 20 exact steps", "PowerSGD, rank 4, 200 exact steps")
 
@@ -63,10 +63,10 @@ class Run:
 def result(run: Run) -> Result:
     """The result of ``run``."""
     way = run.way
-    cell = Cell("language", way.workers, KIND.rates[0], None if way.rank else way.warmup, run.seed)
+    cell = Cell("language", WORKERS, KIND.rates[0], None if way.rank else way.warmup, run.seed)
     hook = partial(PowerSGD, way.rank, int(way.warmup or 0)) if way.rank else None
     text = "".join(letter for letter in way.text if letter.isalnum() or letter == " ").replace(" ", "-")
-    name = f"language/language-{text}-{way.workers}-{run.seed}"
+    name = f"language/language-{text}-{WORKERS}-{run.seed}"
     return kept(name, lambda: train(cell, way.recipe, hook, look=LOOK))
 
 
@@ -75,15 +75,10 @@ def fewer(way: Way, found: Result) -> float:
     if way == EXACT:
         return 1.0
     if not way.rank:
-        return _float32(way.workers) / found["bits"]
+        return FLOAT32 / found["bits"]
     exact = int(way.warmup or 0)
     rest = powersgd_bits([tuple(p.shape) for p in network("language").parameters()], way.rank)
     return 32 * STEPS / (32 * exact + rest * (STEPS - exact))
-
-
-def _float32(workers: int) -> float:
-    """Bits of a parameter that a worker sends in a ring."""
-    return 32 * 2 * (workers - 1) / workers
 
 
 def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
@@ -94,24 +89,23 @@ def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
         beside = "" if one == EXACT else f" ({100 * (loss / exact - 1):+.1f} %)"
         text = f"{loss:.3f}{beside}" if math.isfinite(loss) else "diverged"
         right = 100 * mean(each["accuracy"] for each in of_seeds)
-        workers = "any" if one == EXACT or one.rank else str(one.workers)
-        yield [one.text, workers, f"{fewer(one, of_seeds[0]):.1f}", text, f"{right:.1f} %"]
+        yield [one.text, f"{fewer(one, of_seeds[0]):.1f}", text, f"{right:.1f} %"]
 
 
 def _curves(found: dict[Run, Result]) -> str:
     """Test loss by step, and by the bits that were sent until then."""
     figure, (by_step, by_bits) = report.axes(ncols=2, figsize=(10, 4), sharey=True)
     for one in WAYS:
-        if one.text not in DRAWN or one.workers != 4:
+        if one.text not in DRAWN:
             continue
         run = found[Run(one, SEEDS[0])]
         steps = range(LOOK, STEPS + 1, LOOK)
         losses = [run[f"loss at {step}"] for step in steps]
         exact_steps = STEPS if one == EXACT else int(one.warmup) if one.rank else int(run["exact_steps"])  # type: ignore
-        unit, later = _float32(one.workers), 0.0
+        later = 0.0
         if one != EXACT:
-            later = unit * (STEPS / fewer(one, run) - exact_steps) / (STEPS - exact_steps)
-        sent = [(unit * min(step, exact_steps) + later * max(0, step - exact_steps)) / 8e3 for step in steps]
+            later = FLOAT32 * (STEPS / fewer(one, run) - exact_steps) / (STEPS - exact_steps)
+        sent = [(FLOAT32 * min(step, exact_steps) + later * max(0, step - exact_steps)) / 8e3 for step in steps]
         by_step.plot(steps, losses, label=one.text.replace("`", ""))
         by_bits.plot(sent, losses)
     by_step.set(xlabel="step", ylabel="test loss")
@@ -123,13 +117,14 @@ def _curves(found: dict[Run, Result]) -> str:
 def run() -> str:
     """The section of the page."""
     found = pool.results(result, [Run(one, seed) for seed in SEEDS for one in WAYS])
-    head = ["", "workers", "times fewer bits, whole run", "test loss, above exact", "right"]
+    head = ["", "times fewer bits, whole run", "test loss, above exact", "right"]
     size = sum(p.numel() for p in network("language").parameters())
     text = [
         "## 10. A larger language model",
         f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {STEPS:,} steps at "
-        f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed. 4 workers exchange directly, 16 in "
-        "two stages, as `fixed` always does; the global batch is the same. "
+        f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed, "
+        f"{WORKERS} workers. `robust` exchanges directly, `fixed` "
+        "in two stages. "
         "PowerSGD (Vogels et al. 2019) with error feedback replaces the "
         "mean gradient, before Adam; it is linear, so that the number of workers does not matter.",
         report.table(head, _rows(found)),

@@ -58,9 +58,7 @@ TASKS = {"long text": (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-
 """What is run of each task, and at which rate."""
 
 
-LONG, OTHER_RATES = "long text", (1e-3, 2e-3, 8e-3)
-AT_RATES = [EXACT, local(4), local(16), local(16, 300), local(16, whole=True)]
-"""What is run of the long text at other rates too, with one seed."""
+LONG = "long text"
 
 
 @dataclass(frozen=True)
@@ -229,17 +227,9 @@ def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
         ]
 
 
-def _rate_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
-    rates = sorted((*OTHER_RATES, TASKS[LONG][1]))
-    for way in AT_RATES:
-        losses = [found[Run(way, LONG, rate, 0)]["loss"] for rate in rates]
-        yield [way.text, *(f"{loss:.4f}" if loss > min(losses) else f"**{loss:.4f}**" for loss in losses)]
-
-
 def run() -> str:
     """The section of the page."""
     found = pool.results(result, todo())
-    found |= pool.results(result, [Run(way, LONG, rate, 0) for rate in OTHER_RATES for way in AT_RATES])
     text = [
         "## 9. Local steps",
         f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. The bytes "
@@ -252,15 +242,12 @@ def run() -> str:
         head = ["", "times fewer bytes", "test loss, above exact", "right"]
         text += [f"### {task}, rate {TASKS[task][1]:g}", report.table(head, _rows(found, task))]
     trials = pool.results(tried, TRIED)
-    rates = [f"rate {rate:g}" for rate in sorted((*OTHER_RATES, TASKS[LONG][1]))]
     text += [
         "### Other methods: long text, one seed",
         "DiLoCo (Douillard et al. 2023) averages in float32, with an outer learning rate of 0.7 and a momentum of 0.9. "
         "SparseLoCo (Sarfi et al. 2025) sends the largest 64 of each 4,096 elements in 14 bits each. Both have the "
         "same inner Adam, learning rates and batches.",
         report.table(["", "times fewer bytes", "test loss, above exact", "right"], _peer_rows(found)),
-        "### Other learning rates: long text, one seed, test loss",
-        report.table(["", *rates], _rate_rows(found)),
         f"### What else was tried: the text in 1,000 steps, rate {TRIED_AT:g}, one seed",
         report.table(["", "test loss"], ([TRIED[name].text, f"{one['loss']:.3f}"] for name, one in trials.items())),
     ]
