@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -11,7 +10,7 @@ from statistics import mean
 from horovod_onebit.recipe import PRESETS, Recipe
 from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
-from studies.rates import OTHERS, Cell, Result, kept, network, train
+from studies.rates import OTHERS, Cell, Result, beside, kept, network, train
 
 ROBUST, KIND = PRESETS["robust"], OTHERS["language"]
 STEPS = KIND.steps
@@ -86,8 +85,7 @@ def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     for one in WAYS:
         of_seeds = [found[Run(one, seed)] for seed in SEEDS]
         loss = mean(each["loss"] for each in of_seeds)
-        beside = "" if one == EXACT else f" ({100 * (loss / exact - 1):+.1f} %)"
-        text = f"{loss:.3f}{beside}" if math.isfinite(loss) else "diverged"
+        text = f"{loss:.3f}" if one == EXACT else beside(loss, exact)
         right = 100 * mean(each["accuracy"] for each in of_seeds)
         yield [one.text, f"{fewer(one, of_seeds[0]):.1f}", text, f"{right:.1f} %"]
 

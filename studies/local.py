@@ -16,7 +16,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Local
 from studies import peers, pool, report
 from studies.moments import mean_of
-from studies.rates import SEEDS, Cell, Hook, Result, kept, network, train
+from studies.rates import SEEDS, Cell, Hook, Result, beside, kept, network, train
 
 WORKERS = 4
 ROBUST = replace(PRESETS["robust"], exchange="direct")
@@ -54,11 +54,9 @@ ALL = [
     local(16, whole=True),
 ]
 IMAGES = [EXACT, ONEBIT, local(4), local(16), local(16, whole=True)]
-TASKS = {"long text": (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-3)}
-"""What is run of each task, and at which rate."""
-
-
 LONG = "long text"
+TASKS = {LONG: (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-3)}
+"""What is run of each task, and at which rate."""
 
 
 @dataclass(frozen=True)
@@ -207,7 +205,7 @@ def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
     for way in ways:
         loss = means(way, "loss")
         times = fewer(way, task, means(way, "exact_steps")) if way != EXACT else 1.0
-        text = f"{loss:.4f}" if way == EXACT else f"{loss:.4f} ({100 * (loss / exact - 1):+.1f} %)"
+        text = f"{loss:.4f}" if way == EXACT else beside(loss, exact, digits=4)
         yield [way.text, f"{times:.0f}", text, f"{100 * means(way, 'accuracy'):.1f} %"]
 
 
@@ -218,13 +216,7 @@ def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     rows = [(way.text, fewer(way, LONG, 0), found[Run(way, LONG, rate, 0)]) for way in ALL if way.schedule]
     rows += [(peer.text, 32 / one["bits"], one) for peer, one in pool.results(of_peer, PEERS).items()]
     for text, times, one in sorted(rows, key=lambda row: row[1]):
-        loss = one["loss"]
-        yield [
-            text,
-            f"{times:.0f}",
-            f"{loss:.4f} ({100 * (loss / exact - 1):+.1f} %)",
-            f"{100 * one['accuracy']:.1f} %",
-        ]
+        yield [text, f"{times:.0f}", beside(one["loss"], exact, digits=4), f"{100 * one['accuracy']:.1f} %"]
 
 
 def run() -> str:

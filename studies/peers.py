@@ -5,19 +5,16 @@ All by their papers' formulas, the exchange computed exactly and not sent. The i
 
 from __future__ import annotations
 
-import copy
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.optimizer import NumpyOptimizer
-from jobs.options import parse
 from studies.moments import mean_of
-from studies.rates import Cell, Result, examples, losses, network, rate_at, result_of
+from studies.rates import Cell, Result, begin, losses, rate_at, result_of
 
 
 class PowerSGD:
@@ -136,18 +133,14 @@ def train(cell: Cell, every: int, outer: Outer) -> Result:
     """One run in rounds of ``every`` local steps of Adam, then ``outer``; as ``studies.rates.train`` otherwise."""
     import torch
 
-    torch.manual_seed(cell.seed)
-    torch.set_num_threads(1)
-    kind, data, first = cell.kind, examples(cell.task), network(cell.task)
-    models = [copy.deepcopy(first) for _ in range(cell.workers)]
+    models, data, options = begin(cell)
     inner = [torch.optim.Adam(model.parameters(), lr=cell.rate) for model in models]
-    options = replace(parse([]), seed=cell.seed, batch_size=kind.batch // cell.workers)
-    weights = _flat(first)
-    for start in range(0, kind.steps, every):
+    weights, steps = _flat(models[0]), cell.kind.steps
+    for start in range(0, steps, every):
         moved = []
         for rank, (model, optimizer) in enumerate(zip(models, inner, strict=True)):
             _load(model, weights)
-            for step in range(start, min(start + every, kind.steps)):
+            for step in range(start, min(start + every, steps)):
                 optimizer.param_groups[0]["lr"] = rate_at(cell, step)
                 optimizer.zero_grad()
                 loss, _ = losses(model, *data.batch(options, step, rank, cell.workers))
@@ -156,16 +149,20 @@ def train(cell: Cell, every: int, outer: Outer) -> Result:
             moved.append(_flat(model) - weights)
         weights = weights + outer(moved).astype(np.float32)
     _load(models[0], weights)
-    bits = outer.bits(weights.size) * -(-kind.steps // every) / weights.size / kind.steps
+    bits = outer.bits(weights.size) * -(-steps // every) / weights.size / steps
     return result_of(models[0], data, exact_steps=0, bits=bits)
 
 
 def _flat(model: Any) -> NDArray:
-    return np.concatenate([p.detach().numpy().reshape(-1) for p in model.parameters()])
+    from torch.nn.utils import parameters_to_vector
+
+    found: NDArray = parameters_to_vector(model.parameters()).detach().numpy()
+    return found
 
 
 def _load(model: Any, weights: NDArray) -> None:
-    at = 0
-    for p in model.parameters():
-        p.detach().numpy().reshape(-1)[:] = weights[at : at + p.numel()]
-        at += p.numel()
+    import torch
+    from torch.nn.utils import vector_to_parameters
+
+    # A copy: the parameters become parts of the vector, which the model's steps change.
+    vector_to_parameters(torch.from_numpy(weights.copy()), model.parameters())

@@ -29,7 +29,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Local
 from jobs.data import SEQUENCE, Task, load, of_letters
-from jobs.options import parse
+from jobs.options import Options, parse
 from studies import pool, report
 from studies.magnitudes import networks
 
@@ -167,14 +167,8 @@ def train(
     """
     import torch
 
-    torch.manual_seed(cell.seed)
-    torch.set_num_threads(1)
-    cpu.set_num_threads(1)
-    kind, data, first = cell.kind, examples(cell.task), network(cell.task)
-    models = [copy.deepcopy(first) for _ in range(cell.workers)]
-    rule = Adam(lr=cell.rate)
-    options = replace(parse([]), seed=cell.seed, batch_size=kind.batch // cell.workers)
-
+    kind, rule = cell.kind, Adam(lr=cell.rate)
+    models, data, options = begin(cell)
     seen: Result = {}
 
     def worker(collectives: Collectives) -> tuple[int, float]:
@@ -203,6 +197,18 @@ def train(
     with np.errstate(all="ignore"):
         exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]
     return {**result_of(models[0], data, exact_steps=exact_steps, bits=bits), **seen}
+
+
+def begin(cell: Cell) -> tuple[list[Any], Task, Options]:
+    """What a run of ``cell`` begins with: each worker's network, the data, and what decides on its batches."""
+    import torch
+
+    torch.manual_seed(cell.seed)
+    torch.set_num_threads(1)
+    cpu.set_num_threads(1)
+    data, first = examples(cell.task), network(cell.task)
+    options = replace(parse([]), seed=cell.seed, batch_size=cell.kind.batch // cell.workers)
+    return [copy.deepcopy(first) for _ in range(cell.workers)], data, options
 
 
 def result_of(model: Any, data: Task, **more: float) -> Result:
@@ -243,9 +249,9 @@ def means(found: dict[Cell, Result], key: str, cell: Cell) -> float:
     return mean(found[replace(cell, seed=seed, workers=workers)][key] for seed in SEEDS)
 
 
-def beside(loss: float, exact: float) -> str:
+def beside(loss: float, exact: float, digits: int = 3) -> str:
     """``loss``, and how far above ``exact`` it is."""
-    return f"{loss:.3f} ({100 * (loss / exact - 1):+.1f} %)" if math.isfinite(loss) else "diverged"
+    return f"{loss:.{digits}f} ({100 * (loss / exact - 1):+.1f} %)" if math.isfinite(loss) else "diverged"
 
 
 def _rows(found: dict[Cell, Result], task: str, workers: int) -> Iterator[list[str]]:
