@@ -207,7 +207,7 @@ class Engine:
     def _compare(self, changed: bool, sizes: Mapping[str, int]) -> tuple[bool, bool]:
         """Whether something has changed for some worker, and whether all have residuals of the same ``sizes``."""
         names = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=7).digest()
-        own = np.frombuffer(bytes([changed]) + names, np.uint8)
+        own = np.array([changed, *names], np.uint8)
         rows = self.collectives.allgather(own, f"{self.name}.weighing").wait().reshape(self.collectives.size, -1)
         return bool(rows[:, 0].any()), bool((rows[:, 1:] == rows[0, 1:]).all())
 
@@ -240,7 +240,7 @@ class Engine:
         """
         if left is None:
             left = self.residuals()
-            self._discard_servers()
+        self._discard_servers()
         self.forget_world()
         return left
 

@@ -77,6 +77,11 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | N
             f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
             "or a Local, which has none; and no warmup_steps with either"
         )
+    if total_steps is not None:
+        raise ConfigurationError(
+            f"total_steps={total_steps!r}, schedule={schedule!r}: leave total_steps out; it is only for a warmup_steps "
+            "that is a share of it"
+        )
     return make_warmup(schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1)
 
 

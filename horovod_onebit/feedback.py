@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -17,8 +17,56 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 
+T = TypeVar("T")
+
 SERVER_PREFIX = "onebit.server."
 """Begins the names of residuals that belong to a server's share of a bucket rather than to a parameter."""
+
+MARK = "onebit.residuals."
+"""Begins the name of an empty entry that tells of what kind saved residuals are, and of how many workers."""
+
+
+def kind(space: str, *, divides: bool, zero_one: bool = False) -> str:
+    """What the residuals of a run are of, other than local steps: of updates, or of momenta, which are smaller by
+    orders of magnitude; with 0/1 Adam, of moved weights as well.
+
+    ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
+    """
+    found = "momentum" if divides and space == "momentum" else "step"
+    return f"0/1 {found}" if zero_one else found
+
+
+def of_kind(kind: str) -> str:
+    """``kind`` in words."""
+    if kind == "local":
+        return "with schedule=Local(...)"
+    space = "momentum" if kind.endswith("momentum") else "update"
+    schedule = "schedule=ZeroOne(...)" if kind.startswith("0/1") else "no schedule"
+    return f"with {schedule} and a recipe of space={space!r}"
+
+
+def mark(kind: str, workers: int) -> str:
+    """The name of the entry that tells what residuals are."""
+    return f"{MARK}{kind}.{workers}"
+
+
+def unmarked(state: Mapping[str, T], kind: str, workers: int) -> dict[str, T]:
+    """``state`` without its mark. Raises ``ConfigurationError`` if it is that of other residuals; earlier versions
+    wrote none."""
+    residuals = {name: value for name, value in state.items() if not name.startswith(MARK)}
+    for name in state.keys() - residuals.keys():
+        saved, _, number = name.removeprefix(MARK).rpartition(".")
+        if saved != kind:
+            raise ConfigurationError(
+                f"these residuals were saved {of_kind(saved)}, and this optimizer is {of_kind(kind)}: build it as it "
+                "was, or go on without them"
+            )
+        if number != str(workers) and any(name.startswith(SERVER_PREFIX) for name in residuals):
+            raise ConfigurationError(
+                f"these residuals are those of one of {number} workers, and there are {workers}: use save_checkpoint "
+                "and load_checkpoint, which redistribute them, or go on without them"
+            )
+    return residuals
 
 
 class ErrorFeedback:
@@ -55,10 +103,6 @@ class ErrorFeedback:
         if name not in self._residuals:
             self.residual(name, len(values))
         self.kernels.write(self._residuals[name], values)
-
-    def norm(self) -> float:
-        """The Euclidean norm of all residuals together."""
-        return float(np.sqrt(sum(float(np.dot(r, r)) for r in map(self.kernels.host, self._residuals.values()))))
 
     def reset(self, names: Iterable[str] | None = None) -> None:
         """Forget the residuals: of the tensors ``names``, or of all."""

@@ -31,18 +31,15 @@ class _Handle:
         return self.result
 
 
-class _Sum:
+class _Sum(_Handle):
     """A reduction to rank 0, then a broadcast: MPI's own allreduce may round differently on different ranks."""
 
     def __init__(self, comm: Any, request: Any, source: NDArray, result: NDArray) -> None:
-        self.comm, self.request, self.source, self.result = comm, request, source, result
-
-    def ready(self) -> bool:
-        return False  # MPI pairs by order: whether a worker goes on must not depend on when its messages come
+        super().__init__(request, source, result)
+        self.comm = comm
 
     def wait(self) -> NDArray:
-        self.request.Wait()
-        self.comm.Bcast(self.result, root=0)
+        self.comm.Bcast(super().wait(), root=0)
         return self.result
 
 

@@ -38,10 +38,6 @@ def exchanges() -> tuple[str, ...]:
     return ("auto", *sorted(module.name for module in iter_modules(package.submodule_search_locations)))
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How gradients become bits. All workers must use the same one; a handshake checks it.
@@ -91,11 +87,9 @@ class Recipe:
         find(self.codec), find(self.server_codec)
         one_of("exchange", self.exchange, exchanges())
         one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
-        if self.block_size is not None and (not _is_int(self.block_size) or self.block_size < 8 or self.block_size % 8):
-            raise ConfigurationError(
-                f"block_size={self.block_size!r}: expected a positive multiple of 8 (so that blocks start on whole "
-                "bytes), or None for one scale per tensor"
-            )
+        blocks = "None for one scale per tensor, or a multiple of 8 (so that blocks start on whole bytes)"
+        if self.block_size is not None and whole("block_size", self.block_size, blocks, least=8) % 8:
+            raise ConfigurationError(f"block_size={self.block_size!r}: expected {blocks}")
         flag("eps_inside_sqrt", self.eps_inside_sqrt)
         self._check_clip()
         for name in ("min_compressed_size", "bucket_size"):

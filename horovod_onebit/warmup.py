@@ -98,7 +98,8 @@ class AutoWarmup(Warmup):
         return {"steps": self.steps, "norms": dict(self.norms), "peak": self.peak, "peak_step": self.peak_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self.steps, self.norms = state.get("steps", NEVER), dict(state.get("norms", {}))
+        norms = state.get("norms", {})
+        self.steps, self.norms = state.get("steps", NEVER), {int(step): norm for step, norm in norms.items()}  # of JSON
         self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)
 
 
@@ -109,8 +110,6 @@ def unbiased(norm: float, beta2: float, seen: int) -> float:
 
 def make(warmup_steps: int | float | str, total_steps: int | None = None) -> Warmup:
     """A policy from what a user gives: a number of steps, ``"auto"``, or a share of ``total_steps`` below 1."""
-    if warmup_steps == "auto":
-        return AutoWarmup()
     if isinstance(warmup_steps, float) and 0 < warmup_steps < 1:
         if not isinstance(total_steps, int) or isinstance(total_steps, bool) or total_steps < 1:
             raise ConfigurationError(
@@ -119,8 +118,17 @@ def make(warmup_steps: int | float | str, total_steps: int | None = None) -> War
             )
         return FixedWarmup(math.ceil(warmup_steps * total_steps))
     if isinstance(warmup_steps, int) and not isinstance(warmup_steps, bool) and warmup_steps >= 1:
-        return FixedWarmup(warmup_steps)
-    raise ConfigurationError(
-        f"warmup_steps={warmup_steps!r}: expected a whole number of optimizer steps, at least 1 (the second moment has "
-        "to be measured before it can be frozen), a share of total_steps, or 'auto'"
-    )
+        found: Warmup = FixedWarmup(warmup_steps)
+    elif warmup_steps == "auto":
+        found = AutoWarmup()
+    else:
+        raise ConfigurationError(
+            f"warmup_steps={warmup_steps!r}: expected a whole number of optimizer steps, at least 1 (the second moment "
+            "has to be measured before it can be frozen), a share of total_steps, or 'auto'"
+        )
+    if total_steps is not None:
+        raise ConfigurationError(
+            f"total_steps={total_steps!r}, warmup_steps={warmup_steps!r}: leave total_steps out; it is only for a "
+            "warmup_steps that is a share of it, such as 0.1"
+        )
+    return found

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -51,18 +51,37 @@ class Weighing(NamedTuple):
         return cls(one["divisor"], served, None if own is None else [tuple(place) for place in own])
 
 
-def total_residuals(saved: Sequence[Residuals]) -> dict[str, Array]:
-    """The mean of the workers' residuals, with those of servers, by tensor: what each worker of a new world gets."""
+def total_residuals(saved: Iterable[Residuals]) -> dict[str, Array]:
+    """The mean of the workers' residuals, with those of servers, by tensor: what each worker of a new world gets.
+
+    Each of ``saved`` is let go before the next one is asked for, which may read it from a file.
+    """
     total: dict[str, Array] = {}
+    early: list[tuple[Place, Array]] = []
     for one in saved:
-        for name, residual in one["feedback"].items():
-            if not name.startswith(SERVER_PREFIX):
-                total[name] = total.get(name, np.zeros_like(residual)) + residual / np.float32(one["divisor"])
-    for one in saved:
-        for key, places in one["served"].items():
-            start = 0
-            for name, lo, hi in places:
-                if name in total:  # it may have been removed since
-                    total[name][lo:hi] += one["feedback"][key][start : start + hi - lo]
-                start += hi - lo
+        _add(one, total, early)
+        del one
+    for (name, lo, hi), part in early:
+        if name in total:  # it may have been removed since
+            total[name][lo:hi] += part
     return total
+
+
+def _add(one: Residuals, total: dict[str, Array], early: list[tuple[Place, Array]]) -> None:
+    """Add a worker's residuals to ``total``; ``early`` are those of its server for tensors that come later."""
+    for name, residual in one["feedback"].items():
+        if not name.startswith(SERVER_PREFIX):
+            share = residual / np.float32(one["divisor"])
+            if name in total:
+                total[name] += share
+            else:
+                total[name] = share
+    for key, places in one["served"].items():
+        start = 0
+        for name, lo, hi in places:
+            part = one["feedback"][key][start : start + hi - lo]
+            if name in total:
+                total[name][lo:hi] += part
+            else:
+                early.append(((name, lo, hi), part.copy()))
+            start += hi - lo

@@ -12,18 +12,19 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_onebit import checks
 from horovod_onebit.checkpoints import files, lock
-from horovod_onebit.checkpoints.files import FORMAT, Complete, Digest, complete, latest, worker_file
+from horovod_onebit.checkpoints.files import FORMAT, Complete, Digest, worker_file
 from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
+from horovod_onebit.feedback import of_kind
 from horovod_onebit.world import Residuals, total_residuals
 
-__all__ = ["FORMAT", "Face", "Shared", "complete", "latest", "load", "save", "worker_file"]
+__all__ = ["FORMAT", "Face", "Shared", "load", "save"]
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -92,9 +93,18 @@ class Face(ABC):
     def read_own(self, path: Path, key: str) -> Residuals:
         """Read what ``write_own`` of some worker wrote."""
 
-    def merge(self, everybody: list[Residuals]) -> Residuals:
-        """What each worker takes over, from what all of another number of workers wrote."""
-        return everybody[0] | {"feedback": total_residuals(everybody), "divisor": None, "served": {}, "encodes": None}
+    def merge(self, everybody: Iterable[Residuals]) -> Residuals:
+        """What each worker takes over, from what all of another number of workers wrote: read one by one, because of
+        the memory that all would need."""
+        first: Residuals = {}
+
+        def noted(one: Residuals) -> Residuals:
+            if not first:
+                first.update(one, feedback=None)
+            return one
+
+        total = total_residuals(map(noted, everybody))
+        return first | {"feedback": total, "divisor": None, "served": {}, "encodes": None}
 
     @abstractmethod
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
@@ -211,10 +221,9 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     def check() -> None:
         saved = own.get("kind", "step")  # earlier versions did not write it
         if saved != face.kind:
-            names = {"step": "without local steps", "local": "with schedule=Local(...)"}
             raise ConfigurationError(
-                f"the checkpoint was saved {names.get(saved, saved)}, and this optimizer is {names[face.kind]}: build "
-                "it as it was, or load the weights alone"
+                f"the checkpoint was saved {of_kind(saved)}, and this optimizer is {of_kind(face.kind)}: build it as "
+                "it was, or load the weights alone"
             )
         face.check(about, own["feedback"])
 
@@ -251,7 +260,7 @@ def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, Shared 
     if chosen.workers == face.workers:
         own = face.read_own(own_file(face.rank), chosen.key)
     else:
-        own = face.merge([face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers)])
+        own = face.merge(face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers))
     if face.rank:
         return own, None
     shared = checked(files.shared_file(place, chosen.key, face.suffixes[1]).name)

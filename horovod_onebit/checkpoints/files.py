@@ -137,13 +137,6 @@ def history(place: Path) -> list[Complete]:
     return [Complete.of(entry, path) for entry in entries]
 
 
-def latest(place: Path) -> dict[str, Any]:
-    """What ``complete`` wrote; raises if there is none, or one of another kind."""
-    if found := history(place):
-        return asdict(found[0])
-    raise FileNotFoundError(f"{place / LATEST} does not exist: there is no complete checkpoint")
-
-
 def find(place: Path, name: str) -> Path:
     """The path of a checkpoint's file, which is moved when another checkpoint is complete."""
     path = place / PREVIOUS / name

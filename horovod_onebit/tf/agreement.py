@@ -82,7 +82,7 @@ class Agreement:
             rows = []
             for i in trained:
                 v = optimizer._trainable_variables[i]
-                decays = bool(optimizer.weight_decay) and optimizer._use_weight_decay(v)
+                decays = compressor.decays(v)
                 constraint = type(getattr(v, "constraint", None)).__name__
                 rows.append((i, role(v), tuple(v.shape), str(v.dtype), decays, compressor.is_compressed(v), constraint))
             self._rows[trained] = str(rows)

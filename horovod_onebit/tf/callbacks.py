@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.functions import broadcast_variables, shared
 from horovod_onebit.tf.graph import cond
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.monitor import Monitor
@@ -24,7 +24,8 @@ logger = logging.getLogger("horovod_onebit")
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Before the first step, give every worker the variables of ``root_rank``: the model's and the optimizer's.
+    """Before the first step, give every worker the variables of ``root_rank``: the model's and the optimizer's, but for
+    the states of random generators (dropout, augmentation), which stay each worker's own.
 
     A model that is built by its first batch gets them once it is built, before that batch's step is taken.
 
@@ -56,9 +57,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.variables, *optimizer.variables]
-        shared = [v for v in variables if not any(_storage(v) is local for local in self._local)]
+        common = [v for v in shared(variables) if not any(_storage(v) is local for local in self._local)]
         with tf.device(self.device):
-            broadcast_variables(shared, self.root_rank)
+            broadcast_variables(common, self.root_rank)
 
     def _broadcast_once(self) -> None:
         """As a part of the step, which may be traced several times before it runs."""

@@ -15,7 +15,7 @@ import re
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,7 +95,7 @@ class _Keras(checkpoints.Face):
 
     def check_arguments(self) -> None:
         check_ours(self.optimizer)
-        self.kind = "local" if self.optimizer._wrapping.local is not None else "step"
+        self.kind = self._compressor.kind
         if not self.model.built:
             raise ConfigurationError("the model is not built: model.build(shape)")
         if not self.optimizer.built:
@@ -136,6 +136,7 @@ class _Keras(checkpoints.Face):
             "encodes": own["encodes"],
             "exchanges": engine.exchanges,
             "skipped": engine.skipped,
+            "warmup": self.optimizer._wrapping.warmup.state_dict(),
             "extra": packer.pack(extra, "extra"),
             "variables": _described(self.model, self.optimizer),
         }
@@ -172,11 +173,24 @@ class _Keras(checkpoints.Face):
         feedback = {name[6:]: value for name, value in arrays.items() if name.startswith("error.")}
         return about | {"feedback": feedback}
 
-    def merge(self, everybody: list[Residuals]) -> Residuals:
+    def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         # Random generators are then those of worker 0; of gradients that wait, the mean over the workers counts.
-        waiting = [i for i, value in everybody[0]["own"].items() if np.issubdtype(value.dtype, np.floating)]
-        means = {i: np.mean([one["own"][i] for one in everybody], axis=0, dtype=np.float32) for i in waiting}
-        return super().merge(everybody) | {"own": means}
+        sums: dict[int, Any] = {}
+        workers = 0
+
+        def added(one: Residuals) -> Residuals:
+            nonlocal workers
+            own = one.pop("own")
+            if not workers:
+                waiting = [i for i, value in own.items() if np.issubdtype(value.dtype, np.floating)]
+                sums.update({i: np.zeros_like(own[i], np.float32) for i in waiting})
+            for i in sums:
+                sums[i] += own[i]
+            workers += 1
+            return one
+
+        merged = super().merge(map(added, everybody))
+        return merged | {"own": {i: total / np.float32(workers) for i, total in sums.items()}}
 
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         own = self.read_own(first, key)
@@ -187,6 +201,7 @@ class _Keras(checkpoints.Face):
         for i, value in own["own"].items():
             values[i] = value
         about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}
+        about["warmup"] = own.get("warmup", {})  # nor this
         return Shared(values, about, own["extra"])
 
     def _values_of(self, path: Path) -> list[np.ndarray]:
@@ -235,9 +250,10 @@ class _Keras(checkpoints.Face):
         for i, value in own["own"].items():
             variables[i].assign(value)
         engine = self._compressor.engine
-        self.optimizer.load_feedback_state_dict(own["feedback"])
+        self._compressor.load_feedback(own["feedback"])
         engine.weigh(Weighing.saved(own))
         engine.exchanges, engine.skipped = about["exchanges"], about["skipped"]
+        self.optimizer._wrapping.warmup.load_state_dict(about["warmup"])
 
 
 def _never(value: Any) -> bool:

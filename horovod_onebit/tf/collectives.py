@@ -98,6 +98,7 @@ class Parcel:
     def deliver(self, received: Sequence[NDArray]) -> None:
         """What came of the round that left last."""
         deliver(self._leaving, received)
+        self._leaving = {}
 
 
 class HorovodCollectives:

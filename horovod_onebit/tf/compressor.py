@@ -1,7 +1,8 @@
 """The compressed step of the Keras face: one run of the engine, whatever the number of variables.
 
-Variables are *exact* while they are small (or not float32): their gradients are averaged in one allreduce and the
-wrapped optimizer updates them in the graph. All others are *compressed*: the engine updates them here.
+Variables are *exact* while they are small (or not float32): in every step their gradients are averaged in one allreduce
+and the wrapped optimizer updates them, in the graph. All others are *compressed*: after the warm-up the engine updates
+them here.
 """
 
 from __future__ import annotations
@@ -10,21 +11,22 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.averages import all_finite, mean_norms, start_sum
+from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.feedback import SERVER_PREFIX, kind
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
@@ -54,31 +56,14 @@ class Values:
     variances: Sequence[Array | None]
 
 
-class Exact(NamedTuple):
-    """Gradients that are averaged exactly, one after the other in one array: what a host function is handed costs time
-    for each tensor, not for each byte.
-
-    Attributes:
-        values: (k,) float32.
-        sizes: their numbers of elements.
-    """
-
-    values: Array
-    sizes: Sequence[int]
-
-    def each(self) -> list[Array]:
-        return np.split(self.values, np.cumsum(self.sizes)[:-1]) if self.sizes else []
-
-
 @dataclass
 class UnderWay:
     """A compressed step that was begun.
 
     Attributes:
-        factors: what each gradient is multiplied by, first those of the compressed variables.
+        factors: by which each gradient is clipped, first those of the compressed variables.
         moved: the compressed variables after the step, as far as messages have arrived.
         grads: the gradients that are there, flat, by number of the variable.
-        arrive: gives the means of the exact gradients, (k,), once their sum is here.
         sent: when the last message left, and how much time decoding had taken by then, in seconds.
     """
 
@@ -86,7 +71,6 @@ class UnderWay:
     factors: Sequence[float]
     moved: list[Tensor]
     grads: dict[int, Array] = field(default_factory=dict)
-    arrive: Callable[[], Array] = lambda: np.empty(0, np.float32)
     sent: tuple[float, float] = (0.0, 0.0)
 
 
@@ -94,6 +78,7 @@ class Compressor:
     """Belongs to one Keras ``DistributedOptimizer``.
 
     Attributes:
+        kind: of its residuals.
         in_one_piece: whether a step is taken by ``step`` when all gradients are there, and not by sections.
     """
 
@@ -104,22 +89,31 @@ class Compressor:
         self.adapter = adapter
         self.process_set = wrapping.process_set
         self.sum_gradients = wrapping.sums
+        self._bytes = 2 if wrapping.compression is hvd.Compression.fp16 else 4
         self.collectives = HorovodCollectives(self.process_set, name)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
         self.engine.meeting = agreement_name(self.process_set)
+        zero_one, divides = isinstance(wrapping.schedule, ZeroOne), adapter.wraps.variance is not None
+        local = wrapping.local is not None
+        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, zero_one=zero_one)
         self.coroutine = Coroutine()
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: UnderWay | None = None
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
-        self._averages: dict[tuple[int, ...], Any] = {}
+        self._averages: dict[Any, Any] = {}
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.coroutine.abandon()
         if self.under_way is not None:
             self._end()
+
+    @property
+    def workers(self) -> int:
+        """That train together; 0 on a worker that does not."""
+        return self.process_set.size() if self.process_set.included() else 0
 
     @property
     def together(self) -> bool:
@@ -150,6 +144,11 @@ class Compressor:
             return False
         return not self.exact or self.optimizer._get_variable_index(variable) not in self.exact
 
+    def decays(self, variable: Any) -> bool:
+        """Whether the wrapped optimizer decays ``variable``; asked as Keras asks, which remembers the answer."""
+        inside = variable.value if isinstance(variable, keras.Variable) else variable
+        return bool(self.optimizer.weight_decay) and self.optimizer._use_weight_decay(inside)
+
     def name_of(self, index: int, variable: Any) -> str:
         """Not its path: Keras numbers layers by how many there were before in this process."""
         return f"{index}.{variable.name}"
@@ -162,16 +161,21 @@ class Compressor:
             warmup.observe(step, corrected, float(learning_rate), beta2)
         return warmup.steps
 
-    def average(self, indices: tuple[int, ...], grads: Sequence[Any], wrapping: Wrapping) -> tuple[list[Any], Any]:
-        """The exact gradients' averages by Horovod's own operations, and whether they are finite, on all workers alike.
+    def average(self, pairs: Sequence[tuple[Any, Any]], wrapping: Wrapping) -> tuple[list[Any], Any]:
+        """The averages of gradients by Horovod's own operations, and whether they are finite, on all workers alike.
 
-        Small gradients of one dtype travel as one: each operation makes the graph slower to trace, and to run. In the
-        graph, or eagerly: then in a graph of its own, so that the names are the same.
+        Small gradients of one dtype travel as one: each operation makes the graph slower to trace, and to run. They are
+        in a graph of their own, so that the names are the same if a worker runs eagerly.
         """
-        if indices not in self._averages:
+        if not pairs:
+            return [], tf.constant(True)
+        indices = tuple(self.optimizer._get_variable_index(v) for _, v in pairs)
+        inputs = [_shaped(tf.convert_to_tensor(grad), v.shape) for grad, v in pairs]
+        key = indices, tuple(tensor.dtype for tensor in inputs)
+        if key not in self._averages:
             prefix = plain(self.engine.name)
 
-            def work(grads: Sequence[Any]) -> tuple[list[Any], Any]:
+            def work(*grads: Any) -> tuple[list[Any], Any]:
                 means: list[Any] = [None] * len(indices)
                 averages = []
                 for name, members in self._together(indices):
@@ -182,8 +186,10 @@ class Compressor:
                         means[i] = mean
                 return means, tf.reduce_all([tf.reduce_all(tf.math.is_finite(average)) for average in averages])
 
-            self._averages[indices] = tf.function(work, autograph=False)
-        return self._averages[indices]([tf.convert_to_tensor(grad) for grad in grads])
+            with tf.init_scope():
+                specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
+                self._averages[key] = tf.function(work, autograph=False).get_concrete_function(*specs)
+        return self._averages[key](*inputs)
 
     def _together(self, indices: tuple[int, ...]) -> list[tuple[str, list[int]]]:
         """The positions of the gradients that an allreduce of the warm-up has, and its name."""
@@ -200,10 +206,16 @@ class Compressor:
         """All workers skip a step of the warm-up, or raise."""
         self.engine.say_skipped("the mean gradient")
 
-    def count_warmup(self, sizes: Sequence[int], bytes_each: int) -> None:
-        """Account for one exact step over tensors of ``sizes`` elements."""
-        workers, total = self.engine.collectives.size, sum(sizes)
-        self.engine.traffic.add(allreduce_bytes(bytes_each * total, workers), allreduce_bytes(4 * total, workers))
+    def count_averages(self, elements: int) -> None:
+        """Account for averages of so many elements."""
+        workers = self.engine.collectives.size
+        self.engine.traffic.add(
+            allreduce_bytes(self._bytes * elements, workers), allreduce_bytes(4 * elements, workers)
+        )
+
+    def count_warmup(self, elements: int) -> None:
+        """Account for one exact step over so many elements."""
+        self.count_averages(elements)
         self.engine.end_step()
 
     def _bind(self, indices: tuple[int, ...]) -> None:
@@ -236,16 +248,17 @@ class Compressor:
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
     def begin_step(
-        self, indices: tuple[int, ...], values: Values, progress: Progress, small: int, grads: Sequence[Array]
+        self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int], grads: Sequence[Array]
     ) -> None:
-        """Begin a compressed step of the variables ``indices``, and ``small`` exact ones. Runs in ``coroutine``.
+        """Begin a compressed step of the variables ``indices``, and of exact ones of ``sizes``. Runs in ``coroutine``.
 
         ``grads`` are all gradients, flat, if they are clipped by their norms, else none.
         """
         if self.under_way is not None:
             self._end()
         self._bind(indices)
-        factors = self._clip_factors(grads, len(indices) + small)
+        self.count_averages(sum(sizes))
+        factors = self._clip_factors(grads, len(indices) + len(sizes))
         variables = (self.optimizer._trainable_variables[i] for i in indices)
         rules = [self._rule(v, progress, factor) for v, factor in zip(variables, factors, strict=False)]
         self._load(values, rules, progress)
@@ -255,9 +268,11 @@ class Compressor:
         self.under_way = UnderWay(plan, factors, moved)
 
     def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
-    ) -> tuple[bool, Array, list[Tensor]]:
-        """A whole step, of all gradients; returns what ``conclude`` does. Runs in ``coroutine``."""
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], small: Sequence[Array], *, finite: bool,
+        now: Progress,
+    ) -> tuple[bool, Array, list[Tensor]]:  # fmt: skip
+        """A whole step of ``grads``, and of the exact gradients ``small`` whose averages are ``finite``; returns what
+        ``conclude`` does. Runs in ``coroutine``."""
         raise NotImplementedError
 
     def clipped(self, grad: Array) -> Array:
@@ -267,26 +282,22 @@ class Compressor:
         limit = self.optimizer.clipvalue * (self.optimizer.loss_scale_factor or 1.0)
         return np.clip(grad, -limit, limit)
 
-    def average_exact(self, exact: Exact) -> None:
-        """Start the average of the exact gradients of the step that was begun."""
-        step = self.under_way
-        assert step is not None
-        step.arrive = self._start_average(exact, step.factors[len(self.indices) :])
+    def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
+        """End the step that was begun, when everything has arrived: whether it is taken, the factors by which the exact
+        gradients are clipped, and the variables after it, in arrays that nobody will write to again.
 
-    def conclude(self) -> tuple[bool, Array, list[Tensor]]:
-        """End the step that was begun, when everything has arrived: whether it is taken, the exact means (k,), and the
-        variables after it, in arrays that nobody will write to again."""
+        ``finite``: whether the averages of the exact gradients are.
+        """
         step = self.under_way
         assert step is not None
         decoded = self.engine.times.decode - step.sent[1]
         self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
         try:
-            means = step.arrive()
-            taken = self.engine.conclude(step.plan, step.moved, finite=all_finite([means]))
+            taken = self.engine.conclude(step.plan, step.moved, finite=finite)
             self.tensors = list(self.engine.tensors)
         finally:
             self._end()
-        return taken, means, step.moved
+        return taken, np.array(step.factors[len(self.indices) :], np.float32), step.moved
 
     def _end(self) -> None:
         """Take back what is left of a step, and close its accounts."""
@@ -296,34 +307,28 @@ class Compressor:
 
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer
-        decay = optimizer.weight_decay if optimizer.weight_decay and optimizer._use_weight_decay(variable) else 0.0
-        scale = factor * (self.engine.collectives.size if self.sum_gradients else 1)
+        decay = optimizer.weight_decay if self.decays(variable) else 0.0
+        scale = factor * self._unscale * (self.engine.collectives.size if self.sum_gradients else 1)
         return self.adapter.rule(optimizer, progress.learning_rate, decay, progress.exact_steps, scale)
 
+    @property
+    def _unscale(self) -> float:
+        """What undoes the wrapped optimizer's loss scale."""
+        return 1.0 / self.optimizer.loss_scale_factor if self.optimizer.loss_scale_factor else 1.0
+
     def _clip_factors(self, grads: Sequence[Array], count: int) -> Sequence[float]:
-        """What each of ``count`` gradients is multiplied by, the same on all workers: clipping by the root mean square,
-        over the workers, of the norms of their own gradients, if those are given."""
+        """By which each of ``count`` gradients is clipped, the same on all workers: by the root mean square, over the
+        workers, of the norms of their own gradients, if those are given."""
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
-        factor = 1.0 / optimizer.loss_scale_factor if optimizer.loss_scale_factor else 1.0
         if not limit or not grads:
-            return [factor] * count
-        squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * factor**2
+            return [1.0] * count
+        squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * self._unscale**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
         norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
-        scales = factor * np.minimum(1.0, limit / np.maximum(norms, 1e-30))
+        scales = np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, count)]
-
-    def _start_average(self, exact: Exact, factors: Sequence[float]) -> Callable[[], Array]:
-        """Start one allreduce of exact gradients; the result waits for their means (or sums), (k,)."""
-        engine = self.engine
-        if not exact.sizes:
-            return lambda: exact.values
-        scaled = self.clipped(exact.values) * np.repeat(np.asarray(factors, np.float32), exact.sizes)
-        totals = start_sum([scaled], engine.collectives, f"{engine.name}.exact", engine.traffic)
-        by = np.float32(1 if self.sum_gradients else engine.collectives.size)
-        return lambda: np.asarray(totals()[0] / by)
 
     def stats(self, norms: bool) -> Stats:
         optimizer = self.optimizer
@@ -382,14 +387,19 @@ def _to_move(tensor: Tensor, momentum: Array | None) -> Tensor:
 def packed(grads: Sequence[Any], variables: Sequence[Any], dtype: Any = None) -> Any:
     """The gradients of ``variables`` one after the other in one tensor, of ``dtype``, or of that of all the variables;
     a single one keeps its shape."""
-    cast = [tf.cast(tf.ensure_shape(grad, v.shape), dtype or v.dtype) for grad, v in zip(grads, variables, strict=True)]
-    return cast[0] if len(cast) == 1 else tf.concat([tf.reshape(grad, [-1]) for grad in cast], 0)
+    cast = [tf.cast(_shaped(grad, v.shape), dtype or v.dtype) for grad, v in zip(grads, variables, strict=True)]
+    return cast[0] if len(cast) == 1 else tf.concat([g if len(g.shape) == 1 else tf.reshape(g, [-1]) for g in cast], 0)
+
+
+def _shaped(tensor: Any, shape: Any) -> Any:
+    return tensor if tensor.shape == shape else tf.ensure_shape(tensor, shape)
 
 
 def unpacked(tensor: Any, variables: Sequence[Any]) -> list[Any]:
     """What has become of each of the gradients of ``variables`` that were ``packed`` together."""
     parts = tf.split(tensor, [math.prod(v.shape) for v in variables]) if len(variables) > 1 else [tensor]
-    return [tf.reshape(part, v.shape) for part, v in zip(parts, variables, strict=True)]
+    both = zip(parts, variables, strict=True)
+    return [part if len(v.shape) == 1 else tf.reshape(part, v.shape) for part, v in both]
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:

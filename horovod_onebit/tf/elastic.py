@@ -35,7 +35,7 @@ from horovod.tensorflow.functions import broadcast_object
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
-from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.functions import broadcast_variables, shared
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Residuals
@@ -90,13 +90,14 @@ class KerasState(ObjectState):
         engine.feedback.load_state_dict(self._feedback)
         engine.weigh(self._weighing)
         engine.exchanges, engine.skipped = self._counts
+        self._left = None  # newer than what was restored
         super().restore()
 
     def sync(self) -> None:
         with _lost_workers():
             self._sync()
             super().sync()
-        self._save()
+            self._save()
 
     def _sync(self) -> None:
         optimizer, compressor = self.optimizer, self.optimizer._compressor
@@ -104,7 +105,7 @@ class KerasState(ObjectState):
         compressor.fold()
         engine = compressor.engine
         self._left = engine.leave_world(self._left)
-        broadcast_variables(self._variables())
+        broadcast_variables(shared(self._variables()))
         counts = engine.exchanges, engine.skipped
         warmup = optimizer._wrapping.warmup
         known = broadcast_object((counts, warmup.state_dict()), root_rank=0, name="onebit.counts")

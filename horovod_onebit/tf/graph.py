@@ -14,14 +14,20 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+from tensorflow.core.framework.attr_value_pb2 import AttrValue
+from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
 from horovod_onebit.tf.coroutine import Coroutine
 
 
-def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]) -> None:
-    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs."""
+def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], *, whole: bool = False) -> None:
+    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs.
+
+    TensorFlow puts both branches into the graph, where they can begin before all that they need is there, and each
+    operation of the one that is not taken costs time. ``whole``: a branch waits for all, and the other costs nothing.
+    """
     if tf.executing_eagerly():
         (then if condition else otherwise)()
         return
@@ -33,7 +39,16 @@ def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]
 
         return run
 
-    tf.cond(condition, branch(then), branch(otherwise))
+    done = tf.cond(condition, branch(then), branch(otherwise))
+    if whole and not tf.config.list_logical_devices("GPU"):  # where a whole branch could be on one device only
+        _operation(done)._set_attr("_lower_using_switch_merge", AttrValue(b=False))
+
+
+def either(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:
+    """``tf.cond``; a plain ``if`` outside of graphs."""
+    if tf.executing_eagerly():
+        return (then if condition else otherwise)()
+    return tf.cond(condition, then, otherwise)
 
 
 def adopt(array: np.ndarray) -> Any:
@@ -127,19 +142,34 @@ def in_turns(
     asked = shaped(host_values(begin, inputs, dtypes))
     done = tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
     if label:
-        _run_independently(asked[0])
-        _run_independently(done)
+        run_independently(asked[0])
+        run_independently(done)
     return done
 
 
-def _run_independently(tensor: Any) -> None:
-    """Take the operation of ``tensor`` out of the program's order, in which TensorFlow runs those with side effects."""
+def run_independently(tensor: Any) -> None:
+    """In a graph, take the operation of ``tensor`` out of the program's order, in which TensorFlow runs those with side
+    effects."""
+    if tf.executing_eagerly():
+        return
     manager = getattr(tensor.graph, "experimental_acd_manager", None)
+    if manager is not None:
+        manager.run_independently(_operation(tensor))
+
+
+def _operation(tensor: Any) -> Any:
+    """What ``tensor`` is a result of."""
     operation = tensor.op
     while operation.type == "Identity":
         operation = operation.inputs[0].op
-    if manager is not None:
-        manager.run_independently(operation)
+    return operation
+
+
+@contextlib.contextmanager
+def outside() -> Iterator[None]:
+    """Make variables eagerly, whatever graph is being traced: TensorFlow would trace its function once more."""
+    with tf.init_scope(), tf.variable_creator_scope(lambda _, **arguments: ResourceVariable(**arguments)):
+        yield
 
 
 _order: list[Any] = []
@@ -155,7 +185,7 @@ def in_order() -> Iterator[None]:
         yield
         return
     if not _order:
-        with tf.init_scope(), tf.device("/CPU:0"):
+        with outside(), tf.device("/CPU:0"):
             _order.append(tf.Variable(0, trainable=False, dtype=tf.int64, name="onebit_order"))
     graph = tf.compat.v1.get_default_graph()
     with tf.control_dependencies([_order[0].assign_add(1, read_value=False)]):

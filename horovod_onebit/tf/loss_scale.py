@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
-from horovod_onebit.tf.graph import in_order
+from horovod_onebit.tf.graph import in_order, outside
 from horovod_onebit.tf.meeting import all_finite
 from horovod_onebit.warmup import Phase
 
@@ -30,7 +30,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         if not self.built:
-            with keras.src.backend.name_scope(self.name, caller=self):
+            with outside(), keras.src.backend.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
         self.inner_optimizer.prepare_step()
         if self.inner_optimizer._wrapping.local is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
@@ -12,7 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.checks import positive
+from horovod_onebit import feedback
+from horovod_onebit.checks import mapping, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe, resolve
@@ -20,7 +22,16 @@ from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import Agreement
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.graph import check_callers, cond, host_call, host_value, in_order
+from horovod_onebit.tf.graph import (
+    check_callers,
+    cond,
+    either,
+    host_call,
+    host_value,
+    in_order,
+    outside,
+    run_independently,
+)
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.rules import adapter_for, kinds
@@ -43,11 +54,18 @@ class _DistributedOptimizer:
     built: bool
     use_ema: bool
     learning_rate: Any
+    clipnorm: float | None
+    global_clipnorm: float | None
+    loss_scale_factor: float | None
+    _clip_gradients: Callable[[list[Any]], list[Any]]
+    _apply_weight_decay: Callable[[list[Any]], None]
+    _backend_update_step: Callable[[list[Any], list[Any], Any], None]
     _trainable_variables: list[Any]
     _iterations: Any
     _get_variable_index: Callable[[Any], int]
     _check_variables_are_known: Callable[[list[Any]], None]
     _update_model_variables_moving_average: Callable[[list[Any]], None]
+    _overwrite_model_variables_with_average_value: Callable[[list[Any]], None]
     _model_variables_moving_average: list[Any]
     ema_momentum: float
     ema_overwrite_frequency: int | None
@@ -72,18 +90,18 @@ class _DistributedOptimizer:
             self._checked = True
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
-            with keras.src.backend.name_scope(self.name, caller=self):
+            with outside(), keras.src.backend.name_scope(self.name, caller=self):
                 self.build(variables)
         self._check_variables_are_known(variables)
         grads = list(grads)
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
+        self.prepare_step()
         if not self._wrapping.process_set.included():
             super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
             return
-        self.prepare_step()
+        self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
             self._accumulate(pairs, passes)
@@ -126,9 +144,10 @@ class _DistributedOptimizer:
 
         def step() -> None:
             scale = passes if self._wrapping.average_aggregated_gradients else 1
-            self._step([(total.value / scale, v) for total, (_, v) in zip(sums, pairs, strict=True)])
-            for total in sums:
+            found = [(total.value / scale, v) for total, (_, v) in zip(sums, pairs, strict=True)]
+            for total in sums:  # before the step, which may raise: its gradients would be in the next one
                 total.assign(tf.zeros_like(total.value))
+            self._step(found)
 
         cond(self._passes.value % passes == 0, step, lambda: None)
 
@@ -146,30 +165,46 @@ class _DistributedOptimizer:
         counters = [self._iterations, self._exact_steps, self._warmup_steps]
         if self._wrapping.backward_passes_per_step > 1:
             counters.append(self._passes)
+        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
+        small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
         with in_order():
             now = [tf.convert_to_tensor(v) for v in (self.learning_rate, *(counter.value for counter in counters))]
             # What follows depends on the answer: no other collective may be started before it.
             agreed = self._agreement.reach(trained, now)
-            warm = tf.logical_and(now[2] < now[3], agreed)
-            cond(warm, lambda: self._warmup_step(pairs), lambda: self._compressed_step(pairs))
+            with tf.control_dependencies([agreed]):
+                means, finite = self._compressor.average(small, self._wrapping)
+            if means:
+                run_independently(means[0])
+            taken, factors = either(
+                tf.logical_and(now[2] < now[3], agreed),
+                lambda: self._warmup_step(large, means, finite),
+                lambda: self._compressed_step(large, small, finite),
+            )
+            cond(taken, lambda: self._finish(means, factors, [v for _, v in small]), lambda: None, whole=True)
 
-    def _warmup_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        w, variables = self._wrapping, [v for _, v in pairs]
-        indices = tuple(self._get_variable_index(v) for v in variables)
-        means, finite = self._compressor.average(indices, [g for g, _ in pairs], w)
-        sizes = [int(np.prod(v.shape)) for v in variables]
-        bytes_each = 2 if w.compression is hvd.Compression.fp16 else 4
-        host_call(lambda: self._compressor.count_warmup(sizes, bytes_each))
+    def _warmup_step(self, large: list[tuple[Any, Any]], small: list[Any], finite: Any) -> tuple[Any, Any]:
+        """An exact step of ``large``, beside the averages ``small``, if they are ``finite``; returns what
+        ``_compressed_step`` does."""
+        w, variables = self._wrapping, [v for _, v in large]
+        means, all_finite = self._compressor.average(large, w)
+        finite = tf.logical_and(finite, all_finite)
+        elements = sum(math.prod(mean.shape) for mean in (*means, *small))
+        host_call(lambda: self._compressor.count_warmup(elements))
+        factors = self._clip_factors([*means, *small])
+        scaled = self._scaled(means, factors)
 
         def take() -> None:
-            with self._without(*self._averages_itself):
-                super(_DistributedOptimizer, self).apply(means, variables)  # type: ignore[misc]
-            self._average_weights()
+            if scaled:
+                with self._without("clipnorm", "global_clipnorm"):
+                    grads = self._clip_gradients(scaled)
+                self._apply_weight_decay(variables)
+                self._backend_update_step(grads, variables, self.learning_rate)
             self._exact_steps.assign_add(1)
             if isinstance(w.warmup, AutoWarmup):
                 self._observe(w.warmup)
 
-        cond(finite, take, lambda: host_call(self._compressor.skip))
+        cond(finite, take, lambda: host_call(self._compressor.skip), whole=True)
+        return finite, factors[len(means) :]
 
     def _observe(self, warmup: AutoWarmup) -> None:
         """Show the run to the automatic warm-up, which may set the number of exact steps."""
@@ -188,29 +223,46 @@ class _DistributedOptimizer:
 
         cond(steps % warmup.every == 0, look, lambda: None)
 
-    def _compressed_step(self, pairs: list[tuple[Any, Any]]) -> None:
-        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
-        small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
-        taken, means, new = compressed(self._compressor, large, small)
+    def _clip_factors(self, means: list[Any]) -> Any:
+        """By which averages are clipped by their norms, a tensor; of no elements if they are not."""
+        limit = self.clipnorm or self.global_clipnorm
+        if not limit:
+            return tf.ones([0])
+        norms = tf.stack([tf.cast(tf.norm(mean), tf.float32) for mean in means]) / (self.loss_scale_factor or 1.0)
+        if self.global_clipnorm:
+            norms = tf.fill([len(means)], tf.norm(norms))
+        return limit / tf.maximum(norms, limit)
 
-        def finish() -> None:
+    def _scaled(self, means: list[Any], factors: Any) -> list[Any]:
+        """Averages, clipped by the first of ``factors``, without the loss scale."""
+        if self.clipnorm or self.global_clipnorm:
+            means = [mean * tf.cast(factors[i], mean.dtype) for i, mean in enumerate(means)]
+        by = self.loss_scale_factor
+        return [mean / by for mean in means] if by else means
+
+    def _compressed_step(self, large: list[tuple[Any, Any]], small: list[tuple[Any, Any]], finite: Any) -> Any:
+        """A step of ``large`` by the engine, if the averages of ``small`` are ``finite`` and all else is; whether it is
+        taken, and the factors by which these are clipped by their norms."""
+        taken, factors, new = compressed(self._compressor, large, small, finite)
+
+        def keep() -> None:
             for variable, value in new:
                 variable.assign(value)
-            self._finish(means, [v for _, v in small])
+            self._compressed_steps.assign_add(1)
 
-        cond(taken, finish, lambda: None)
+        cond(taken, keep, lambda: None, whole=True)
+        return taken, factors
 
-    def _finish(self, means: list[Any], variables: list[Any]) -> None:
+    def _finish(self, means: list[Any], factors: Any, variables: list[Any]) -> None:
         """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
-        self._compressed_steps.assign_add(1)
-        # Gradients are clipped and unscaled already.
-        with self._without("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
+        means = self._scaled(means, factors)
+        with self._without("clipnorm", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
                 super().apply(means, variables)  # type: ignore[misc]
             else:
-                self._iterations.assign_add(1)
                 if self.use_ema:
-                    self._update_model_variables_moving_average(self._trainable_variables)
+                    self._average_as_keras()
+                self._iterations.assign_add(1)
         compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
         for v in compressed:
             if v.constraint is not None:
@@ -235,6 +287,17 @@ class _DistributedOptimizer:
         """The option ``use_ema`` where workers' weights differ between exchanges: the average is then of those that
         all have in common."""
         return ("use_ema",) if self.use_ema and self._wrapping.schedule is not None else ()
+
+    def _average_as_keras(self) -> None:
+        """The moving average of all weights after a step, and the weights that it replaces."""
+        self._update_model_variables_moving_average(self._trainable_variables)
+        if every := self.ema_overwrite_frequency:
+
+            def overwrite() -> None:
+                self._overwrite_model_variables_with_average_value(self._trainable_variables)
+
+            steps = tf.convert_to_tensor(self._iterations.value) + 1
+            cond(steps % every == 0, overwrite, lambda: None)
 
     def _average_weights(self) -> None:
         """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those
@@ -294,14 +357,22 @@ class _DistributedOptimizer:
         return self._compressor.stats(norms)
 
     def feedback_state_dict(self) -> dict[str, np.ndarray]:
-        """This worker's error feedback by variable (flat float32). Save one for each worker."""
-        self._compressor.settle()
-        return self._compressor.engine.feedback.state_dict()
+        """This worker's error feedback by variable (flat float32). Save one for each worker. An empty array among them
+        has a name that tells what they are of."""
+        compressor = self._compressor
+        compressor.settle()
+        residuals = compressor.engine.feedback.state_dict()
+        return residuals | {feedback.mark(compressor.kind, compressor.workers): np.empty(0, np.float32)}
 
     def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what ``feedback_state_dict`` of the same worker gave."""
-        self._compressor.settle()
-        self._compressor.load_feedback(state)
+        """Take over what ``feedback_state_dict`` of the same worker gave.
+
+        Raises ``ConfigurationError`` if they are of another kind of run, model or number of workers.
+        """
+        compressor = self._compressor
+        compressor.settle()
+        own = feedback.unmarked(mapping("state", state, "names to arrays"), compressor.kind, compressor.workers)
+        compressor.load_feedback(own)
 
     def __reduce__(self) -> Any:
         """For ``copy`` and ``pickle``."""
@@ -379,7 +450,8 @@ def DistributedOptimizer(
             any with ``schedule=Local(...)``. The result is an instance of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
             default, which starts compression when the learning rate no longer rises and the second moment is stable,
-            but at most 200 steps after that rise. (A run that is resumed before that looks at both afresh.)
+            but at most 200 steps after that rise. (A model that was saved by Keras before that looks at both afresh
+            once it is loaded; ``save_checkpoint`` saves what was seen.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Local(...)``,
             ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after

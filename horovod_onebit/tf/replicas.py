@@ -13,13 +13,16 @@ from horovod_onebit.tf.optimizer import ACCUMULATED, check_ours
 
 
 def check_replicas(optimizer: Any) -> None:
-    """Raise ``DesyncError`` on all workers if their trained weights or optimizer state are not the same. Collective.
+    """Raise ``DesyncError`` on all workers if their trained weights or optimizer state are not the same. Collective;
+    workers outside of the optimizer's process set do nothing.
 
     ``optimizer`` is built, and what ``DistributedOptimizer`` returned. Variables that are not trained (moving averages
     of BatchNormalization, seeds) are each worker's own and are not compared; with ``schedule=Local(...)`` the
     optimizer's state neither. With ``Local`` and 0/1 Adam, call ``optimizer.flush()`` before.
     """
     check_ours(optimizer)
+    if not optimizer._wrapping.process_set.included():
+        return
     if not optimizer.built:
         raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
     compressor, wrapping = optimizer._compressor, optimizer._wrapping

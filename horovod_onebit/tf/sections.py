@@ -2,7 +2,7 @@
 
 Which variables a section has follows from their sizes and the recipe alone, so that all workers know it when they trace
 a step, without asking. Which buckets leave with it is known when the engine has laid them out: those of its variables.
-The last section has all variables. It takes the buckets that no other has alone, and the exact gradients.
+The last section has all variables. It takes the buckets that no other has alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tf.collectives import Parcel, Round
-from horovod_onebit.tf.compressor import Compressor, Exact
+from horovod_onebit.tf.compressor import Compressor
 
 MOST = 32
 """Sections of a step, about: each costs some time when a step is traced."""
@@ -56,12 +56,8 @@ class Section:
         self._buckets: list[int] = []
         self._parcel = Parcel()
 
-    @property
-    def last(self) -> bool:
-        return self._number == len(self._all) - 1
-
-    def start(self, grads: Sequence[Array], exact: Exact) -> Round | None:
-        """Encode the section's buckets; the first round. ``exact`` is for the last section."""
+    def start(self, grads: Sequence[Array]) -> Round | None:
+        """Encode the section's buckets; the first round."""
         compressor = self._compressor
         engine, step = compressor.engine, compressor.under_way
         assert step is not None
@@ -69,8 +65,6 @@ class Section:
         step.grads |= {i: compressor.clipped(g) for i, g in zip(self._all[self._number], grads, strict=True)}
         for bucket in self._own():
             engine.send(bucket, step.grads, step.plan)
-        if self.last:
-            compressor.average_exact(exact)
         step.sent = time.perf_counter(), engine.times.decode
         return self._leave()
 

@@ -8,6 +8,7 @@ end.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Exact, Progress, Values, packed, unpacked
+from horovod_onebit.tf.compressor import Compressor, Progress, Values
 from horovod_onebit.tf.graph import adopt, host_values, in_rounds, in_turns
 from horovod_onebit.tf.sections import Section, sections
 
@@ -23,56 +24,66 @@ Pairs = Sequence[tuple[Any, Any]]
 """Gradients and their variables."""
 
 
-def compressed(compressor: Compressor, large: Pairs, small: Pairs) -> tuple[Any, list[Any], list[tuple[Any, Any]]]:
-    """One run of the engine over ``large``, float32; the gradients of ``small`` are averaged on the way. Collective.
+def compressed(
+    compressor: Compressor, large: Pairs, small: Pairs, finite: Any
+) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+    """One run of the engine over ``large``, float32, beside exact gradients, ``small``. Collective.
 
-    Returns whether the step is taken, the means of ``small``'s gradients, and variables with their new values.
+    ``finite``: whether the averages of ``small`` are, a tensor. Returns whether the step is taken, the factors by which
+    these averages are clipped by their norms, and variables with their new values.
     """
     if compressor.in_one_piece:
-        return _at_once(compressor, large, small)
+        return _at_once(compressor, large, small, finite)
     begun = _begin(compressor, large, small)
-    members = sections([int(np.prod(v.shape)) for _, v in large], compressor.engine.recipe)
+    members = sections(_sizes(large), compressor.engine.recipe)
     arrived = []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
-        exact = small if section.last else []
-        arrived.append(_travel(compressor, section, [large[i][0] for i in numbers], exact, begun, str(number)))
-    return _collect(compressor, large, small, arrived, compressor.conclude)
+        arrived.append(_travel(compressor, section, [large[i][0] for i in numbers], begun, str(number)))
+    return _collect(compressor, large, [finite, *arrived], lambda finite: compressor.conclude(finite=finite))
 
 
 def _begin(compressor: Compressor, large: Pairs, small: Pairs) -> Any:
     """Begin the step, of the state before it; a tensor that is there when that is done."""
-    optimizer = compressor.optimizer
     indices, momenta, variances = _state(compressor, large)
-    clips = optimizer.clipnorm or optimizer.global_clipnorm
-    grads = [*(g for g, _ in large), *_packed(small)] if clips else []
+    norms, sizes = _of_norms(compressor, large, small), _sizes(small)
 
     def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> None:
         arrays = iter([view(t) for t in tensors])
         values = _values(arrays, large, momenta, variances)
-        known = [next(arrays).reshape(-1) for _ in large] + _exact(arrays, small).each() if clips else []
-        compressor.begin_step(indices, values, _progress(learning_rate, steps, compressed), len(small), known)
+        known = [next(arrays).reshape(-1) for _ in large] + _parts(next(arrays), sizes) if norms else []
+        compressor.begin_step(indices, values, _progress(learning_rate, steps, compressed), sizes, known)
 
-    return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, grads))
+    return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, norms))
 
 
-def _at_once(compressor: Compressor, large: Pairs, small: Pairs) -> tuple[Any, list[Any], list[tuple[Any, Any]]]:
+def _at_once(compressor: Compressor, large: Pairs, small: Pairs, finite: Any) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """``compressed`` in one piece, when all gradients are there."""
     indices, momenta, variances = _state(compressor, large)
+    sizes = _sizes(small)
 
     def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> Any:
         arrays = iter([view(t) for t in tensors])
         values = _values(arrays, large, momenta, variances)
-        grads, exact = [next(arrays).reshape(-1) for _ in large], _exact(arrays, small)
-        return compressor.step(indices, values, grads, exact, _progress(learning_rate, steps, compressed))
+        grads = [next(arrays).reshape(-1) for _ in large]
+        exact, known = _parts(next(arrays), sizes), bool(next(arrays))
+        now = _progress(learning_rate, steps, compressed)
+        return compressor.step(indices, values, grads, exact, finite=known, now=now)
 
-    def end() -> Any:
+    def end(finite: bool) -> Any:
         result, compressor.coroutine.result = compressor.coroutine.result, None
         return result
 
-    inputs = _inputs(compressor, large, [*(g for g, _ in large), *_packed(small)])
+    inputs = _inputs(compressor, large, [*(g for g, _ in large), _packed(small), finite])
     done = in_rounds(compressor.coroutine, compressor.collectives, work, inputs)
-    return _collect(compressor, large, small, [done], end)
+    return _collect(compressor, large, [finite, done], end)
+
+
+def _of_norms(compressor: Compressor, large: Pairs, small: Pairs) -> list[Any]:
+    """All gradients, those of ``small`` packed, if they are clipped by their norms; else nothing."""
+    optimizer = compressor.optimizer
+    clips = optimizer.clipnorm or optimizer.global_clipnorm
+    return [*(g for g, _ in large), _packed(small)] if clips else []
 
 
 def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[Any]:
@@ -84,15 +95,21 @@ def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[
     return [tf.convert_to_tensor(i) for i in (*now, *state, *grads)]
 
 
-def _packed(small: Pairs) -> list[Any]:
-    """One tensor of all gradients of ``small``, float32; none if there are none."""
-    return [packed([g for g, _ in small], [v for _, v in small], tf.float32)] if small else []
+def _packed(small: Pairs) -> Any:
+    """One tensor of all gradients of ``small``, float32: what a host function is handed costs time for each tensor, not
+    for each byte."""
+    grads = [tf.reshape(tf.cast(g, tf.float32), [-1]) for g, _ in small]
+    return tf.concat(grads, 0) if grads else tf.zeros([0])
 
 
-def _exact(arrays: Iterator[Any], small: Pairs) -> Exact:
-    """What has become of ``_packed`` in a host function."""
-    values = next(arrays).reshape(-1) if small else np.empty(0, np.float32)
-    return Exact(values, [int(np.prod(v.shape)) for _, v in small])
+def _parts(packed: Any, sizes: Sequence[int]) -> list[Any]:
+    """What was ``_packed``, in a host function."""
+    return np.split(packed, np.cumsum(sizes)[:-1]) if sizes else []
+
+
+def _sizes(pairs: Pairs) -> list[int]:
+    """The variables' numbers of elements, which Keras is slow to tell."""
+    return [math.prod(v.shape) for _, v in pairs]
 
 
 def _progress(learning_rate: Any, steps: Any, compressed: Any) -> Progress:
@@ -114,34 +131,30 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
     return indices, [adapter.momentum(optimizer, i) for i in indices], [adapter.variance(optimizer, i) for i in indices]
 
 
-def _travel(
-    compressor: Compressor, section: Section, grads: Sequence[Any], exact: Pairs, begun: Any, label: str
-) -> Any:
-    """``section`` with its gradients and those of ``exact``, once the step has begun."""
+def _travel(compressor: Compressor, section: Section, grads: Sequence[Any], begun: Any, label: str) -> Any:
+    """``section`` with its gradients, once the step has begun."""
 
     def start(_: Any, *tensors: Any) -> Any:
-        arrays = iter([view(t) for t in tensors])
-        return section.start([next(arrays).reshape(-1) for _ in grads], _exact(arrays, exact))
+        return section.start([view(t).reshape(-1) for t in tensors])
 
-    inputs = [begun, *map(tf.convert_to_tensor, grads), *_packed(exact)]
+    inputs = [begun, *map(tf.convert_to_tensor, grads)]
     return in_turns(start, section.resume, compressor.collectives, inputs, label)
 
 
 def _collect(
-    compressor: Compressor, large: Pairs, small: Pairs, arrived: Sequence[Any], end: Callable[[], Any]
-) -> tuple[Any, list[Any], list[tuple[Any, Any]]]:
-    """``end`` the step when all has ``arrived``; returns what ``compressed`` does."""
+    compressor: Compressor, large: Pairs, arrived: Sequence[Any], end: Callable[[bool], Any]
+) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+    """``end`` the step when all has ``arrived``, first of it whether averages are finite; returns what ``compressed``
+    does."""
     _, momenta, _ = _state(compressor, large)
     changed = [v for _, v in large] + [m for m in momenta if m is not None]
 
-    def work(*_: Any) -> list[Any]:
-        taken, mean, moved = end()
+    def work(finite: Any, *_: Any) -> list[Any]:
+        taken, factors, moved = end(bool(finite))
         new = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
-        return [np.bool_(taken), mean, *map(adopt, new)]
+        return [np.bool_(taken), factors, *map(adopt, new)]
 
-    taken, mean, *results = host_values(work, arrived, [tf.bool, tf.float32, *(tf.float32 for _ in changed)])
+    taken, factors, *results = host_values(work, arrived, [tf.bool, tf.float32, *(tf.float32 for _ in changed)])
     taken.set_shape([])
-    parts = unpacked(mean, [v for _, v in small]) if small else []
-    means = [tf.cast(part, g.dtype) for part, (g, _) in zip(parts, small, strict=True)]
-    new = [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results, strict=True)]
-    return taken, means, new
+    factors.set_shape([None])
+    return taken, factors, [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results, strict=True)]

@@ -19,7 +19,7 @@ from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Exact, Progress, Values, aligned_copy
+from horovod_onebit.tf.compressor import Compressor, Progress, Values, aligned_copy
 from horovod_onebit.tf.graph import adopt, in_rounds
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
@@ -40,43 +40,43 @@ class ZeroOneSteps(Compressor):
         return kind_of(self.schedule, self.engine.exchanges + 1)
 
     def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
-    ) -> tuple[bool, Array, list[Tensor]]:
+        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], small: Sequence[Array], *, finite: bool,
+        now: Progress,
+    ) -> tuple[bool, Array, list[Tensor]]:  # fmt: skip
         engine, optimizer = self.engine, self.optimizer
         engine.exchanges = int(optimizer._tried.value)
         if self.schedule.starts_local(engine.exchanges + 1):
             engine.feedback.reset()
         try:
-            taken, means = self._step(indices, values, grads, exact, self._renewed(now))
+            self._bind(indices)
+            factors = self._clip_factors([*grads, *small], len(grads) + len(small))
+            self.count_averages(sum(g.size for g in small))
+            taken = self._step(values, [self.clipped(g) for g in grads], factors, self._renewed(now), finite=finite)
         except BaseException:
             engine.restore_all()
             raise
         finally:
             optimizer._tried.assign(engine.exchanges)
             engine.end_step()
-        return taken, means, self.tensors
+        return taken, np.array(factors[len(grads) :], np.float32), self.tensors
 
     def _step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], exact: Exact, now: Progress
-    ) -> tuple[bool, Array]:
+        self, values: Values, grads: Sequence[Array], factors: Sequence[float], now: Progress, *, finite: bool
+    ) -> bool:
         engine = self.engine
-        self._bind(indices)
-        factors = self._clip_factors([*grads, *exact.each()], len(grads) + len(exact.sizes))
-        grads = [self.clipped(g) for g in grads]
-        variables = (self.optimizer._trainable_variables[i] for i in indices)
+        variables = (self.optimizer._trainable_variables[i] for i in self.indices)
         rules = [self._rule(v, now, factor) for v, factor in zip(variables, factors, strict=False)]
         self._load(values, rules, now)
         engine.prepare(self.tensors, rules)
-        plan, arrive = engine.plan(self._kind(), rules), self._start_average(exact, factors[len(grads) :])
-        finite = self._start_finite(grads)
+        plan, arrive = engine.plan(self._kind(), rules), self._start_finite(grads)
         by_number = dict(enumerate(grads))
         engine.send_rest(by_number, plan)
         with engine.times.measure("exchange"):  # a whole round, messages and all
-            means = arrive()
-        taken = engine.receive(by_number, plan, finite=finite() and all_finite([means]))
+            finite = arrive() and finite
+        taken = engine.receive(by_number, plan, finite=finite)
         if taken:
             self._keep(rules)
-        return taken, means
+        return taken
 
     def _renewed(self, progress: Progress) -> Progress:
         """``progress``, whose exact steps are those that the second moment has seen."""

@@ -6,6 +6,7 @@ import argparse
 import json
 import sys
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from horovod_onebit import costs
@@ -28,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"horovod-onebit: {error}\n")
         return 2
     if text:
-        sys.stdout.write((json.dumps(data, indent=2) if args.json else text) + "\n")
+        sys.stdout.write((json.dumps(show.finite(data), indent=2) if args.json else text) + "\n")
     return status
 
 
@@ -68,10 +69,11 @@ def _parser() -> argparse.ArgumentParser:
 
 def _add_plan(add: Any) -> None:
     help = "estimate the bytes and the time of a step, with and without compression"
+    rates = "of each host, in bits a second: 1gbit, 100mbit, 10Gbps; or in bytes: 1.2GB, 1.2GBps, 1.2GB/s"
     option = add("plan", _plan, help, "plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250")
     option("--parameters", required=True, metavar="N", help="of the model: 25000000, 110M, 1.3B")
     option("--workers", required=True, type=int, metavar="N", help="processes in all")
-    option("--link", required=True, metavar="RATE", help="of each host: 1gbit, 10gbit, 1.2GB (bytes a second)")
+    option("--link", required=True, metavar="RATE", help=rates)
     option("--compute-ms", required=True, type=float, metavar="MS", help="forward, backward and optimizer of one step")
     option("--workers-per-host", type=int, default=1, metavar="N", help="they share the host's link (1)")
     option("--latency-us", type=float, default=100.0, metavar="US", help="from host to host (100)")
@@ -111,7 +113,7 @@ def _link(args: argparse.Namespace) -> Answer:
     parameters = None if args.parameters is None else planner.number(args.parameters)
     collectives = link.collectives()
     found = link.measure(collectives)
-    return link.text(found, parameters) if collectives.rank == 0 else "", found.as_dict(), 0
+    return link.text(found, parameters) if collectives.rank == 0 else "", asdict(found), 0
 
 
 def _diagnose(args: argparse.Namespace) -> Answer:
@@ -146,7 +148,7 @@ def _simulate(args: argparse.Namespace) -> Answer:
         for o in outcomes
     ]
     equal = all(o.replicas_equal for o in outcomes)
-    return show.table(head, rows), [o.as_dict() for o in outcomes], 0 if equal else 1
+    return show.table(head, rows), [asdict(o) for o in outcomes], 0 if equal else 1
 
 
 def _plan(args: argparse.Namespace) -> Answer:

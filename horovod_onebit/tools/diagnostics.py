@@ -72,6 +72,8 @@ class Report:
 
     def text(self, table: Callable[[list[str], list[list[str]]], str] = show.plain) -> str:
         """A table and the verdicts. ``table`` draws headers and rows."""
+        if not self.layers:
+            return f"{self.steps} steps, and no layer in any of them: there is nothing to report."
         recipes = list(self.layers[0].blow_up)
         head = ["layer", "size", "mean |g|", "median |g|", "spread", "unseen", *recipes]
         rows = [

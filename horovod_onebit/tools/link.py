@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import importlib
 import time
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -47,9 +46,6 @@ class Link:
     latency: float
     collective: float
     spread: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def measure(collectives: Collectives, times: int = TIMES) -> Link:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -36,8 +35,7 @@ class JsonLines:
             raise ConfigurationError(f"{path} cannot be written ({error.strerror}): expected a file's name") from error
 
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        clean = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in values.items()}
-        self._file.write(json.dumps({"step": step, **clean}) + "\n")
+        self._file.write(json.dumps(show.finite({"step": step, **values})) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -118,7 +116,8 @@ class FaceMonitor(Monitor):
         every: int = 10,
         append: bool = False,
     ) -> None:
-        first = self.check(optimizer)._compressor.process_set.rank() == 0
+        process_set = self.check(optimizer)._compressor.process_set
+        first = process_set.included() and process_set.rank() == 0
         sinks: list[Sink] = []
         if first and jsonl is not None:
             sinks.append(JsonLines(jsonl, append=append))
@@ -158,9 +157,25 @@ PANELS: tuple[tuple[str, tuple[str, ...], str], ...] = (
 """Title, values shown and axis of each part of the plot."""
 
 
+def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
+    """What each run is called: its file's name, after as many folders as tell it from all others."""
+    files = [Path(os.path.abspath(path)) for path in paths]
+    parts = {file: (*file.parent.parts, file.stem) for file in files}
+
+    def name(file: Path) -> str:
+        others = [parts[other] for other in parts if other != file]
+        for depth in range(1, len(parts[file]) + 1):
+            own = parts[file][-depth:]
+            if all(other[-depth:] != own for other in others):
+                return "/".join(own)
+        return str(file)
+
+    return [name(file) for file in files]
+
+
 def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> list[str]:
     """Draw those of ``PANELS`` for which the runs have values, over the steps; returns their titles."""
-    runs = {Path(path).stem: read(path) for path in paths}
+    runs = dict(zip(_names(paths), map(read, paths), strict=True))
     known = {name for rows in runs.values() for row in rows for name, value in row.items() if value is not None}
     shown = [panel for panel in PANELS if known & set(panel[1])]
     if not shown:

@@ -222,11 +222,11 @@ def number(text: str) -> int:
 
 
 def rate(text: str) -> float:
-    """``10gbit``, ``100mbit`` (bits per second), ``1.2GB`` (bytes) -> bytes per second."""
+    """``10gbit``, ``100Mbps`` (bits per second), ``1.2GB``, ``1.2GBps`` (bytes) -> bytes per second."""
     cleaned = text.strip().removesuffix("/s")
     lowered = cleaned.lower()
-    for suffix, bits in (("bit", 8), ("bps", 8), ("B", 1)):
-        if (cleaned if suffix == "B" else lowered).endswith(suffix):
+    for suffix, bits in (("Bps", 1), ("bit", 8), ("bps", 8), ("B", 1)):
+        if (cleaned if "B" in suffix else lowered).endswith(suffix):
             body = lowered[: -len(suffix)]
             unit = body[-1:] if body[-1:].isalpha() else ""
             try:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from horovod_onebit.errors import ConfigurationError
@@ -44,6 +45,17 @@ def _rich_table(headers: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     with console.capture() as capture:
         console.print(shown)
     return capture.get().rstrip("\n")
+
+
+def finite(value: Any) -> Any:
+    """Plain values for JSON, which has no NaN and no Inf: these become null."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: finite(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [finite(one) for one in value]
+    return value
 
 
 @contextlib.contextmanager

@@ -7,7 +7,7 @@ noise. The whole algorithm runs as it would between real workers, in one process
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
 
@@ -69,9 +69,6 @@ class Outcome:
     last_bytes: int
     fp32_bytes: int
     replicas_equal: bool
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(

@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -154,8 +155,11 @@ class _Torch(checkpoints.Face):
         own = unpack(saved.get("optimizer"), torch.Tensor.numpy)  # earlier versions have none
         return saved | {"feedback": {n: value.numpy() for n, value in saved["feedback"].items()}, "optimizer": own}
 
-    def merge(self, everybody: list[Residuals]) -> Residuals:
-        return super().merge(everybody) | {"optimizer": None}  # each worker goes on with worker 0's
+    def merge(self, everybody: Iterable[Residuals]) -> Residuals:
+        def shared(one: Residuals) -> Residuals:
+            return one | {"optimizer": None}  # each worker goes on with worker 0's
+
+        return super().merge(map(shared, everybody))
 
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         saved = unpack(_read(path, key), torch.Tensor.numpy)

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from horovod_onebit import feedback
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.engine import Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
@@ -30,7 +31,6 @@ class Compressor(Steps):
     ``options`` are those of ``Parameters``. Parameters are found by the first ``check_groups``.
     """
 
-    kind = "step"
     gradients: Gradients
 
     def __init__(
@@ -48,6 +48,8 @@ class Compressor(Steps):
         parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
         self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
         self._zero_one = self.parameters.schedule is not None
+        divides = parameters.adapter.variance_key is not None
+        self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
         self._finite = True  # this worker's gradients, before a step that cannot be taken back
         self._late = False  # tell the others when all is encoded
         self._said = ("", "")  # what the agreement of this step compares: options, gradients
@@ -97,6 +99,7 @@ class Compressor(Steps):
         self.check_groups()
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         compressed = parameters.phase is Phase.COMPRESSED
+        self._flush_frozen()
         finite = (
             not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
         )
@@ -171,6 +174,7 @@ class Compressor(Steps):
         """Look at what there is to do, and tell the others, at once or when all is encoded."""
         self.check_groups()
         self.gradients.check_owned()
+        self._flush_frozen()
         self.parameters.refresh()
         self._finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
         if scaled:
@@ -202,6 +206,7 @@ class Compressor(Steps):
         if self.gradients.automatic and not settled:
             self.gradients.average(again=bool(verdict.edited))
         exact = self.parameters.exact()
+        self.parameters.forget_frozen()
         if loss_scale is not None:
             unscale(exact, loss_scale)
         if not all_finite(exact):  # of averages, so that all workers see the same
@@ -218,9 +223,7 @@ class Compressor(Steps):
         engine, parameters, plan = self.engine, self.parameters, self._plan(loss_scale or 1.0)
         self._prepare(plan)
         exact = parameters.exact()
-        for p in parameters.exact_steps:
-            if not p.requires_grad:  # frozen since its backward pass: that gradient is this worker's alone
-                p.grad = None
+        parameters.forget_frozen()
         if loss_scale is not None:
             unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
         averaged = self.gradients.start_fused(exact)
@@ -265,11 +268,21 @@ class Compressor(Steps):
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
         parameters = self.parameters
-        if parameters.prepared and self._zero_one:
+        if self.included and self._zero_one and parameters.bindings:
             self.agreement.meet("flush")
+            parameters.follow_memory()
+            plan = parameters.plan(Kind.SYNC)
+            self._prepare(plan)
             parameters.pull()
-            self.engine.flush(parameters.plan(Kind.SYNC).rules)
+            self.engine.flush(plan.rules)
             parameters.push()
+
+    def _flush_frozen(self) -> None:
+        """Parameters that were frozen between two exchanges of 0/1 Adam must not stay each worker's own. Collective if
+        there are any."""
+        if self._zero_one and not all(p.requires_grad for p in self.parameters.bindings):
+            with torch.no_grad():
+                self.flush()
 
     def interrupt(self) -> None:
         """All workers together forget what is under way: they will have another state."""

@@ -14,8 +14,8 @@
     train(elastic.TorchState(model=model, optimizer=optimizer, step=0))
 
 Start it with ``horovodrun --gloo --min-np ... --max-np ... --host-discovery-script ...``. Everything else is as
-in ``horovod.torch.elastic``. Its own ``TorchState`` and ``run`` work too, once this module is imported, but the ``run``
-of this module does not hang when one worker leaves while another joins.
+in ``horovod.torch.elastic``. Its own ``TorchState`` and ``run`` work too, but the ``run`` of this module does not hang
+when one worker leaves while another joins.
 """
 
 from __future__ import annotations
@@ -57,6 +57,7 @@ class _OptimizerHandler(StateHandler):
         self.value.load_state_dict(self._state)
         self.value._parameters.load_feedback(self._feedback)
         self.value._compressor.weigh(self._weighing)
+        self.value._compressor.left = None  # newer than what was restored
 
     def sync(self) -> None:
         """After Horovod was restarted: worker 0's state, and all residuals. Collective."""

@@ -16,6 +16,9 @@ from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
+LARGEST = 2**30
+"""Bytes of one broadcast at most: Horovod counts its elements with int32."""
+
 
 class _Slot:
     """Stands for a tensor in the structure that is sent first."""
@@ -73,17 +76,29 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
 
 def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, process_set: Any, name: str) -> None:
     """Put the values of ``root_rank`` into the ``tensors`` of all workers, which have the same shapes. Collective."""
-    handles = []
+    under_way = []
     for index, tensor in enumerate(tensors):
-        # As bytes: Horovod refuses bool, bfloat16 and tensors without dimensions.
-        data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
-        if data.numel():
-            sent = hvd.broadcast_async(data, root_rank, name=f"{name}.{index}", process_set=process_set)
-            handles.append((tensor, sent))
-    for tensor, handle in handles:
-        received = hvd.synchronize(handle)
-        if hvd.rank() != root_rank:
-            tensor.detach().copy_(received.view(tensor.dtype).reshape(tensor.shape))
+        data = _words(tensor)
+        handles = [
+            hvd.broadcast_async_(part, root_rank, name=f"{name}.{index}.{number}", process_set=process_set)
+            for number, part in enumerate(data.split(LARGEST // data.itemsize))
+            if part.numel()
+        ]
+        under_way.append((tensor, data, handles))
+    for tensor, data, handles in under_way:
+        for handle in handles:
+            hvd.synchronize(handle)
+        if data.data_ptr() != tensor.data_ptr() and hvd.rank() != root_rank:
+            tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
+
+
+def _words(tensor: torch.Tensor) -> torch.Tensor:
+    """The bytes of ``tensor``, by fours if they divide, where they are if possible: Horovod refuses bool, bfloat16 and
+    tensors without dimensions. Which it is follows from shape and dtype, which all workers have in common."""
+    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() % 4:
+        return data
+    return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

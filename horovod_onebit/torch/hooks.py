@@ -338,7 +338,11 @@ class Gradients:
 
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)
+        self._abandoned += bool(self._averaging)
+        with torch.no_grad():
+            self._engine.withdraw()  # the gradients stay, and are sent in ``step``
         self.drop()
+        self.forget_marks()
 
     def drop(self) -> None:
         """Forget gradients that were computed and not yet used."""
@@ -431,6 +435,7 @@ def _coding(rule: Rule) -> Rule:
 def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
     grads = [p.grad for p in parameters if p.grad is not None]
+    grads = [g._values() if g.is_sparse else g for g in grads]
     sums: dict[torch.device, list[torch.Tensor]] = {}
     for g in grads:
         sums.setdefault(g.device, []).append(g.sum(dtype=torch.float32))

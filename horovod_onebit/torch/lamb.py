@@ -132,4 +132,4 @@ def modernize(state: dict[str, Any]) -> None:
     """Take out of a parameter's ``state`` what earlier versions kept besides: two numbers, and a second moment."""
     state.pop("exp_avg_sq_fresh", None)
     if "layer" in state:
-        state["layer"] = state["layer"][:1].clone()
+        state["layer"] = state["layer"][:1].to(torch.float32, copy=True)  # load_state_dict casts it

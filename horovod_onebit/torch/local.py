@@ -63,6 +63,11 @@ class LocalParameters(Parameters):
     def trained(self) -> list[torch.Tensor]:
         return [p for p in self.ordered() if p.requires_grad]
 
+    def lost(self) -> bool:
+        """Whether parameters that are bound were taken out of the groups."""
+        here = {id(p) for p in self.ordered()}
+        return any(id(p) not in here for p in self.bindings)
+
     def bind_all(self) -> None:
         """Those that are trained now, where they lie now."""
         self.unbind()
@@ -109,7 +114,7 @@ class LocalParameters(Parameters):
         for binding in self.bindings.values():
             if not binding.in_place:
                 binding.pull()
-                binding.state[ANCHOR].copy_(binding.p)
+                binding.state[ANCHOR].copy_(binding.p.detach())
 
     def moved_since(self) -> bool:
         """Whether somebody has set weights since the last exchange."""
@@ -150,9 +155,20 @@ class LocalParameters(Parameters):
             self.engine.feedback.reset()
         self.steps = progress.steps
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
-        for p in self.ordered():
+        saved = self._saved_momenta(whole)
+        for position, p in enumerate(self.ordered()):
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
-                self.kept[p] = {MOMENTUM: momentum}
+                self.kept[p] = {MOMENTUM: saved.get(position, momentum)}
+
+    def _saved_momenta(self, whole: Mapping[str, Any] | None) -> dict[int, torch.Tensor]:
+        """By position, in float32: PyTorch casts loaded state to the parameter's dtype."""
+        if whole is None:
+            return {}
+        numbers = [number for group in whole["param_groups"] for number in group["params"]]
+        found = (
+            (i, p, whole["state"].get(n, {})) for i, (n, p) in enumerate(zip(numbers, self.ordered(), strict=True))
+        )
+        return {i: state[MOMENTUM].to(p.device, torch.float32, copy=True) for i, p, state in found if MOMENTUM in state}
 
 
 class OwnGradients:
@@ -239,6 +255,10 @@ class LocalSteps(Steps):
             self.leave_world()
         self.parameters.find_new()
         self.adopt()
+        if self.parameters.lost():  # the others, and this one, end their round together
+            if self.rounds.under_way:
+                self._end_round("step", flush=True)
+            self.parameters.unbind()
         for p in self.parameters.forget_gone():
             self.parameters.kept.pop(p, None)
 
@@ -253,6 +273,7 @@ class LocalSteps(Steps):
         parameters, result = self.parameters, None
         self._follow()
         trained = parameters.trained()
+        parameters.forget_frozen()
 
         def computed() -> Any:
             loss = closure() if closure is not None else None

@@ -22,7 +22,7 @@ from horovod_onebit.torch.optimizer import DistributedOptimizer
 def OnebitAdam(
     params: Any,
     lr: float = 1e-3,
-    freeze_step: int = 100_000,
+    freeze_step: int | float | str = "auto",
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -39,7 +39,7 @@ def OnebitAdam(
     Args:
         params: as for any ``torch.optim`` optimizer.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
-        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``.
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
@@ -53,7 +53,7 @@ def OnebitAdam(
 def OnebitLamb(
     params: Any,
     lr: float = 1e-3,
-    freeze_step: int = 100_000,
+    freeze_step: int | float | str = "auto",
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -76,7 +76,7 @@ def OnebitLamb(
     Args:
         params: as for any ``torch.optim`` optimizer.
         lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta: as in ``LAMB``.
-        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``.
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         max_grad_norm, amsgrad: refused unless they are the defaults.
         factor_max, factor_min, factor_threshold: no effect, since the coefficient is not frozen here.

@@ -13,6 +13,7 @@ import horovod.torch as hvd
 import torch
 from torch._compile import _disable_dynamo as untraced  # as torch.optim has it: imports the compiler when it must
 
+from horovod_onebit import feedback
 from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name, warmup_of
@@ -23,7 +24,7 @@ from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of,
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where
-from horovod_onebit.torch.loading import check_optimizer
+from horovod_onebit.torch.loading import check_feedback, check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
@@ -221,14 +222,22 @@ class _DistributedOptimizer:
         return self._compressor.stats(norms)
 
     def feedback_state_dict(self) -> dict[str, torch.Tensor]:
-        """This worker's error feedback by parameter name (flat float32). Save one for each worker."""
-        residuals = self._compressor.engine.feedback.state_dict()
-        return {name: torch.from_numpy(value) for name, value in residuals.items()}
+        """This worker's error feedback by parameter name (flat float32). Save one for each worker. An empty tensor
+        among them has a name that tells what they are of."""
+        compressor = self._compressor
+        residuals = compressor.engine.feedback.state_dict()
+        found = {name: torch.from_numpy(value) for name, value in residuals.items()}
+        return found | {feedback.mark(compressor.kind, compressor.workers): torch.empty(0)}
 
     def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
-        """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``."""
-        mapping("state", state, "names to tensors")
-        arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in state.items()}
+        """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``.
+
+        Raises ``ConfigurationError`` if they are of another kind of run, model or number of workers.
+        """
+        compressor = self._compressor
+        own = feedback.unmarked(mapping("state", state, "names to tensors"), compressor.kind, compressor.workers)
+        arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in own.items()}
+        check_feedback(self._parameters, arrays)
         self._parameters.load_feedback(arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
@@ -308,12 +317,16 @@ class _LocalOptimizer(_DistributedOptimizer):
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
-        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only."""
+        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only: it leaves
+        neither weights changed nor a step counted."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         weights = [p.clone() for p in parameters]
         self._exact_step()
         for p, weight in zip(parameters, weights, strict=True):
             p.copy_(weight)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
 
 
 def _called_by(module: str) -> bool:

@@ -124,26 +124,30 @@ class Parameters:
         self._prepared = self.version
 
     def find_new(self) -> list[torch.Tensor]:
-        """Take notice of parameters that are new or newly trained; they warm up first."""
-        fresh: list[torch.Tensor] = []
+        """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
+        refused, of none."""
+        fresh: list[tuple[Group, torch.Tensor, str]] = []
         known = _identities(self.exact_steps)
+        names: set[str] | None = None  # that are taken
         for index, group in enumerate(self.optimizer.param_groups):
-            names: set[str] | None = None
             for position, p in enumerate(group["params"]):
                 if id(p) in known or not p.requires_grad:
                     continue
-                if p not in self.names:
+                if (name := self.names.get(p)) is None:
                     names = {self.names[p] for p in self.exact_steps} if names is None else names
-                    self.names[p] = _new_name(group, index, position, names)
-                    names.add(self.names[p])
+                    name = _new_name(group, index, position, names)
+                    names.add(name)
                 self.adapter.check(group)
-                check_parameter(self.names[p], p)
-                self._init_state(group, p)
-                self.exact_steps[p] = 0
-                fresh.append(p)
+                flag("exact", group.get("exact", False))
+                check_parameter(name, p)
+                fresh.append((group, p, name))
+        for group, p, name in fresh:
+            self.names[p] = name
+            self._init_state(group, p)
+            self.exact_steps[p] = 0
         if fresh:
             self._find_never()
-        return fresh
+        return [p for _, p, _ in fresh]
 
     def forget_gone(self) -> set[torch.Tensor]:
         """Forget parameters that were taken out of the groups."""
@@ -237,6 +241,10 @@ class Parameters:
             groups = self._groups()
             for p in frozen:
                 self._unbind(groups[p], p)
+        self.follow_memory()
+
+    def follow_memory(self) -> None:
+        """Follow parameters whose memory was replaced."""
         moved = [p for p in self.bindings if not self._is_current(p)]
         for p in moved:
             self.bind(p)
@@ -279,6 +287,12 @@ class Parameters:
         """Take them back from there."""
         for binding in self.bindings.values():
             binding.push()
+
+    def forget_frozen(self) -> None:
+        """Gradients of parameters that were frozen since the backward pass: they are this worker's alone."""
+        for p in self.exact_steps:
+            if not p.requires_grad:
+                p.grad = None
 
     def start_momentum(self) -> None:
         """Before an exact step: the wrapped optimizer's first step treats no momentum and zeros differently."""
@@ -452,23 +466,25 @@ class Parameters:
         for group, _, p in self.enumerated():
             if p.requires_grad:
                 self._init_state(group, p)
-        counts = self._by_position(progress.exact_steps)
-        self.exact_steps.update({p: n for p, n in counts.items() if p in self.exact_steps})
+        counts, seen = self._by_position(progress.exact_steps), self._by_position(progress.variance_steps)
+        for p, count in counts.items():
+            if p in self.exact_steps:  # what was compressed and is frozen now will have a whole new warm-up
+                self.exact_steps[p] = count if p.requires_grad or not seen[p] else 0
         if whole is not None:
             self._keep_float32(whole)
         unstarted = set(progress.unstarted)
         self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
-        self._load_moments(progress, counts)
+        self._load_moments(progress, seen)
         self.mature()
 
     def _by_position(self, numbers: Sequence[int]) -> dict[torch.Tensor, int]:
         """A number for each parameter; 0 for those that were added since."""
         return dict(zip(self.ordered(), chain(numbers, repeat(0)), strict=False))
 
-    def _load_moments(self, progress: Progress, counts: Mapping[torch.Tensor, int]) -> None:
+    def _load_moments(self, progress: Progress, seen: Mapping[torch.Tensor, int]) -> None:
         """Second moments as compressed steps, or exact ones, go on with; the state has them as in ``plain``."""
         key = self.adapter.variance_key
-        taken, seen = self._by_position(progress.taken), self._by_position(progress.variance_steps)
+        taken = self._by_position(progress.taken)
         for group, _, p in self.enumerated():
             steps = seen[p]
             if not steps:
@@ -481,7 +497,7 @@ class Parameters:
                 elif progress.version > 1:  # a plain optimizer has gone on from there
                     steps = now
                 state[key] = plain.restored(state[key], by)
-            if self.warmup.phase(counts[p]) is Phase.COMPRESSED and self.compressible(p):
+            if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
                 self.variance_steps[p] = steps
             else:
                 self.adapter.rewind(group, state, steps)

@@ -22,7 +22,7 @@ from horovod_onebit.world import Residuals
 class Steps:
     """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's."""
 
-    kind: str  # in checkpoints
+    kind: str  # of its residuals
     parameters: Parameters
     gradients: Any
     agreement: Agreement
@@ -38,6 +38,11 @@ class Steps:
         self.parameters, self.gradients = parameters, gradients
         compared = str(self._check_replicas_every)
         self.agreement = Agreement(self.engine, parameters, gradients, self.process_set, compared)
+
+    @property
+    def workers(self) -> int:
+        """That train together; 0 on a worker that does not."""
+        return self.engine.collectives.size if self.included else 0
 
     @property
     def phase(self) -> Phase:

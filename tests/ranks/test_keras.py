@@ -144,6 +144,43 @@ def test_options_after_warm_up_keep_replicas_equal(options):
     assert optimizer.clipnorm == options.get("clipnorm")
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_weights_are_overwritten_by_their_average_where_all_are_compressed(graph):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(10, use_bias=False)])
+    inner = keras.optimizers.SGD(0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)
+    optimizer = wrap(inner, warmup_steps=1, recipe=Recipe(min_compressed_size=1))
+    same = []
+    for step in range(7):
+        train(model, optimizer, 1, start=step, graph=graph)
+        same.append(np.array_equal(optimizer._model_variables_moving_average[0], model.trainable_variables[0]))
+    assert optimizer.stats().compressed_parameters == 320
+    # The first average is the weights themselves.
+    assert same == [True, False, True, False, False, True, False]
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("warmup", [1, 50])
+def test_variables_that_are_excluded_from_decay_by_their_layers_name(warmup):
+    def built():
+        keras.utils.set_random_seed(0)
+        layers = [keras.layers.Dense(units, name=name) for name, units in (("first", 128), ("layer_norm", 10))]
+        return keras.Sequential([keras.layers.Input((32,)), *layers])
+
+    model, alone = built(), built()
+    excluding, plain = OPTIMIZERS["adamw"](weight_decay=0.5), OPTIMIZERS["adamw"](weight_decay=0.5)
+    for optimizer in (excluding, plain):
+        optimizer.exclude_from_weight_decay(var_names=["layer_norm"])
+    before, optimizer = [np.array(v) for v in model.trainable_variables], wrap(excluding, warmup_steps=warmup)
+    for _ in range(4):
+        for which, variables in ((optimizer, model.trainable_variables), (plain, alone.trainable_variables)):
+            which.apply([tf.zeros(v.shape) for v in variables], variables)
+    for old, v, expected in zip(before, model.trainable_variables, alone.trainable_variables, strict=True):
+        np.testing.assert_allclose(v, expected, rtol=1e-6)
+        if old.any():
+            assert np.array_equal(old, v) == ("layer_norm" in v.path)
+
+
 def test_an_optimizer_that_has_trained_already_and_plain_tf_variables():
     """Its second moment has seen more steps than ours; the weights must go on as smoothly as without compression."""
     moved = []

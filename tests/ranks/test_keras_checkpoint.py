@@ -8,6 +8,7 @@ from pathlib import Path
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
@@ -79,6 +80,37 @@ def test_a_run_goes_on_with_another_exchange(folder, since, to):
         np.testing.assert_allclose(value, before[name], atol=1e-6)
     fit(again, 6, start=8)
     assert engine.exchange.name == to
+    assert_replicas_equal(again)
+
+
+def test_an_automatic_warm_up_goes_on_with_what_it_has_seen(folder):
+    """For one that looks afresh, the learning rate rises at its first look."""
+
+    def made(seed=0):
+        model = build(seed)
+        model.compile(optimizer=wrap(OPTIMIZERS["adam"](beta_2=0.9), warmup_steps="auto"), loss=LOSS)
+        model.optimizer.build(model.trainable_variables)
+        return model
+
+    def train(model, start, end):
+        phases = []
+        for step in range(start, end):
+            model.optimizer.learning_rate = 1e-4 * min(step + 1, 10)
+            random = np.random.default_rng([step, RANK])
+            grads = [tf.constant(random.standard_normal(v.shape), tf.float32) for v in model.trainable_variables]
+            model.optimizer.apply(grads, model.trainable_variables)
+            phases.append(model.optimizer.phase)
+        return phases
+
+    model, again = made(), made(5)
+    train(model, 0, 13)
+    onebit.save_checkpoint(folder, model)
+    train(again, 0, 2)
+    onebit.load_checkpoint(folder, again)
+    phases = train(model, 13, 26)
+    assert phases == train(again, 13, 26) == 6 * ["warmup"] + 7 * ["compressed"]
+    if SIZE == 2:
+        np.testing.assert_array_equal(weights(model), weights(again))
     assert_replicas_equal(again)
 
 
@@ -302,12 +334,26 @@ def test_gradients_that_wait_for_the_next_step_are_kept(folder):
     model = made()
     fit(model, 7)
     onebit.save_checkpoint(folder, model)
+    waiting = [np.array(v) for v in model.optimizer._accumulated]
     fit(model, 5, start=7)
     again = made(seed=5)
     onebit.load_checkpoint(folder, again)
     fit(again, 5, start=7)
     np.testing.assert_array_equal(weights(model), weights(again))
     assert_replicas_equal(again)
+
+    if RANK == 0:  # as if another worker, with what worker 0 has, had been there
+        latest = json.loads((folder / "latest.json").read_text())
+        paths = [files.worker_file(folder, latest["key"], rank, "npz") for rank in (0, SIZE)]
+        shutil.copy(*paths)
+        latest["files"][paths[1].name] = latest["files"][paths[0].name]
+        (folder / "latest.json").write_text(json.dumps(latest | {"workers": SIZE + 1}))
+    barrier()
+    onebit.load_checkpoint(folder, again)
+    everybody = allgather_object(waiting, name="waiting")
+    for found, *saved in zip(again.optimizer._accumulated, *everybody, everybody[0], strict=True):
+        assert np.any(saved)
+        np.testing.assert_allclose(found, np.mean(saved, axis=0), rtol=1e-5, atol=1e-7)
 
 
 def test_calls_that_differ_between_workers_are_an_error_on_all(folder):

@@ -4,6 +4,8 @@ import os
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
+import time
+
 import horovod.tensorflow as hvd
 import keras
 import numpy as np
@@ -11,7 +13,7 @@ import pytest
 import tensorflow as tf
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.coroutine import Coroutine
@@ -51,6 +53,54 @@ def test_nan_on_one_rank_is_skipped_by_all(graph):
         np.testing.assert_array_equal(old, np.array(new))
     assert optimizer.stats().skipped_steps == 1
     train(model, optimizer, 4, start=7)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(
+    ("what", "warmup", "graph"), [("nan", 50, True), ("nan", 1, False), ("rate", 50, False), ("rate", 1, True)]
+)
+def test_a_refused_step_takes_its_passes_along(what, warmup, graph):
+    """Those that follow do what they would have done before. In a graph, workers may refuse a step whose gradients are
+    not all there."""
+    model, odd, seconds = build(), RANK == SIZE - 1, [0.0]
+    recipe = Recipe(on_nonfinite="raise")
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup, recipe=recipe, backward_passes_per_step=2)
+    optimizer.build(model.trainable_variables)
+
+    def late(grad):
+        time.sleep(seconds[0])
+        return grad
+
+    def step(x, y):
+        grads, _ = gradients(model, x, y)
+        grads[0] = tf.ensure_shape(tf.numpy_function(late, [grads[0]], tf.float32, stateful=False), grads[0].shape)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    step = tf.function(step) if graph else step
+    for number in range(4):
+        step(*map(tf.constant, batch(number)))
+    variables = [*model.variables, *optimizer.variables]
+    before, residuals = [np.array(v) for v in variables], optimizer.feedback_state_dict()
+    for number in (6, 7):
+        step(*map(tf.constant, batch(number)))
+    expected = weights(model)
+    for variable, value in zip(variables, before, strict=True):
+        variable.assign(value)
+    optimizer.load_feedback_state_dict(residuals)
+
+    x, y = batch(4)
+    x[3, 3] = np.nan if odd and what == "nan" else 0
+    optimizer.learning_rate = 0.5 if odd and what == "rate" else 1e-3
+    seconds[0] = 0.2
+    step(tf.constant(x), tf.constant(y))
+    kind = NonFiniteError if what == "nan" else DesyncError
+    with pytest.raises(tf.errors.OpError if graph else kind, match=r"NaN or Inf|learning rate"):
+        step(*map(tf.constant, batch(5)))
+
+    optimizer.learning_rate, seconds[0] = 1e-3, 0.0
+    for number in (6, 7):
+        step(*map(tf.constant, batch(number)))
+    np.testing.assert_allclose(weights(model), expected, atol=1e-6)
     assert_replicas_equal(model)
 
 

@@ -5,6 +5,7 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import copy
+import dataclasses
 import pickle
 import threading
 
@@ -19,7 +20,6 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError, face
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
-from horovod_onebit.tf.compressor import Exact
 from horovod_onebit.tf.coroutine import Coroutine, ask, asking
 from horovod_onebit.tf.graph import in_rounds
 from horovod_onebit.tf.meeting import announce
@@ -103,6 +103,23 @@ def test_several_steps_in_one_execution():
         assert_replicas_equal(model)
         results.append(weights(model))
     np.testing.assert_array_equal(*results)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_step_of_a_built_model_is_traced_once(scaled):
+    """Though its optimizer is not built."""
+    calls = []
+
+    def loss(y, found):
+        calls.append(found)
+        return LOSS(y, found)
+
+    inner, model = OPTIMIZERS["adam"](), build()
+    optimizer = wrap(keras.optimizers.LossScaleOptimizer(inner, initial_scale=1.0) if scaled else inner)
+    model.compile(optimizer=optimizer, loss=loss)
+    model.fit(*data(2), batch_size=16, verbose=0)
+    assert len(calls) == 1
+    assert optimizer.stats().step == 2
 
 
 def test_one_worker_may_run_eagerly():
@@ -381,6 +398,59 @@ def test_models_that_are_built_by_their_first_batch(kind):
     assert_replicas_equal(model)
 
 
+class Unconnected(Subclassed):
+    """One of its weights has no gradient."""
+
+    def __init__(self):
+        super().__init__()
+        self.unused = self.add_weight(shape=(40, 40))
+
+
+@pytest.fixture
+def members():
+    """A process set that worker 0 is not in."""
+    found = hvd.add_process_set(range(1, SIZE))
+    yield found
+    hvd.remove_process_set(found)
+
+
+@pytest.mark.parametrize("what", ["broadcast", "no gradient", "statistics", "replica check"])
+def test_workers_outside_of_the_process_set(what, members, tmp_path):
+    """A broadcast is of all workers; of everything else they know nothing."""
+    keras.utils.set_random_seed(RANK)
+    model = {"broadcast": lambda: dense(64), "no gradient": Unconnected}.get(what, build)()
+    callbacks = {
+        "broadcast": lambda: onebit.callbacks.BroadcastGlobalVariablesCallback(0),
+        "statistics": lambda: onebit.callbacks.StatsCallback(jsonl=tmp_path / "run.jsonl", every=1),
+        "replica check": lambda: onebit.callbacks.ReplicaCheckCallback(2),
+    }
+    rate = 0.0 if what == "broadcast" else 1e-3  # the weights are those that were broadcast
+    optimizer = wrap(keras.optimizers.SGD(rate), warmup_steps=1, process_set=members)
+    compiled(optimizer, model, run_eagerly=what != "broadcast")
+    model.fit(*data(3), batch_size=16, verbose=0, callbacks=[callbacks[what]()] if what in callbacks else [])
+    assert int(optimizer.iterations) == 3
+    assert (tmp_path / "run.jsonl").exists() == (what == "statistics" and RANK == 1)
+    if what == "broadcast":
+        assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["callback", "elastic"])
+def test_each_worker_drops_units_of_its_own(how):
+    keras.utils.set_random_seed(RANK)
+    drop = keras.layers.Dropout(0.5)
+    model = compiled(wrap(OPTIMIZERS["adam"]()), keras.Sequential([keras.Input((64,)), drop, keras.layers.Dense(10)]))
+    model.optimizer.build(model.trainable_variables)
+    if how == "callback":
+        callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+        callback.set_model(model)
+        callback.on_train_batch_begin(0)
+    else:
+        elastic.KerasState(model).sync()
+    assert_replicas_equal(model)
+    masks = hvd.allgather(drop(tf.ones((1, 64)), training=True), name="check.masks").numpy()
+    assert len({mask.tobytes() for mask in masks}) == SIZE
+
+
 def test_variables_that_stay_each_workers_own():
     model = compiled(wrap(OPTIMIZERS["adam"]()), build(RANK, hidden=(96, 48)))
     local = model.layers[0].kernel
@@ -453,18 +523,17 @@ def test_a_collective_that_fails_leaves_the_step_clean(graph):
     model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=2)
     train(model, optimizer, 4)
     residuals, before = optimizer.feedback_state_dict(), weights(model)
-    compressor = optimizer._compressor
-    start = compressor._start_average
+    collectives = optimizer._compressor.collectives
+    fuse = collectives.fuse
 
-    def longer(exact, factors):
-        more = np.zeros(1 + RANK, np.float32)
-        return start(Exact(np.append(exact.values, more), [*exact.sizes, more.size]), [*factors, 1.0])
+    def longer(kinds):
+        return dataclasses.replace(fuse(kinds), sums=np.zeros(1 + RANK, np.float32))
 
-    compressor._start_average = longer
+    collectives.fuse = longer
     with pytest.raises(tf.errors.OpError) as caught:
         train(model, optimizer, 1, start=4, graph=graph)
     assert elastic.of_horovod(caught.value)
-    del compressor._start_average
+    del collectives.fuse
     for name, value in optimizer.feedback_state_dict().items():
         np.testing.assert_allclose(value, residuals[name], atol=1e-5)
     np.testing.assert_array_equal(weights(model), before)

@@ -5,20 +5,26 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
+from functools import cache
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from horovod.tensorflow.functions import broadcast_object
+from horovod.common.exceptions import HorovodInternalError
+from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import ConfigurationError
+from horovod_onebit import ConfigurationError, Recipe
+from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
+from horovod_onebit.tf import elastic
 from horovod_onebit.tf.diagnostics import Collector
 from horovod_onebit.tf.diagnostics import gradients as by_name
 from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
+from horovod_onebit.world import total_residuals
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -53,6 +59,109 @@ def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
     again.optimizer.load_feedback_state_dict(feedback)
     train(again, again.optimizer, 6, start=at)
     np.testing.assert_array_equal(weights(model), weights(again))
+
+
+ZERO_ONE = onebit.ZeroOne(var_freeze_step=4, var_update_scaler=2)
+KINDS = {
+    "update": {"warmup_steps": 2},
+    "momentum": {"warmup_steps": 2, "recipe": "paper"},
+    "0/1": {"schedule": ZERO_ONE},
+    "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
+    "local": {"schedule": onebit.Local(every=4, doubling=0)},
+}
+
+
+def of_kind(kind, optimizer="adamw"):
+    model = build()
+    optimizer = onebit.DistributedOptimizer(OPTIMIZERS[optimizer](), **KINDS[kind])
+    optimizer.build(model.trainable_variables)
+    return model, optimizer
+
+
+@cache
+def residuals_of(kind):
+    model, optimizer = of_kind(kind)
+    train(model, optimizer, 8)
+    return optimizer.feedback_state_dict()
+
+
+def assert_same(before, after):
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        np.testing.assert_array_equal(value, after[name])
+
+
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("since", KINDS)
+def test_residuals_are_of_a_kind_of_run(since, to):
+    residuals, optimizer = residuals_of(since), of_kind(to)[1]
+    assert any(value.any() for value in residuals.values())
+    before = optimizer.feedback_state_dict()
+    if since == to:
+        optimizer.load_feedback_state_dict(residuals)
+        assert_same(residuals, optimizer.feedback_state_dict())
+        return
+    with pytest.raises(ConfigurationError, match="these residuals were saved with"):
+        optimizer.load_feedback_state_dict(residuals)
+    assert_same(before, optimizer.feedback_state_dict())
+
+
+def test_without_a_second_moment_residuals_are_of_one_kind():
+    residuals = of_kind("momentum", "sgd")[1].feedback_state_dict()
+    of_kind("update", "sgd")[1].load_feedback_state_dict(residuals)
+
+
+def test_residuals_of_an_earlier_version_have_no_mark():
+    residuals = residuals_of("momentum")
+    unmarked = {name: value for name, value in residuals.items() if not name.startswith(MARK)}
+    assert len(unmarked) == len(residuals) - 1
+    optimizer = of_kind("update")[1]
+    optimizer.load_feedback_state_dict(unmarked)
+    assert_same(unmarked | {mark("step", SIZE): np.empty(0)}, optimizer.feedback_state_dict())
+
+
+def test_residuals_of_servers_are_of_a_number_of_workers():
+    own = residuals_of("update")
+    residuals = {name: value for name, value in own.items() if not name.startswith(MARK)}
+    residuals |= {mark("step", SIZE + 1): np.empty(0, np.float32)}
+    optimizer = of_kind("update")[1]
+    server = {f"{SERVER_PREFIX}0": np.ones(5, np.float32)}
+    with pytest.raises(ConfigurationError, match=f"one of {SIZE + 1} workers, and there are {SIZE}"):
+        optimizer.load_feedback_state_dict(residuals | server)
+    optimizer.load_feedback_state_dict(residuals)
+    assert_same(own, optimizer.feedback_state_dict())
+
+
+@pytest.mark.parametrize("call", ["broadcast_variables", "broadcast_object"])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_a_worker_that_is_lost_while_an_elastic_state_is_shared(exchange, call, monkeypatch):
+    """As Horovod elastic calls it; here the new world has as many workers."""
+    model = build()
+    recipe = Recipe(exchange=exchange, block_size=64)
+    model.compile(optimizer=wrap(OPTIMIZERS["adamw"](), warmup_steps=2, recipe=recipe), loss=LOSS)
+    engine = model.optimizer._compressor.engine
+    train(model, model.optimizer, 8)
+    state = elastic.KerasState(model, step=8)
+    saved, before = weights(model), total_residuals(allgather_object(engine.residuals(), name="before"))
+    train(model, model.optimizer, 2, start=8)
+
+    def lost(*arguments, **options):
+        raise HorovodInternalError("a worker is lost")
+
+    for _ in range(2):
+        state.restore()
+        with monkeypatch.context() as patch:
+            patch.setattr(elastic, call, lost)
+            with pytest.raises(HorovodInternalError):
+                state.sync()
+    state.restore()
+    state.sync()
+    np.testing.assert_array_equal(weights(model), saved)
+    assert before.keys() == engine.feedback.state_dict().keys()
+    for name, value in engine.feedback.state_dict().items():
+        np.testing.assert_allclose(value, before[name], rtol=1e-5, atol=1e-7)
+    train(model, model.optimizer, 4, start=8)
+    assert_replicas_equal(model)
 
 
 def test_configurations_of_earlier_versions_load():
@@ -176,6 +285,19 @@ def test_worker_0_writes_what_a_loop_costs(tmp_path):
         assert rows[-1]["bytes_sent"] == optimizer.stats().bytes_sent - optimizer.stats().step_bytes_sent
     with pytest.raises(ConfigurationError, match="optimizer is Adam"):
         onebit.Monitor(OPTIMIZERS["adam"]())
+
+
+def test_the_first_worker_of_a_process_set_writes(tmp_path):
+    """The others do nothing, whether they are in the set or not."""
+    path, last = tmp_path / "run.jsonl", SIZE - 1
+    members = hvd.add_process_set([last])
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=2, process_set=members)
+    with onebit.Monitor(optimizer, jsonl=path, tensorboard=tmp_path / "board", every=2) as monitor:
+        for step in range(4):
+            monitor.step(loss=train(model, optimizer, 1, start=step))
+    assert path.exists() == (tmp_path / "board").exists() == (last == RANK)
+    assert last != RANK or [row["step"] for row in read(path)] == [2, 4]
+    hvd.remove_process_set(members)
 
 
 def test_a_loss_scale_around_has_checkpoints_replica_checks_and_stats(tmp_path):

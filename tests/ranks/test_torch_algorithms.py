@@ -11,7 +11,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
 from horovod_onebit.schedule import Kind
 from horovod_onebit.torch.diagnostics import Collector, gradients
-from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import AutoWarmup, Phase
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,
@@ -28,9 +28,18 @@ from tests.ranks.torch_common import (
 SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
 
 
-def zero_one(model, kind=torch.optim.AdamW, recipe="robust", **arguments):
+QUICK = onebit.ZeroOne(var_freeze_step=4, var_update_scaler=2, local_step_scaler=2, local_step_clipper=4)
+"""After 14 steps, two local ones were taken since the last exchange."""
+
+
+def zero_one(model, kind=torch.optim.AdamW, recipe="robust", schedule=SCHEDULE, **arguments):
     optimizer = kind(model.parameters(), **({"lr": 1e-3} | arguments))
-    return onebit.DistributedOptimizer(optimizer, model.named_parameters(), schedule=SCHEDULE, recipe=recipe)
+    return onebit.DistributedOptimizer(optimizer, model.named_parameters(), schedule=schedule, recipe=recipe)
+
+
+def apart(model):
+    gathered = hvd.allgather(weights(model)[None], name="weights.local")
+    return not torch.equal(gathered[0], gathered[-1])
 
 
 @pytest.mark.parametrize("recipe", ["robust", Recipe(exchange="two_stage"), "paper"])
@@ -53,8 +62,7 @@ def test_zero_one_adam(recipe):
         if kind is not Kind.LOCAL:
             assert_replicas_equal(model)
         else:
-            gathered = hvd.allgather(weights(model)[None], name="weights.local")
-            assert not torch.equal(gathered[0], gathered[-1])
+            assert apart(model)
     assert end < 0.9 * start
     assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT] / 10
     assert max(optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"]) == seen
@@ -94,6 +102,71 @@ def test_zero_one_adam_skips_a_nan_on_all_workers(steps):
     assert optimizer.stats().skipped_steps == (steps >= 4)
     optimizer.flush()
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("when", ["before backward", "before synchronize", "before step"])
+def test_zero_one_adam_and_a_parameter_that_is_frozen_between_two_exchanges(when):
+    model = Net()
+    optimizer = zero_one(model, schedule=QUICK)
+    train(model, optimizer, 14)
+    assert apart(model.second)
+    if when == "before backward":
+        model.second.weight.requires_grad_(False)
+    x, y = batch(14)
+    optimizer.zero_grad()
+    cross_entropy(model(x), y).backward()
+    model.second.weight.requires_grad_(False)
+    if when == "before synchronize":
+        optimizer.synchronize()
+        with optimizer.skip_synchronize():
+            optimizer.step()
+    else:
+        optimizer.step()
+    kept = model.second.weight.clone()
+    train(model, optimizer, 4, start=15)
+    optimizer.flush()
+    assert torch.equal(kept, model.second.weight)
+    assert_replicas_equal(model)
+    model.second.weight.requires_grad_(True)
+    train(model, optimizer, 4, start=19)
+    optimizer.flush()
+    assert not torch.equal(kept, model.second.weight)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("since", ["a state was loaded", "an exact group was added", "memory was replaced"])
+def test_zero_one_adam_is_flushed_whatever_has_changed(since):
+    model = Net()
+    optimizer = zero_one(model, schedule=QUICK)
+    train(model, optimizer, 14)
+    assert apart(model)
+    if since == "a state was loaded":
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    elif since == "an exact group was added":
+        optimizer.add_param_group({"params": [torch.nn.Parameter(torch.ones(40, 40))], "exact": True})
+    else:
+        model.second.weight.data = model.second.weight.data.clone()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    train(model, optimizer, 5, start=14)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_a_plain_lamb_of_half_precision_goes_on_from_its_own_state():
+    weight = torch.nn.Parameter(torch.ones(40, dtype=torch.bfloat16))
+    optimizer = onebit.LAMB([weight], lr=0.1)
+    for _ in range(3):
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+        assert optimizer.state[weight]["layer"].dtype is torch.float32
+    assert float(weight.detach().max()) < 0.9
+
+
+@pytest.mark.parametrize("build", [onebit.OnebitAdam, onebit.OnebitLamb])
+def test_deepspeeds_names_warm_up_by_themselves(build):
+    assert isinstance(build(Net().parameters())._parameters.warmup, AutoWarmup)
 
 
 def test_deepspeeds_names():

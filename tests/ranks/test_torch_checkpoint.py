@@ -14,7 +14,7 @@ import torch
 import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
 from horovod_onebit.checkpoints import files
-from horovod_onebit.feedback import SERVER_PREFIX
+from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
 
@@ -161,6 +161,115 @@ def assert_same(before, after):
     assert len(before) == len(after)
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
+
+
+ZERO_ONE = onebit.ZeroOne(var_freeze_step=4, var_update_scaler=2)
+KINDS = {
+    "update": {"warmup_steps": 2},
+    "momentum": {"warmup_steps": 2, "recipe": "paper"},
+    "0/1": {"schedule": ZERO_ONE},
+    "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
+    "local": {"schedule": onebit.Local(every=4, doubling=0)},
+}
+
+
+def run(kind, steps, optimizer=torch.optim.AdamW):
+    model = Net()
+    plain = optimizer(model.parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, model.named_parameters(), **KINDS[kind])
+    if steps:
+        train(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("to", KINDS)
+@pytest.mark.parametrize("since", KINDS)
+def test_residuals_are_of_a_kind_of_run(folder, since, to):
+    model, optimizer = run(since, 8)
+    onebit.save_checkpoint(folder, model, optimizer)
+    residuals = optimizer.feedback_state_dict()
+    other, resumed = run(to, 6)
+    if since == to:
+        resumed.load_feedback_state_dict(residuals)
+        onebit.load_checkpoint(folder, other, resumed)
+        assert_same(state(model, optimizer), state(other, resumed))
+        return
+    before = state(other, resumed)
+    with pytest.raises(ConfigurationError, match="these residuals were saved with"):
+        resumed.load_feedback_state_dict(residuals)
+    with pytest.raises(CheckpointError, match="the checkpoint was saved with"):
+        onebit.load_checkpoint(folder, other, resumed)
+    assert_same(before, state(other, resumed))
+
+
+def test_without_a_second_moment_residuals_are_of_one_kind():
+    residuals = run("momentum", 4, torch.optim.SGD)[1].feedback_state_dict()
+    run("update", 0, torch.optim.SGD)[1].load_feedback_state_dict(residuals)
+
+
+def test_residuals_of_an_earlier_version_have_no_mark():
+    residuals = run("momentum", 4)[1].feedback_state_dict()
+    unmarked = {name: value for name, value in residuals.items() if not name.startswith(MARK)}
+    assert len(unmarked) == len(residuals) - 1
+    optimizer = run("update", 0)[1]
+    optimizer.load_feedback_state_dict(unmarked)
+    found = optimizer.feedback_state_dict()
+    assert all(torch.equal(found[name], value) for name, value in unmarked.items())
+
+
+def test_residuals_of_other_sizes_or_of_other_workers():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=TWO_STAGE)
+    train(model, optimizer, 4)
+    residuals = optimizer.feedback_state_dict()
+    found = {name: value for name, value in residuals.items() if not name.startswith(MARK)}
+    others = found | {mark("step", SIZE + 1): torch.empty(0)}
+    fresh = wrap(Net(), warmup_steps=2, recipe=TWO_STAGE)  # does not know yet what is compressed
+    for wrong, message in (
+        (residuals | {"first.weight": residuals["first.weight"][:5]}, "got 5 elements, expected 4096"),
+        (others, f"one of {SIZE + 1} workers, and there are {SIZE}"),
+    ):
+        with pytest.raises(ConfigurationError, match=message):
+            fresh.load_feedback_state_dict(wrong)
+        assert not any(value.any() for value in fresh.feedback_state_dict().values())
+    own = {name: value for name, value in others.items() if not name.startswith(SERVER_PREFIX)}
+    assert len(own) < len(others)
+    fresh.load_feedback_state_dict(own)  # without a server's, the number does not matter
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, onebit.LAMB])
+@pytest.mark.parametrize("since", ["before it is wrapped", "after that"])
+@pytest.mark.parametrize("how", ["checkpoint", "state"])
+def test_what_was_compressed_is_frozen_when_it_is_loaded(folder, how, since, kind):
+    """And warms up anew when it is trained again."""
+    model, again = Net(), Net(seed=5)
+    optimizer = wrap(model, kind, warmup_steps=3)
+    train(model, optimizer, 30)
+    p, q = model.second.weight, again.second.weight
+    q.requires_grad_(since != "before it is wrapped")
+    resumed = wrap(again, kind, warmup_steps=3)
+    q.requires_grad_(False)
+    if how == "checkpoint":
+        onebit.save_checkpoint(folder, model, optimizer)
+        onebit.load_checkpoint(folder, again, resumed)
+    else:
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(again, resumed, 2, start=30)
+    assert torch.equal(p, q)
+    beta1, beta2 = optimizer.param_groups[0]["betas"]
+    kept, saved = resumed.state[q], optimizer.state[p]
+    for key, beta, seen in (("exp_avg", beta1, 30), ("exp_avg_sq", beta2, 3)):
+        corrected = kept[key] / (1 - beta ** float(kept["step"]))
+        torch.testing.assert_close(corrected, saved[key] / (1 - beta**seen), rtol=1e-4, atol=1e-12)
+    q.requires_grad_(True)
+    others = optimizer.stats(norms=False).compressed_parameters - q.numel()
+    for step in range(32, 35):
+        assert resumed.stats(norms=False).compressed_parameters == others
+        train(again, resumed, 1, start=step)
+    assert resumed.stats(norms=False).compressed_parameters == others + q.numel()
+    train(again, resumed, 2, start=35)
+    assert_replicas_equal(again)
 
 
 class Other(Net):

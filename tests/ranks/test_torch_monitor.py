@@ -1,5 +1,6 @@
 """The PyTorch face: what a run costs, written by worker 0."""
 
+import horovod.torch as hvd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -30,6 +31,22 @@ def test_worker_0_writes_lines_and_scalars(tmp_path):
     losses = board.Scalars("horovod_onebit/loss")
     assert [event.step for event in losses] == [2, 4, 6, 8]
     assert losses[-1].value == pytest.approx(rows[-1]["loss"])
+
+
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=2, doubling=0)])
+def test_the_first_worker_of_a_process_set_writes(schedule, tmp_path):
+    """The others do nothing, whether they are in the set or not."""
+    path, last = tmp_path / "run.jsonl", SIZE - 1
+    members = hvd.add_process_set([last])
+    model = Net()
+    wrapping = {"process_set": members, "schedule": schedule}
+    optimizer = wrap(model, warmup_steps=None if schedule else 2, wrapping=wrapping)
+    with onebit.Monitor(optimizer, jsonl=path, tensorboard=tmp_path / "board", every=2) as monitor:
+        for step in range(4):
+            monitor.step(loss=train(model, optimizer, 1, start=step))
+    assert path.exists() == (tmp_path / "board").exists() == (last == RANK)
+    assert last != RANK or [row["step"] for row in read(path)] == [2, 4]
+    hvd.remove_process_set(members)
 
 
 def test_other_optimizers_are_refused():

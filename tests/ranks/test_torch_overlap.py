@@ -1,7 +1,9 @@
 """Messages that leave during the backward pass: the same results, and no change of a gradient is lost."""
 
 import dataclasses
+import time
 
+import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -15,6 +17,7 @@ from tests.ranks.torch_common import (
     Net,
     assert_replicas_equal,
     batch,
+    repeatable_sums_only,
     train,
     two_ranks_only,
     wrap,
@@ -188,6 +191,36 @@ def test_loading_a_state_after_backward_forgets_what_was_sent():
     optimizer.load_state_dict(state)
     train(model, optimizer, 4, start=6)
     assert_replicas_equal(model)
+
+
+@repeatable_sums_only
+@pytest.mark.parametrize("then", ["step", "synchronized", "backward"])
+@pytest.mark.parametrize("warmup_steps", [50, 2])
+def test_the_number_of_passes_changes_after_backward(warmup_steps, then):
+    results = []
+    for after in (True, False):
+        model = Net()
+        recipe, wrapping = SMALL["robust"], {"op": hvd.Sum}
+        optimizer = wrap(model, recipe=recipe, warmup_steps=warmup_steps, wrapping=wrapping)
+        train(model, optimizer, 4)
+        time.sleep(0.2 * (RANK > 0))  # no average arrives before worker 0 goes on
+        if then == "backward" and not after:
+            optimizer.set_backward_passes_per_step(2)
+        backward(model, optimizer, 4)
+        if then == "synchronized":
+            optimizer.clip_grad_norm_(1e9)
+        if after:
+            assert sent(optimizer) == (3 if warmup_steps == 2 and then != "synchronized" else 0)
+            optimizer.set_backward_passes_per_step(1)
+        if then == "backward":
+            x, y = batch(5)
+            cross_entropy(model(x), y).backward()
+        optimizer.step()
+        results.append([weights(model), optimizer.feedback_state_dict()])
+        optimizer.set_backward_passes_per_step(2)
+        train(model, optimizer, 4, start=6, passes=2)
+        assert_replicas_equal(model)
+    torch.testing.assert_close(*results, rtol=1e-5, atol=1e-6)
 
 
 class Odd(torch.nn.Module):

@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, UnsupportedError
+from horovod_onebit.torch import functions
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import (
     OPTIMIZERS,
@@ -334,6 +335,27 @@ def test_states_of_a_lamb_that_kept_more_load(broadcast, dtype, steps):
     assert torch.equal(*found)
 
 
+def test_horovods_own_elastic_state_keeps_error_feedback():
+    """Of this library, nothing is imported but ``horovod_onebit.torch``."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 6)
+    before, residuals = weights(model), optimizer.feedback_state_dict()
+    assert any(value.any() for value in residuals.values())
+    elastic = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=6)
+    train(model, optimizer, 3, start=6)
+    elastic.restore()
+    assert torch.equal(before, weights(model))
+    for name, value in optimizer.feedback_state_dict().items():
+        assert torch.equal(value, residuals[name])
+    elastic.sync()
+    for name, value in optimizer.feedback_state_dict().items():
+        mean = hvd.allreduce(residuals[name], name=f"mean.{name}") if value.numel() else value
+        torch.testing.assert_close(value, mean)
+    train(model, optimizer, 3, start=6)
+    assert_replicas_equal(model)
+
+
 def test_a_broadcast_between_different_groups_is_refused_everywhere():
     model = Net()
     extra = torch.nn.Parameter(torch.zeros(5))
@@ -342,6 +364,34 @@ def test_a_broadcast_between_different_groups_is_refused_everywhere():
         optimizer.add_param_group({"params": [extra]})
     with pytest.raises(ConfigurationError, match="other parameter groups"):
         onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+
+
+@pytest.mark.parametrize("most", [8, 1000, functions.LARGEST])
+def test_tensors_of_any_kind_are_broadcast_in_pieces(most, monkeypatch):
+    """Horovod counts the elements of one with int32, and refuses some dtypes."""
+    send, names = hvd.broadcast_async_, []
+
+    def checked(tensor, root_rank, name, **more):
+        assert tensor.numel() * tensor.itemsize <= most
+        names.append(name)
+        return send(tensor, root_rank, name=name, **more)
+
+    torch.manual_seed(RANK)
+    of_dtypes = [torch.randn(size).to(d) for d in (torch.float32, torch.float64, torch.bfloat16) for size in (7, 300)]
+    of_dtypes += [torch.randn(n) > 0 for n in (7, 12)] + [torch.randn(3, dtype=torch.complex64), torch.empty(0, 3)]
+    no_dimensions = [torch.tensor(RANK), torch.tensor(RANK == 0), torch.randn((), dtype=torch.bfloat16)]
+    of_layouts = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(6, 4).t()]
+    odd = torch.randn(9, dtype=torch.bfloat16)[1:] if RANK else torch.randn(8, dtype=torch.bfloat16)
+    tensors = [*of_dtypes, *no_dimensions, *of_layouts, odd]
+    expected = hvd.broadcast_object(copy.deepcopy(tensors), root_rank=1, name="expected")
+    monkeypatch.setattr(functions, "LARGEST", most)
+    monkeypatch.setattr(hvd, "broadcast_async_", checked)
+    functions.broadcast_tensors(tensors, 1, hvd.global_process_set, "pieces")
+    monkeypatch.undo()
+    assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected, strict=True))
+    assert len(names) == len(set(names))
+    assert len({str(found) for found in hvd.allgather_object(names, name="names")}) == 1
+    assert (len(names) > len(tensors)) == (most < 10_000)
 
 
 def test_loading_into_a_longer_warm_up_makes_no_leap():
@@ -464,9 +514,12 @@ def test_an_optimizer_that_one_worker_could_not_build_at_first():
     assert_replicas_equal(model)
 
 
-def test_freezing_between_backward_and_step():
+@pytest.mark.parametrize(
+    ("warmup_steps", "schedule"), [(3, None), (50, None), (None, onebit.Local(every=3, doubling=0))]
+)
+def test_freezing_between_backward_and_step(warmup_steps, schedule):
     model = Net()
-    optimizer = wrap(model, warmup_steps=3, wrapping={"overlap": False})
+    optimizer = wrap(model, warmup_steps=warmup_steps, wrapping={"overlap": False, "schedule": schedule})
     train(model, optimizer, 6)
     before = [p.detach().clone() for p in model.norm.parameters()], model.second.weight.detach().clone()
     optimizer.zero_grad()
@@ -477,6 +530,7 @@ def test_freezing_between_backward_and_step():
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.norm.parameters(), strict=True))
     assert torch.equal(before[1], model.second.weight)
+    optimizer.flush()
     assert_replicas_equal(model)
 
 
@@ -579,3 +633,29 @@ def test_what_a_load_may_not_bring_in():
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
     optimizer.param_groups.pop()
     assert len(optimizer.param_groups) == 0
+
+
+@pytest.mark.parametrize("refused", ["exact", "complex"])
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=2, doubling=0)])
+def test_a_group_that_was_refused_is_added_in_another_form(refused, schedule):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=None if schedule else 3, wrapping={"schedule": schedule})
+    train(model, optimizer, 4)
+    before = copy.deepcopy(optimizer.state_dict())
+    late = torch.nn.Parameter(torch.ones(40, 40))
+    last = torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64 if refused == "complex" else torch.float32))
+    group = {"params": [late, last]} | ({"exact": 1} if refused == "exact" else {})
+    for _ in range(2):
+        with pytest.raises((ConfigurationError, UnsupportedError), match=refused):
+            optimizer.add_param_group(dict(group))
+    after = optimizer.state_dict()
+    assert after["state"].keys() == before["state"].keys()
+    assert after["param_groups"] == before["param_groups"]
+    optimizer.add_param_group({"params": [late]})
+    for step in range(4, 12):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (cross_entropy(model(x), y) + (late * x.mean()).sum()).backward()
+        optimizer.step()
+    assert not torch.equal(late, torch.ones(40, 40))
+    assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))

@@ -5,7 +5,8 @@ import re
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, checkpoints, simulation
+from horovod_onebit import ConfigurationError, simulation
+from horovod_onebit.checkpoints import files
 from horovod_onebit.diagnostics import Collector, Report
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import threads
@@ -78,9 +79,9 @@ def test_a_finished_checkpoint_removes_the_one_before_and_nothing_else(tmp_path)
         (tmp_path / name).write_text("")
     for name in (old, key):
         for rank in range(2):
-            checkpoints.worker_file(tmp_path, name, rank, "pt").write_text("")
+            files.worker_file(tmp_path, name, rank, "pt").write_text("")
         (tmp_path / f"{name}.shared.pt").write_text("")
-    checkpoints.complete(tmp_path, key, 2, 7, ("pt",))
+    files.complete(tmp_path, key, 2, 7, ("pt",))
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*mine, "latest.json", f"{key}.shared.pt", *(f"{key}.worker-{rank:04d}.pt" for rank in range(2))}
-    assert checkpoints.latest(tmp_path)["key"] == key
+    assert files.history(tmp_path)[0].key == key

@@ -1,13 +1,16 @@
-"""The files of checkpoints: what ``latest.json`` may say, which files are kept, whose a folder is."""
+"""The files of checkpoints: what ``latest.json`` may say, which files are kept, whose a folder is, and what is read of
+another number of workers."""
 
 import json
 import os
 import subprocess
 import sys
+import weakref
 
 import numpy as np
 import pytest
 
+from horovod_onebit import CheckpointError, checkpoints
 from horovod_onebit.checkpoints import extra, files, lock
 
 KEYS = ["0" * 16, "1" * 16, "2" * 16, "3" * 16]
@@ -127,3 +130,82 @@ def test_values_that_are_packed_come_back():
     inside["self"] = [inside]
     with pytest.raises(TypeError, match=r"extra\['self'\]\[0\] contains itself"):
         packer.pack(inside, "extra")
+
+
+SIZE = 12
+
+
+def write_own(path, rank):
+    """Of three workers, each of which serves a third; the first has nothing of ``late`` but what it serves."""
+    own = np.random.default_rng(rank).standard_normal((3, SIZE)).astype(np.float32)
+    arrays = {"w": own[0], "late": own[1]} if rank else {"w": own[0]}
+    with path.open("wb") as file:
+        np.savez(file, **arrays, **{"onebit.server.0": own[2, : SIZE // 3], "onebit.server.1": own[2, SIZE // 3 :][:4]})
+
+
+class One(checkpoints.Face):
+    """A worker alone, whose files are NumPy's, with memory for one of them."""
+
+    suffixes, rank, workers = ("npz", "npz"), 0, 1
+
+    def __init__(self):
+        self.read, self.taken = [], []
+
+    def gather(self, value):
+        return [value]
+
+    def read_own(self, path, key):
+        assert [one() for one in self.read] == [None] * len(self.read)
+        with np.load(path) as file:
+            feedback = dict(file)
+        self.read += map(weakref.ref, feedback.values())
+        start = SIZE // 3 * int(path.stem[-4:])
+        served = {f"onebit.server.{i}": [(name, start, start + 4)] for i, name in enumerate(("w", "late"))}
+        return {"feedback": feedback, "divisor": 3, "served": served, "number": int(path.stem[-4:])}
+
+    def read_shared(self, path, first, key):
+        return checkpoints.Shared(None, None, "extra")
+
+    def take_over(self, shared, about):
+        self.taken.append("shared")
+
+    def spread(self, about, own):
+        self.taken.append(own)
+
+    def nothing(self, *arguments):
+        pass
+
+    check = check_arguments = check_saving = flush = owner = steps = write_own = write_shared = nothing
+
+
+@pytest.fixture
+def of_three(tmp_path):
+    paths = [files.worker_file(tmp_path, KEYS[0], rank, "npz") for rank in range(3)]
+    for rank, path in enumerate(paths):
+        write_own(path, rank)
+    shared = files.shared_file(tmp_path, KEYS[0], "npz")
+    shared.write_text("")
+    digests = {path.name: files.Digest.of(path) for path in (*paths, shared)}
+    files.complete(tmp_path, KEYS[0], 3, 7, ("npz",), digests)
+    return paths
+
+
+def test_the_files_of_other_workers_are_read_one_by_one(of_three):
+    face = One()
+    assert checkpoints.load(face, of_three[0].parent, previous=False) == "extra"
+    _, own = face.taken
+    saved = [np.random.default_rng(rank).standard_normal((3, SIZE)).astype(np.float32) for rank in range(3)]
+    served = [np.concatenate([one[2, i : i + 4] for one in saved]) for i in (0, 4)]
+    w, late = sum(one[0] for one in saved) / 3 + served[0], (saved[1][1] + saved[2][1]) / 3 + served[1]
+    np.testing.assert_allclose(own["feedback"].pop("w"), w, rtol=1e-5)
+    np.testing.assert_allclose(own["feedback"].pop("late"), late, rtol=1e-5)
+    assert own == {"feedback": {}, "divisor": None, "served": {}, "encodes": None, "number": 0}
+
+
+@pytest.mark.parametrize("damaged", range(3))
+def test_a_damaged_file_of_any_of_them_changes_nothing(of_three, damaged):
+    face, path = One(), of_three[damaged]
+    path.write_bytes(path.read_bytes()[::-1])
+    with pytest.raises(CheckpointError, match=rf"worker 0: .*{path.name} is damaged"):
+        checkpoints.load(face, path.parent, previous=False)
+    assert face.taken == []

@@ -10,7 +10,7 @@ from horovod_onebit import ConfigurationError
 from horovod_onebit.stats import Stats
 from horovod_onebit.tools import cli, show, trial
 from horovod_onebit.tools.diagnostics import Collector
-from horovod_onebit.tools.monitor import JsonLines, Monitor, read
+from horovod_onebit.tools.monitor import JsonLines, Monitor, plot, read
 
 
 class Optimizer:
@@ -73,6 +73,13 @@ def test_simulated_workers_learn_with_one_bit(capsys):
     assert all(outcome["replicas_equal"] for outcome in (exact, robust, paper))
     assert robust["bytes"] < exact["bytes"] / 5
     assert exact["bytes"] == exact["fp32_bytes"]
+
+
+def test_json_has_null_for_what_diverged(capsys):
+    assert cli.main([*SIMULATE, "--lr", "1e30", "--json"]) == 0
+    outcomes = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert [outcome["loss"] for outcome in outcomes] == [None, None]
+    assert show.finite({"a": (math.inf, [math.nan, 1.5]), "b": "nan"}) == {"a": [None, [None, 1.5]], "b": "nan"}
 
 
 def test_the_exchange_may_be_chosen():
@@ -140,6 +147,33 @@ def test_lines_of_a_monitor(run_file):
     assert rows[1]["loss"] == pytest.approx(1 / 20)
     assert rows[2]["step_seconds"] >= 0
     assert rows[0]["note"] == "x"
+
+
+def drawn(monkeypatch, *paths):
+    """The labels of the lines that ``plot`` draws."""
+    figures = []
+    monkeypatch.setattr(show, "save", lambda figure, output: figures.append(figure))
+    plot([str(path) for path in paths], "run.png")
+    return {line.get_label() for axes in figures[0].axes for line in axes.get_lines() if "loss" in axes.get_ylabel()}
+
+
+def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch):
+    def run(name):
+        path = tmp_path / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text('{"step": 1, "loss": 2.0, "test_loss": null}\n')
+        return path
+
+    exact, onebit, other = run("exact/run.jsonl"), run("onebit/run.jsonl"), run("onebit/other.jsonl")
+    assert drawn(monkeypatch, exact, onebit, other) == {"exact/run: loss", "onebit/run: loss", "other: loss"}
+    assert drawn(monkeypatch, exact, other) == {"run: loss", "other: loss"}
+    deep = [run("a/seed 0/run.jsonl"), run("b/seed 0/run.jsonl")]
+    assert drawn(monkeypatch, *deep) == {"a/seed 0/run: loss", "b/seed 0/run: loss"}
+    monkeypatch.chdir(onebit.parent)
+    assert drawn(monkeypatch, "run.jsonl", "../exact/run.jsonl") == {"exact/run: loss", "onebit/run: loss"}
+    assert drawn(monkeypatch, "run.jsonl", onebit) == {"run: loss"}
+    same = run("x/run.json"), run("x/run.jsonl")
+    assert drawn(monkeypatch, *same) == {f"{path}: loss" for path in same}
 
 
 @pytest.mark.parametrize("text", ["{", "[1]\n", '{"step": 1}\n'])

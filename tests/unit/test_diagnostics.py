@@ -1,6 +1,7 @@
 """What the diagnostics say, against runs that do it."""
 
 import functools
+import json
 import math
 
 import numpy as np
@@ -91,6 +92,18 @@ def test_a_saved_report_is_shown(tmp_path, capsys):
         assert main(["diagnose", str(file)]) == 2
         assert "expected a report" in capsys.readouterr().err
     assert main(["diagnose", str(tmp_path / "none")]) == 2
+
+
+def test_a_report_without_layers_says_so(tmp_path, capsys):
+    collector = Collector()
+    collector.add({"w": np.zeros((0, 3), f32)})
+    report, file, picture = collector.report(), tmp_path / "report.json", tmp_path / "report.svg"
+    report.save(file)
+    assert report.text() == "1 steps, and no layer in any of them: there is nothing to report."
+    assert main(["diagnose", str(file), "--plot", str(picture)]) == 0
+    assert "nothing to report" in capsys.readouterr().out
+    assert main(["diagnose", str(file), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["verdicts"] == {}
 
 
 def test_bad_gradients():

@@ -53,7 +53,7 @@ ALLOWED = {
     "rounds": {"averages", "engine", "kernels", "replicas", "rules", "schedule", "stats"},
     "optimizer": {"averages", "schedule", "engine", "kernels", "recipe", "rounds", "rules", "exchange", "warmup"},
     "simulation": set(),
-    "checkpoints": {"world"},
+    "checkpoints": {"feedback", "world"},
     "world": {"exchange", "feedback", "kernels", "layout"},
     "mpi": set(),
 }

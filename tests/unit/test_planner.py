@@ -145,7 +145,10 @@ def test_numbers(text, value):
 
 @pytest.mark.parametrize(
     ("text", "value"),
-    [("1gbit", 125e6), ("10Gbit/s", 1.25e9), ("100mbit", 12.5e6), ("1.2GB", 1.2e9), ("25Gbps", 3.125e9)],
+    [
+        *(("1gbit", 125e6), ("10Gbit/s", 1.25e9), ("100mbit", 12.5e6), ("25Gbps", 3.125e9), ("100mbps", 12.5e6)),
+        *(("1.2GB", 1.2e9), ("1.2GB/s", 1.2e9), ("1.2GBps", 1.2e9), ("100MBps", 100e6)),
+    ],
 )
 def test_rates(text, value):
     assert planner.rate(text) == value

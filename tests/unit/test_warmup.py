@@ -8,9 +8,11 @@ import pytest
 
 from horovod_onebit import ConfigurationError, simulation
 from horovod_onebit import warmup as warmups
+from horovod_onebit.face import warmup_of
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.warmup import NEVER, AutoWarmup, FixedWarmup, Phase
 
 
@@ -34,6 +36,16 @@ def test_what_users_may_give():
     for wrong in (None, 0, 10.0):
         with pytest.raises(ConfigurationError, match="total_steps is"):
             warmups.make(0.2, wrong)
+    for alone in (100, "auto"):
+        with pytest.raises(ConfigurationError, match="total_steps=1000"):
+            warmups.make(alone, 1000)
+
+
+@pytest.mark.parametrize("schedule", [None, ZeroOne(), Local()])
+def test_total_steps_without_a_share_of_it_is_refused(schedule):
+    with pytest.raises(ConfigurationError, match="total_steps=1000"):
+        warmup_of(None, 1000, schedule)
+    warmup_of(None, None, schedule)
 
 
 def test_warmup_steps_means_that_many_exact_steps():
