@@ -179,15 +179,15 @@ def main() -> None:
 
 
 RATIOS = (
-    ("encode / memcpy bandwidth (to reach: at least 0.6)", "memcpy", "encode, update space", (20 + 1 / 8) / 8),
+    ("encode / memcpy bandwidth (target: at least 0.6)", "memcpy", "encode, update space", (20 + 1 / 8) / 8),
     (
-        "separate operations / encode, time (to reach: at least 15)",
+        "separate operations / encode, time (target: at least 15)",
         "encode as separate torch operations",
         "encode, update space",
         1,
     ),
     (
-        "decode + Adam / fused Adam, time (to reach: at most 1.3)",
+        "decode + Adam / fused Adam, time (target: at most 1.3)",
         f"decode {WORKERS} workers + Adam",
         "torch.optim.Adam(fused=True)",
         1,

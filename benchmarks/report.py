@@ -28,7 +28,8 @@ All methods in a table are measured in one job. In each round every method takes
 its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
 with the 95 % confidence interval in brackets. Rounds are repeated until every interval is within 10 % of its median, or
 the time is up, which the sentence above the table then says. A run is refused, and a round is discarded, if other
-processes use more than a tenth of the cores. Times differ between machines: look at the ratios.
+processes use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this
+project's own, and not all of them are met.
 
 ## When not to use it
 
@@ -36,6 +37,8 @@ Compression helps only if steps wait for the network. `horovod-onebit plan` pred
 parameters, the workers, the link and the computing time of a step:
 
     horovod-onebit plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
+
+[Decisions](decisions.md#does-it-pay-at-all) has its answers for several models and links.
 
 ## The exchange alone
 
@@ -273,7 +276,7 @@ def keras() -> str:
 
 
 def step_rows() -> list[list[str]]:
-    """What a step costs without a slow link: measured, wanted."""
+    """What a step costs without a slow link: measured, and the target."""
     step = load("step")
     size, memory = step["memory"]["plain"]["parameters"], step["memory"]
     extra = (memory["onebit"]["peak"] - memory["plain"]["peak"]) / size
@@ -304,7 +307,7 @@ def keras_step_rows() -> list[list[str]]:
 
 def steps() -> str:
     """Both frameworks' tables."""
-    heading = ["", "measured", "wanted"]
+    heading = ["", "measured", "our target, at most"]
     text = "Two processes on one machine (`python -m benchmarks.step`). "
     parts = [
         text + known(load("step")["step"] if "ways" in load("step")["step"] else None),
@@ -418,7 +421,15 @@ def instructions(counts: dict[str, Any]) -> str:
         [name, f"{one['bytes']:.1f}", str(one["instructions"]), f"{128 * one['bytes'] * starts_per_byte:.0f}"]
         for name, one in counts.items()
     ]
-    return table(["kernel", "bytes an element", "instructions", "an H200 starts meanwhile"], rows)
+    return table(
+        [
+            "kernel",
+            "bytes an element",
+            "instructions",
+            "that an H200 starts in the bytes' time",
+        ],
+        rows,
+    )
 
 
 def codec_table(codec: dict[str, Any]) -> str:

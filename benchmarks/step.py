@@ -42,7 +42,7 @@ def milliseconds(found: dict[str, Any]) -> str:
 
 
 def rows(framework: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
-    """What was measured, and what is wanted."""
+    """What was measured, and the target."""
     step, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
     wanted = "1.15" if framework == "torch" else "1.1"
     result = [("compressed step, time to Horovod fp32's", ratio(step["onebit"]["ratios"]["horovod fp32"]), wanted)]
