@@ -117,12 +117,15 @@ def run(setting: Setting, *, anyway: bool) -> dict[str, Any]:
         need = f"needs about {1e-9 * setting.memory:.0f} GB of memory, and {1e-9 * free:.0f} GB are free"
         raise MemoryError(f"{setting.name} {need}: compare fewer ways, with --ways")
     ways = ",".join(way.replace(" ", "_") for way in setting.ways)
+    variables = dict(RING) if setting.hosts == 3 else {}
+    if setting.hosts > (os.cpu_count() or 1):  # a process that waits would take the core of one that computes
+        variables["OMPI_MCA_mpi_yield_when_idle"] = "1"
     with cluster(setting.hosts, setting.rate) as hosts:
         output = hosts.horovodrun(
             "mpi", "python", WORKERS[setting.framework], "--hosts", ",".join(hosts.addresses), "--model", setting.model,
             "--ways", ways, "--steps", str(setting.steps), "--seconds", str(setting.seconds),
             "--exchange-seconds", str(setting.exchange), *(["--anyway"] if anyway else []),
-            timeout=1800, variables=RING if setting.hosts == 3 else {},
+            timeout=1800, variables=variables,
         )  # fmt: skip
     found = result(output)
     if "refused" in found:
