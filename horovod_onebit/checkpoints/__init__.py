@@ -55,7 +55,7 @@ class Face(ABC):
     workers: int
 
     kind: str = "step"
-    """What is exchanged: messages of steps, or of ``"local"`` ones. Error feedback of one is nothing to the other."""
+    """Of the residuals, as ``horovod_onebit.feedback.kind`` says, or ``"local"``."""
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
@@ -219,7 +219,9 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     own, shared = mine
 
     def check() -> None:
-        saved = own.get("kind", "step")  # earlier versions did not write it
+        saved = own.get("residuals")
+        if saved is None:  # earlier versions told local steps from all others
+            saved = "local" if own.get("kind") == "local" else face.kind if face.kind != "local" else "step"
         if saved != face.kind:
             raise ConfigurationError(
                 f"the checkpoint was saved {of_kind(saved)}, and this optimizer is {of_kind(face.kind)}: build it as "

@@ -29,7 +29,7 @@ from horovod_onebit.checkpoints import FORMAT, Shared
 from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.functions import broadcast_variables
+from horovod_onebit.tf.functions import broadcast_variables, shared
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Residuals, Weighing
@@ -130,7 +130,7 @@ class _Keras(checkpoints.Face):
         about = {
             "format": FORMAT,
             "key": key,
-            "kind": self.kind,
+            "residuals": self.kind,
             "served": own["served"],
             "divisor": own["divisor"],
             "encodes": own["encodes"],
@@ -174,7 +174,7 @@ class _Keras(checkpoints.Face):
         return about | {"feedback": feedback}
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
-        # Random generators are then those of worker 0; of gradients that wait, the mean over the workers counts.
+        # Of gradients that wait, the mean over the workers counts; random generators are left as they are.
         sums: dict[int, Any] = {}
         workers = 0
 
@@ -246,7 +246,7 @@ class _Keras(checkpoints.Face):
 
     def spread(self, about: Any, own: Residuals) -> None:
         variables = self._variables()
-        broadcast_variables(variables)
+        broadcast_variables(shared(variables))
         for i, value in own["own"].items():
             variables[i].assign(value)
         engine = self._compressor.engine

@@ -15,7 +15,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
-from tensorflow.python.ops.resource_variable_ops import ResourceVariable
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
@@ -168,7 +167,11 @@ def _operation(tensor: Any) -> Any:
 @contextlib.contextmanager
 def outside() -> Iterator[None]:
     """Make variables eagerly, whatever graph is being traced: TensorFlow would trace its function once more."""
-    with tf.init_scope(), tf.variable_creator_scope(lambda _, **arguments: ResourceVariable(**arguments)):
+
+    def at_once(make: Callable[..., Any], **options: Any) -> Any:
+        return make(**options | {"experimental_enable_variable_lifting": False})
+
+    with tf.init_scope(), tf.variable_creator_scope(at_once):
         yield
 
 

@@ -138,7 +138,7 @@ class _Torch(checkpoints.Face):
         own = compressor.engine.residuals()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         state = PACKER.pack(compressor.own_state(), "optimizer")
-        content = {**own, "feedback": feedback, "optimizer": state, "kind": self.kind}
+        content = {**own, "feedback": feedback, "optimizer": state, "residuals": self.kind}
         _write({"format": FORMAT, "key": key, "worker": self.rank, **content}, path)
 
     def write_shared(self, path: Path, key: str, extra: Any) -> None:

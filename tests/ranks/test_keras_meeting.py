@@ -411,6 +411,7 @@ def members():
     """A process set that worker 0 is not in."""
     found = hvd.add_process_set(range(1, SIZE))
     yield found
+    hvd.allgather_object(0)  # the set must not go before its members have trained
     hvd.remove_process_set(found)
 
 

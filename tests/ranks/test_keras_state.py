@@ -297,6 +297,7 @@ def test_the_first_worker_of_a_process_set_writes(tmp_path):
             monitor.step(loss=train(model, optimizer, 1, start=step))
     assert path.exists() == (tmp_path / "board").exists() == (last == RANK)
     assert last != RANK or [row["step"] for row in read(path)] == [2, 4]
+    hvd.allgather_object(0)  # the set must not go before its member has trained
     hvd.remove_process_set(members)
 
 
