@@ -153,6 +153,7 @@ class Agreement:
         try:
             handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup)
         except DesyncError:
+            self._begun = True  # nobody has to be told: all have found it
             self._gradients.refuse()
             raise
         finally:

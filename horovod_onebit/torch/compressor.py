@@ -67,6 +67,7 @@ class Compressor(Steps):
         if self.included:
             self.gradients.add(fresh)
         self.adopt()
+        self._flush_leaving()
         if gone := self.parameters.forget_gone():
             self.gradients.forget(gone)
 
@@ -91,6 +92,7 @@ class Compressor(Steps):
                 gradients.drop()
             else:
                 gradients.average(again=bool(verdict.edited))
+            self.parameters.forget_frozen()
         if not gradients.where.settled:
             gradients.where = Where.AGREED
 
@@ -99,7 +101,6 @@ class Compressor(Steps):
         self.check_groups()
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         compressed = parameters.phase is Phase.COMPRESSED
-        self._flush_frozen()
         finite = (
             not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
         )
@@ -174,7 +175,6 @@ class Compressor(Steps):
         """Look at what there is to do, and tell the others, at once or when all is encoded."""
         self.check_groups()
         self.gradients.check_owned()
-        self._flush_frozen()
         self.parameters.refresh()
         self._finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
         if scaled:
@@ -277,10 +277,10 @@ class Compressor(Steps):
             self.engine.flush(plan.rules)
             parameters.push()
 
-    def _flush_frozen(self) -> None:
-        """Parameters that were frozen between two exchanges of 0/1 Adam must not stay each worker's own. Collective if
-        there are any."""
-        if self._zero_one and not all(p.requires_grad for p in self.parameters.bindings):
+    def _flush_leaving(self) -> None:
+        """Parameters that were frozen, or taken out of the groups, between two exchanges of 0/1 Adam must not stay each
+        worker's own. Collective if there are any."""
+        if self._zero_one and self.parameters.leaving:
             with torch.no_grad():
                 self.flush()
 

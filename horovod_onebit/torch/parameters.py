@@ -252,10 +252,15 @@ class Parameters:
             self._order()
 
     @property
+    def leaving(self) -> bool:
+        """Whether parameters that are bound were frozen, or taken out of the groups."""
+        trained = _identities(p for p in self.ordered() if p.requires_grad)
+        return any(id(p) not in trained for p in self.bindings)
+
+    @property
     def all_current(self) -> bool:
         """Whether ``refresh`` would change nothing."""
-        trained = _identities(p for p in self.ordered() if p.requires_grad)
-        return all(id(p) in trained and self._is_current(p) for p in self.bindings)
+        return not self.leaving and all(self._is_current(p) for p in self.bindings)
 
     def _is_current(self, p: torch.Tensor) -> bool:
         binding = self.bindings[p]
@@ -267,12 +272,13 @@ class Parameters:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
         of: dict[int, Rule] = {}
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
             of.update(dict.fromkeys(map(id, group["params"]), rule))
-        return self.engine.plan(kind, [of[id(p)] for p in self.bindings])
+        # What was taken out of the groups is flushed, which is the same by any rule.
+        return self.engine.plan(kind, [of.get(id(p), rule) for p in self.bindings])
 
     def gradients(self) -> Mapping[int, Array]:
         """The compressed parameters' gradients, by their number."""

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.schedule import Kind
 from horovod_onebit.torch.diagnostics import Collector, gradients
 from horovod_onebit.warmup import AutoWarmup, Phase
@@ -104,33 +104,54 @@ def test_zero_one_adam_skips_a_nan_on_all_workers(steps):
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("when", ["before backward", "before synchronize", "before step"])
-def test_zero_one_adam_and_a_parameter_that_is_frozen_between_two_exchanges(when):
+@pytest.mark.parametrize("how", ["frozen", "frozen after backward", "frozen before synchronize", "taken out"])
+def test_zero_one_adam_and_a_parameter_that_leaves_between_two_exchanges(how):
     model = Net()
+    weight = model.second.weight
     optimizer = zero_one(model, schedule=QUICK)
     train(model, optimizer, 14)
     assert apart(model.second)
-    if when == "before backward":
-        model.second.weight.requires_grad_(False)
+    if how == "frozen":
+        weight.requires_grad_(False)
+    elif how == "taken out":
+        optimizer.param_groups[0]["params"] = [p for p in model.parameters() if p is not weight]
     x, y = batch(14)
     optimizer.zero_grad()
     cross_entropy(model(x), y).backward()
-    model.second.weight.requires_grad_(False)
-    if when == "before synchronize":
+    if how.startswith("frozen"):
+        weight.requires_grad_(False)
+    if how == "frozen before synchronize":
         optimizer.synchronize()
         with optimizer.skip_synchronize():
             optimizer.step()
     else:
         optimizer.step()
-    kept = model.second.weight.clone()
+    kept = weight.detach().clone()
     train(model, optimizer, 4, start=15)
     optimizer.flush()
-    assert torch.equal(kept, model.second.weight)
+    assert torch.equal(kept, weight)
     assert_replicas_equal(model)
-    model.second.weight.requires_grad_(True)
+    weight.grad = None
+    if how == "taken out":
+        optimizer.add_param_group({"params": [weight]})
+    else:
+        weight.requires_grad_(True)
     train(model, optimizer, 4, start=19)
     optimizer.flush()
-    assert not torch.equal(kept, model.second.weight)
+    assert not torch.equal(kept, weight)
+    assert_replicas_equal(model)
+
+
+def test_zero_one_adam_and_a_parameter_that_one_worker_freezes_alone():
+    model = Net()
+    optimizer = zero_one(model, schedule=QUICK)
+    train(model, optimizer, 14)
+    model.second.weight.requires_grad_(RANK > 0)
+    with pytest.raises(DesyncError, match=r"worker \[0\] flush\(\)"):
+        train(model, optimizer, 1, start=14)
+    model.second.weight.requires_grad_(True)
+    train(model, optimizer, 4, start=14)
+    optimizer.flush()
     assert_replicas_equal(model)
 
 
@@ -160,7 +181,7 @@ def test_a_plain_lamb_of_half_precision_goes_on_from_its_own_state():
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
-        assert optimizer.state[weight]["layer"].dtype is torch.float32
+    assert optimizer.state[weight]["layer"].dtype is torch.float32
     assert float(weight.detach().max()) < 0.9
 
 

@@ -517,7 +517,8 @@ def test_an_optimizer_that_one_worker_could_not_build_at_first():
 @pytest.mark.parametrize(
     ("warmup_steps", "schedule"), [(3, None), (50, None), (None, onebit.Local(every=3, doubling=0))]
 )
-def test_freezing_between_backward_and_step(warmup_steps, schedule):
+@pytest.mark.parametrize("clips", [False, True])
+def test_freezing_between_backward_and_step(warmup_steps, schedule, clips):
     model = Net()
     optimizer = wrap(model, warmup_steps=warmup_steps, wrapping={"overlap": False, "schedule": schedule})
     train(model, optimizer, 6)
@@ -527,6 +528,8 @@ def test_freezing_between_backward_and_step(warmup_steps, schedule):
     cross_entropy(model(x), y).backward()
     for p in (*model.norm.parameters(), model.second.weight):
         p.requires_grad_(False)
+    if clips:
+        optimizer.clip_grad_norm_(0.1)
     optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before[0], model.norm.parameters(), strict=True))
     assert torch.equal(before[1], model.second.weight)
