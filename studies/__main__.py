@@ -11,7 +11,6 @@ from rich.console import Console
 
 from studies import (
     early,
-    images,
     language,
     local,
     magnitudes,
@@ -35,7 +34,6 @@ STUDIES: dict[str, Callable[[], str]] = {
     "stages": stages.run,
     "local": local.run,
     "language": language.run,
-    "images": images.run,
 }
 HEAD = """# Studies
 

@@ -31,7 +31,6 @@ from horovod_onebit.schedule import Local
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import Options, parse
 from studies import pool, report
-from studies.library import LIBRARY
 from studies.magnitudes import networks
 
 RUNS = report.ROOT / "build" / "studies"
@@ -64,8 +63,6 @@ OTHERS = {
     "long text": Kind(2000, 32, (4e-3,)),
     "digits": Kind(600, 64, (1e-3, 2e-3)),
     "language": Kind(2000, 32, (2e-3,)),
-    "resnet": Kind(300, 32, (2e-3,)),
-    "vit": Kind(300, 32, (2e-3,)),
 }
 """Of other studies."""
 
@@ -115,16 +112,14 @@ def documentation() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
-    if task in ("vgg", "digits", *LIBRARY):
-        return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
+    if task in ("vgg", "digits"):
+        return load(parse(["--task", task]))
     raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
 
 
 def network(task: str) -> Any:
     """A new network for ``task``."""
-    if task in LIBRARY:
-        return LIBRARY[task]()
     found = networks()
     if task == "language":
         return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)
