@@ -105,6 +105,13 @@ def scaled_step(model, optimizer, x, y):
     optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
 
+def add_process_set(ranks):
+    """Horovod's function, for TensorFlow: it adds sets to the framework whose Horovod was begun last, and a test before
+    may have begun PyTorch's."""
+    hvd.init()
+    return hvd.add_process_set(ranks)
+
+
 def weights(model):
     return np.concatenate([np.asarray(v).reshape(-1) for v in model.trainable_variables])
 
