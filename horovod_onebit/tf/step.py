@@ -16,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values
+from horovod_onebit.tf.compressor import Compressor, Progress, Values, packed
 from horovod_onebit.tf.graph import adopt, host_values, in_rounds, in_turns
 from horovod_onebit.tf.sections import Section, sections
 
@@ -98,8 +98,9 @@ def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[
 def _packed(small: Pairs) -> Any:
     """One tensor of all gradients of ``small``, float32: what a host function is handed costs time for each tensor, not
     for each byte."""
-    grads = [tf.reshape(tf.cast(g, tf.float32), [-1]) for g, _ in small]
-    return tf.concat(grads, 0) if grads else tf.zeros([0])
+    if not small:
+        return tf.zeros([0])
+    return tf.reshape(packed([g for g, _ in small], [v for _, v in small], tf.float32), [-1])
 
 
 def _parts(packed: Any, sizes: Sequence[int]) -> list[Any]:

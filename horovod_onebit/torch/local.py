@@ -155,20 +155,12 @@ class LocalParameters(Parameters):
             self.engine.feedback.reset()
         self.steps = progress.steps
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
-        saved = self._saved_momenta(whole)
-        for position, p in enumerate(self.ordered()):
+        # In float32: PyTorch casts loaded state to the parameter's dtype.
+        saved = {} if whole is None else dict(self._saved(whole))
+        for p in self.ordered():
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
-                self.kept[p] = {MOMENTUM: saved.get(position, momentum)}
-
-    def _saved_momenta(self, whole: Mapping[str, Any] | None) -> dict[int, torch.Tensor]:
-        """By position, in float32: PyTorch casts loaded state to the parameter's dtype."""
-        if whole is None:
-            return {}
-        numbers = [number for group in whole["param_groups"] for number in group["params"]]
-        found = (
-            (i, p, whole["state"].get(n, {})) for i, (n, p) in enumerate(zip(numbers, self.ordered(), strict=True))
-        )
-        return {i: state[MOMENTUM].to(p.device, torch.float32, copy=True) for i, p, state in found if MOMENTUM in state}
+                found = saved.get(p, {}).get(MOMENTUM)
+                self.kept[p] = {MOMENTUM: momentum if found is None else found.to(p.device, torch.float32, copy=True)}
 
 
 class OwnGradients:

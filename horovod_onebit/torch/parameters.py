@@ -508,12 +508,16 @@ class Parameters:
             else:
                 self.adapter.rewind(group, state, steps)
 
+    def _saved(self, whole: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
+        """Each parameter, and its entries in the state ``whole``."""
+        numbers = (number for group in whole["param_groups"] for number in group["params"])
+        return [(p, whole["state"].get(number, {})) for number, p in zip(numbers, self.ordered(), strict=True)]
+
     def _keep_float32(self, whole: Mapping[str, Any]) -> None:
         """PyTorch casts loaded state to the parameter's dtype; compressed parameters keep theirs in float32."""
-        ids = [i for group in whole["param_groups"] for i in group["params"]]
-        for position, p in zip(ids, self.ordered(), strict=True):
+        for p, loaded in self._saved(whole):
             compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
-            if loaded := whole["state"].get(position):
+            if loaded:
                 self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
 
     def check_feedback_names(self, feedback: Mapping[str, Array]) -> None:

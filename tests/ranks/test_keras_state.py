@@ -40,6 +40,7 @@ from tests.ranks.keras_common import (
     weights,
     wrap,
 )
+from tests.ranks.kinds import KINDS
 
 
 @pytest.mark.parametrize("kind", ["adamw", "sgd", "lamb"])
@@ -60,16 +61,6 @@ def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
     again.optimizer.load_feedback_state_dict(feedback)
     train(again, again.optimizer, 6, start=at)
     np.testing.assert_array_equal(weights(model), weights(again))
-
-
-ZERO_ONE = onebit.ZeroOne(var_freeze_step=4, var_update_scaler=2)
-KINDS = {
-    "update": {"warmup_steps": 2},
-    "momentum": {"warmup_steps": 2, "recipe": "paper"},
-    "0/1": {"schedule": ZERO_ONE},
-    "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
-    "local": {"schedule": onebit.Local(every=4, doubling=0)},
-}
 
 
 def of_kind(kind, optimizer="adamw"):

@@ -16,6 +16,7 @@ from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from tests.ranks.disks import another_job, fill, no_space, small_disk
+from tests.ranks.kinds import KINDS
 from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -161,16 +162,6 @@ def assert_same(before, after):
     assert len(before) == len(after)
     for one, other in zip(before, after, strict=True):
         assert torch.equal(one, other) if isinstance(one, torch.Tensor) else one == other
-
-
-ZERO_ONE = onebit.ZeroOne(var_freeze_step=4, var_update_scaler=2)
-KINDS = {
-    "update": {"warmup_steps": 2},
-    "momentum": {"warmup_steps": 2, "recipe": "paper"},
-    "0/1": {"schedule": ZERO_ONE},
-    "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
-    "local": {"schedule": onebit.Local(every=4, doubling=0)},
-}
 
 
 def run(kind, steps, optimizer=torch.optim.AdamW):

@@ -1,0 +1,12 @@
+"""Runs whose residuals are of different kinds, by the arguments of ``DistributedOptimizer``, in either face."""
+
+from horovod_onebit.schedule import Local, ZeroOne
+
+ZERO_ONE = ZeroOne(var_freeze_step=4, var_update_scaler=2)
+KINDS = {
+    "update": {"warmup_steps": 2},
+    "momentum": {"warmup_steps": 2, "recipe": "paper"},
+    "0/1": {"schedule": ZERO_ONE},
+    "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
+    "local": {"schedule": Local(every=4, doubling=0)},
+}
