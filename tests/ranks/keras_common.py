@@ -94,6 +94,7 @@ def beside_pytorch(model, optimizer, kind, steps, arguments, after=lambda other:
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         other.step()
         after(other)
+    hvd_torch.shutdown()  # before TensorFlow's, which has begun MPI and ends it
     return other, parameters
 
 
@@ -107,7 +108,7 @@ def scaled_step(model, optimizer, x, y):
 
 def add_process_set(ranks):
     """Horovod's function, for TensorFlow: it adds sets to the framework whose Horovod was begun last, and a test before
-    may have begun PyTorch's."""
+    may have begun (and ended) PyTorch's."""
     hvd.init()
     return hvd.add_process_set(ranks)
 
