@@ -12,7 +12,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -184,7 +183,7 @@ def main() -> None:
         console.print(f"Not run: {reason}")
         return
     old = json.loads(options.json.read_text())["results"] if options.json.exists() and options.only else {}
-    machine = f"{report.machine()}, Linux {platform.release().split('-')[0]}"
+    machine = report.system()
     for setting in choose(options):
         try:
             with console.status(f"{setting.hosts} hosts, {setting.rate}, {setting.model} parameters ..."):

@@ -25,7 +25,6 @@ PORT = 29666
 
 
 def build(model: str) -> keras.Model:
-    keras.utils.set_random_seed(0)
     layers, width, _ = MODELS[model]
     return keras.Sequential([keras.layers.Input((width,)), *(keras.layers.Dense(width) for _ in range(layers))])
 
@@ -125,6 +124,7 @@ WAYS: dict[str, Make] = {
 def main() -> None:
     options = parse(__doc__)
     hvd.init()
+    keras.utils.set_random_seed(0)  # once: TensorFlow then forgets what it has made of functions, which takes time
     take_core(hvd.rank())
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if any(way.startswith("mirrored") for way in options.ways):

@@ -82,7 +82,7 @@ def main() -> None:
                 found["memory"] = {way: job("torch", "memory", "--way", way, anyway=options.anyway) for way in ways}
     except measure.Loaded as error:
         parser.exit(1, f"Not run: {error}\n")
-    table = Table("", "", "to reach")
+    table = Table("", "", "target")
     for row in rows(options.framework, found):
         table.add_row(*row)
     console.print(table)

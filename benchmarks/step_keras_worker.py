@@ -32,7 +32,6 @@ class Small(keras.layers.Layer):
 
 def small(optimizer: Callable[[], Any], data: tf.Tensor) -> Way:
     """One call is a step of the train function that `fit` calls."""
-    keras.utils.set_random_seed(0)
     model = keras.Sequential([keras.layers.Input((768,)), Small()])
     model.compile(optimizer=optimizer(), loss=loss_of, jit_compile=False)
     return limited(called(lambda: model.train_on_batch(data, data)), 10**6, 20)
@@ -45,6 +44,7 @@ def main() -> None:
     parser.add_argument("--anyway", action="store_true")
     options = parser.parse_args()
     hvd.init()
+    keras.utils.set_random_seed(0)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     if options.what == "step":
         _, width, batch = MODELS["25M"]

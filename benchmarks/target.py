@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import platform
 import statistics
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,7 @@ def main() -> None:
         console.print(f"Not run: {reason}")
         return
     results = json.loads(options.json.read_text())["results"] if options.json.exists() else {}
-    machine = f"{report.machine()}, Linux {platform.release().split('-')[0]}"
+    machine = report.system()
     for rate in options.links:
         try:
             with console.status(f"Two hosts, {rate} ..."):

@@ -28,6 +28,11 @@ def machine() -> str:
     return f"{os.cpu_count()} cores of an {processor()}"
 
 
+def system() -> str:
+    """``machine`` and its kernel, which carries what is sent: "2 cores of an AMD EPYC, Linux 6.1"."""
+    return f"{machine()}, Linux {platform.release().split('-')[0]}"
+
+
 def table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """A Markdown table."""
     lines = [heading, ["---"] * len(heading), *rows]

@@ -103,6 +103,7 @@ class Compressor:
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
+        self._memory = Pool()
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
@@ -264,8 +265,15 @@ class Compressor:
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
         plan = self.engine.plan(Kind.ONEBIT, rules)
-        moved = [_to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
+        moved = [self._to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
         self.under_way = UnderWay(plan, factors, moved)
+
+    def _to_move(self, tensor: Tensor, momentum: Array | None) -> Tensor:
+        """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
+        weight = self._memory.lend(tensor.weight.size)
+        return replace(
+            tensor, weight=weight, momentum=tensor.momentum if momentum is None else self._memory.lend(weight.size)
+        )
 
     def step(
         self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], small: Sequence[Array], *, finite: bool,
@@ -378,10 +386,34 @@ def _aligned(size: int) -> Array:
     return memory[start : start + 4 * size].view(np.float32)
 
 
-def _to_move(tensor: Tensor, momentum: Array | None) -> Tensor:
-    """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
-    size = tensor.weight.size
-    return replace(tensor, weight=_aligned(size), momentum=tensor.momentum if momentum is None else _aligned(size))
+class Pool:
+    """Memory for what steps give TensorFlow to adopt, lent again once nobody holds it: fresh memory costs page faults
+    in every step."""
+
+    def __init__(self) -> None:
+        self._free: dict[int, list[Array]] = {}
+
+    def lend(self, size: int) -> Array:
+        """An array of ``size`` float32, which is free again when it and all views of it are gone."""
+        free = self._free.setdefault(size, [])
+        return np.asarray(_Loan(free.pop() if free else _aligned(size), free))
+
+    def copy(self, array: Array) -> Array:
+        """A copy of ``array``, float32, in such memory."""
+        copy = self.lend(array.size)
+        copy[:] = array
+        return copy
+
+
+class _Loan:
+    """What a lent array is a view of."""
+
+    def __init__(self, array: Array, free: list[Array]) -> None:
+        self.__array_interface__ = array.__array_interface__
+        self._array, self._free = array, free
+
+    def __del__(self) -> None:
+        self._free.append(self._array)
 
 
 def packed(grads: Sequence[Any], variables: Sequence[Any], dtype: Any = None) -> Any:

@@ -19,7 +19,7 @@ from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values, aligned_copy
+from horovod_onebit.tf.compressor import Compressor, Progress, Values
 from horovod_onebit.tf.graph import adopt, in_rounds
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
@@ -96,14 +96,14 @@ class ZeroOneSteps(Compressor):
         counted = np.array(self.optimizer._counted.value)
         for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
             tensor.layer = counted[i]
-            tensor.weight, tensor.momentum = aligned_copy(tensor.weight), aligned_copy(tensor.momentum)
+            tensor.weight, tensor.momentum = self._memory.copy(tensor.weight), self._memory.copy(tensor.momentum)
             if _departs(counted[i], rule.kind):
-                tensor.anchor = aligned_copy(tensor.weight)
+                tensor.anchor = self._memory.copy(tensor.weight)
             else:
                 tensor.anchor = _flat(self.optimizer._anchors[i])
             if rule.kind is Kind.EXACT:
                 assert tensor.variance is not None
-                tensor.variance = aligned_copy(tensor.variance)
+                tensor.variance = self._memory.copy(tensor.variance)
 
     def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
         """Start asking whether all workers' ``grads`` are finite: a local step sends nothing else that would tell, and

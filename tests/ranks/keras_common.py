@@ -95,6 +95,7 @@ def beside_pytorch(model, optimizer, kind, steps, arguments, after=lambda other:
         other.step()
         after(other)
     hvd_torch.shutdown()  # before TensorFlow's, which has begun MPI and ends it
+    hvd.init()  # process sets belong to the framework whose Horovod was begun last
     return other, parameters
 
 
@@ -104,13 +105,6 @@ def scaled_step(model, optimizer, x, y):
         loss = optimizer.scale_loss(LOSS(y, model(x)))
     grads = tape.gradient(loss, model.trainable_variables)
     optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-
-def add_process_set(ranks):
-    """Horovod's function, for TensorFlow: it adds sets to the framework whose Horovod was begun last, and a test before
-    may have begun (and ended) PyTorch's."""
-    hvd.init()
-    return hvd.add_process_set(ranks)
 
 
 def weights(model):

@@ -28,7 +28,6 @@ from tests.ranks.keras_common import (
     OPTIMIZERS,
     RANK,
     SIZE,
-    add_process_set,
     assert_replicas_equal,
     batch,
     build,
@@ -410,7 +409,7 @@ class Unconnected(Subclassed):
 @pytest.fixture
 def members():
     """A process set that worker 0 is not in."""
-    found = add_process_set(range(1, SIZE))
+    found = hvd.add_process_set(range(1, SIZE))
     yield found
     hvd.allgather_object(0)  # the set must not go before its members have trained
     hvd.remove_process_set(found)

@@ -30,7 +30,6 @@ from tests.ranks.keras_common import (
     OPTIMIZERS,
     RANK,
     SIZE,
-    add_process_set,
     assert_replicas_equal,
     batch,
     build,
@@ -282,7 +281,7 @@ def test_worker_0_writes_what_a_loop_costs(tmp_path):
 def test_the_first_worker_of_a_process_set_writes(tmp_path):
     """The others do nothing, whether they are in the set or not."""
     path, last = tmp_path / "run.jsonl", SIZE - 1
-    members = add_process_set([last])
+    members = hvd.add_process_set([last])
     model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=2, process_set=members)
     with onebit.Monitor(optimizer, jsonl=path, tensorboard=tmp_path / "board", every=2) as monitor:
         for step in range(4):
