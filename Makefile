@@ -33,6 +33,9 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
+# Without bytecode every process would compile PyTorch or TensorFlow anew, for some ten seconds.
+unexport PYTHONDONTWRITEBYTECODE
+
 # pip shows its progress bars on a terminal only.
 PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of it would take minutes.

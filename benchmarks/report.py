@@ -17,6 +17,7 @@ from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
 ALONE = "no communication"
+YIELDS = "Processes that wait yield their core (`OMPI_MCA_mpi_yield_when_idle=1`)."
 KINDS = {"float32": "float32", "float16": "float16", "1 bit": "1-bit direct"}
 PAGE = """# Performance
 
@@ -221,7 +222,8 @@ def slow(results: dict[str, Any]) -> str:
 
 
 def _known(result: dict[str, Any], part: str) -> str:
-    return known(result.get("measured", {}).get(part), result.get("machine", ""))
+    text = known(result.get("measured", {}).get(part), result.get("machine", ""))
+    return f"{text} {YIELDS}" if result.get("yields") else text
 
 
 def _title(result: dict[str, Any]) -> str:
