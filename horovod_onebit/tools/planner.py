@@ -14,6 +14,10 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tools import show
 
+PER_BYTE, PER_PARAMETER = 13.5e-9, 4.8e-9
+"""Seconds that a worker on the same core costs an exchange, for each byte received and for each parameter. Measured: 3
+and 4 hosts on two cores, `python -m benchmarks.link`."""
+
 
 @dataclass(frozen=True)
 class Job:
@@ -30,8 +34,8 @@ class Job:
         recipe: what the compressed ways send.
         process_sets: whether ``hierarchical`` can be: not for 0/1 Adam, and in PyTorch (Keras needs no process sets)
             with ``hvd.init(process_sets="dynamic")`` only.
-        workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. About half
-            of a transfer's time is a core's work then.
+        workers_per_core: how many workers take turns on a core, where hosts are simulated on one machine. Each beyond
+            the first delays an exchange by ``PER_BYTE`` and ``PER_PARAMETER``.
         every: steps of a round, with ``schedule=Local(every=...)``; 1 without.
         delay: that of ``Local``: the exchange at the end of a round is hidden behind so many steps of the next one.
     """
@@ -196,8 +200,7 @@ def _estimate(
     job: Job, way: str, received: float, stream: float, *, rounds: int, codec: float, last: float
 ) -> Estimate:
     waits = 0.0 if job.workers == 1 else rounds * (job.device.wait + 2 * job.latency)
-    shared = 0.5 + 0.5 * job.workers_per_core
-    stream, waits = shared * stream, shared * waits
+    stream += (job.workers_per_core - 1) * (PER_BYTE * received + PER_PARAMETER * job.parameters)
     transfer = stream + waits
     if job.every > 1 and way not in UNCOMPRESSED:
         hidden = job.delay * job.compute
