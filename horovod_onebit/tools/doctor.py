@@ -88,6 +88,9 @@ def examine(
     if int(found.get("keras", "0").split(".")[0]) >= 3:
         text = "Horovod's own optimizer does not synchronise under Keras 3"
         findings.append(Finding("note", text, "use horovod_onebit.tf.DistributedOptimizer, and its callbacks"))
+    if sys.dont_write_bytecode:
+        text = "Python writes no bytecode here: each process compiles what it imports, PyTorch for some ten seconds"
+        findings.append(Finding("note", text, "unset PYTHONDONTWRITEBYTECODE"))
     if "mpi4py" not in found:
         findings.append(Finding("note", "mpi4py is not installed", "only horovod_onebit.mpi needs it"))
     return found, findings

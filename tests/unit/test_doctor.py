@@ -48,3 +48,10 @@ def test_gpus_without_nccl_are_worth_a_note():
     assert ("ok", "Horovod works with torch, built with gloo") in told
     assert any(level == "note" and "8 GPUs, and Horovod without NCCL" in what for level, what in told)
     assert not [what for level, what in told if level == "error" and "horovodrun" not in what]
+
+
+@pytest.mark.parametrize("without", [False, True])
+def test_processes_that_compile_what_they_import_are_worth_a_note(monkeypatch, without):
+    monkeypatch.setattr("sys.dont_write_bytecode", without)
+    told = levels(HERE, {"built": ["gloo"]})
+    assert without == any(level == "note" and "writes no bytecode" in what for level, what in told)
