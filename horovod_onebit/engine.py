@@ -22,12 +22,12 @@ import numpy as np
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
-from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Travel, choose
+from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels import backend
-from horovod_onebit.kernels.reference import Array
+from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
 from horovod_onebit.layout import plan as lay_out
 from horovod_onebit.recipe import Recipe
@@ -113,7 +113,25 @@ def apply(
             tensor = tensors[piece.tensor].part(piece.start, piece.stop)
             old = None if before is None else before[piece.tensor].part(piece.start, piece.stop)
             coding = context.coding(piece.block_size, messages.bucket.codec)
-            rules[piece.tensor].apply(tensor, messages.rows, wire.RECORDS + piece.bytes.start, coding, context, old)
+            at, innovation = wire.RECORDS + piece.bytes.start, messages.innovation
+            rules[piece.tensor].apply(tensor, messages.rows, at, coding, context, old, innovation=innovation)
+
+
+def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> Predict | None:
+    """What takes from values of a piece, flat float32 in host memory, the ``prediction`` of their mean; None if some
+    rule has none. ``rules`` are by tensor."""
+    if any(rule.prediction(tensor, context) is None for rule, tensor in zip(rules, tensors, strict=True)):
+        return None
+    host = context.kernels.host
+
+    def take(piece: Piece, values: Array) -> None:
+        tensor = tensors[piece.tensor].part(piece.start, piece.stop)
+        how = rules[piece.tensor].prediction(tensor, context)
+        assert how is not None
+        variance = None if tensor.variance is None else host(tensor.variance)
+        context.kernels.move(*how, Arrays(None, host(tensor.momentum), variance, values, None))
+
+    return take
 
 
 class Engine:
@@ -344,6 +362,7 @@ class Engine:
             message.written(stamp)
             item.encoded = message, gradient
 
+        self.exchange.predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
         item.start(self.exchange.travel(message, gradient, encode, stamp, name))
         self._sent[bucket_index] = item

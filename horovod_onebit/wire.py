@@ -203,12 +203,14 @@ class Gathered:
     """k messages: ``rows`` (k, bytes) uint8, records of ``bucket`` from byte ``RECORDS`` on; ``finite`` (n,), for each
     worker.
 
-    k is n, or 1 where the exchange has taken the mean already. What is between is not looked at.
+    k is n, or 1 where the exchange has taken the mean already. What is between is not looked at. ``innovation``: the
+    records are of the mean less what the rules predict of it.
     """
 
     bucket: Bucket
     rows: Any
     finite: NDArray[np.bool_]
+    innovation: bool = False
 
 
 def read(

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import exchange, layout, wire
 from horovod_onebit.averages import all_finite
-from horovod_onebit.engine import apply
+from horovod_onebit.engine import apply, predictor
 from horovod_onebit.exchange import Gradient
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
@@ -121,6 +121,7 @@ class Workers:
         travels = []
         for rank, own in enumerate(grads):
             message = self._messages[rank][number]
+            self._exchanges[rank].predict = predictor([self.rule] * len(self.tensors), self.tensors, self.context)
             made = self._exchanges[rank].travel(message, _unused, self._encoder(rank, own, stamp), stamp, "bucket")
             travels.append(made)
         waiting: list[Any] = [next(travel) for travel in travels]

@@ -80,6 +80,9 @@ Gradient = Callable[[Piece], Array]
 Encode = Callable[[Message, Gradient], None]
 """Compress the gradients of a message's pieces into it, and seal it; or start to fetch it from a GPU."""
 
+Predict = Callable[[Piece, Array], None]
+"""Take from values of a piece, flat float32 in host memory, what all workers know of their mean beforehand."""
+
 Travel = Generator[Handle, Any, Gathered]
 """A bucket on its way: yields each collective that it waits for, is sent its result, and returns what arrived."""
 
@@ -105,8 +108,10 @@ class Exchange:
             what it does then, so that all buckets go through a stage before any goes through the next.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
         from_device: whether messages that lie in a GPU's memory may leave from there.
+        predict: of the step that messages are sent for; None if its rules predict nothing.
     """
 
+    predict: Predict | None = None
     stages = 0
     from_device = False
 

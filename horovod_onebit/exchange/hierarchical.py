@@ -16,7 +16,7 @@ An alltoall and not a reduce-scatter: over Gloo that takes four to seven times a
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -69,6 +69,14 @@ class Exchange(exchange.Exchange):
     def context(self, context: Context) -> None:
         self._between.context = context
 
+    @property
+    def predict(self) -> exchange.Predict | None:
+        return self._between.predict
+
+    @predict.setter
+    def predict(self, predict: exchange.Predict | None) -> None:
+        self._between.predict = predict
+
     def _share(self, bucket: Bucket) -> _Shared:
         cut = shares(bucket, self._local.size)
         own = cut[self._local.rank].bucket
@@ -93,7 +101,8 @@ class Exchange(exchange.Exchange):
             shared.back = wire.Cut(message.bucket.coded(messages.bucket.codec), local.size)
         packed = wire.pack(messages, stamp, size=shared.back.size)
         gathered = yield local.allgather(packed, f"{name}.share")
-        return wire.read_shares(gathered, shared.back, stamp, hosts=len(messages.rows))
+        whole = wire.read_shares(gathered, shared.back, stamp, hosts=len(messages.rows))
+        return replace(whole, innovation=messages.innovation)
 
     def _parts(self, shared: _Shared, gradient: Gradient) -> Array:
         """The gradients, share by share."""

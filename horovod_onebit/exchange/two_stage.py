@@ -9,6 +9,10 @@ On worker j, for its share of a bucket (the numbers are the lines of Algorithm 1
     allgather       the servers' messages together are the message of the mean
     15  mean     = C
 
+With two bits, a server takes from y what all workers know of the mean beforehand, beta1 m in the space that is
+compressed, and they add it again. What is left is smaller, and so is what compression loses of it (predictive coding;
+study 4).
+
 A worker sends and receives (n - 1) / n of a message of each kind, whatever n is. Shares are cut at blocks, so that both
 stages have the same scales and the result is laid out like a worker's own message.
 """
@@ -67,6 +71,11 @@ class Exchange(exchange.Exchange):
         error = feedback.residual(name, own.bucket.size)
         return _Served(name, cut, again, np.zeros(n * cut.size, np.uint8), own, error, np.zeros_like(error))
 
+    @property
+    def _predicts(self) -> bool:
+        """Whether servers send the innovation; not with one bit, as published, whose error would be larger than it."""
+        return self.predict is not None and codecs.find(self.context.recipe.server_codec).bits > 1
+
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}
 
@@ -91,18 +100,23 @@ class Exchange(exchange.Exchange):
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
         whole = wire.read_shares(gathered, served.again, stamp, hosts=1)
-        return replace(whole, finite=received.finite)
+        return replace(whole, finite=received.finite, innovation=self._predicts)
 
     def _recode(self, served: _Served, received: wire.Gathered) -> None:
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
+            error = next_error = served.next_error[start:stop]
+            error[:] = served.error[start:stop]
+            if self._predicts:
+                assert self.predict is not None
+                self.predict(piece, error)
             context.kernels.recode(
                 received.rows,
                 RECORDS + piece.bytes.start,
                 context.coding(piece.block_size),
-                served.error[start:stop],
-                served.next_error[start:stop],
+                error,
+                next_error,
                 served.own.buffer,
                 RECORDS + again.bytes.start,
                 context.coding(piece.block_size, served.own.bucket.codec),

@@ -132,6 +132,15 @@ class Rule:
         """What the mean of all messages, which comes as the gradient, does in step number ``tensor.step + 1``."""
         raise NotImplementedError
 
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        """Takes from the weight what all workers know of the mean before it is there: what they would contribute if all
+        gradients were 0. None if that is nothing."""
+        return None
+
+    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
+        """``motion``, where what comes is the mean less the ``prediction``."""
+        raise NotImplementedError
+
     def exact(self, tensor: Tensor) -> Use:
         """What the exact mean gradient does in step number ``tensor.step``, which counts already."""
         raise NotImplementedError
@@ -199,14 +208,24 @@ class Rule:
         context.kernels.restore(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
 
     def apply(
-        self, tensor: Tensor, rows: Bytes, at: int, coding: Coding, context: Context, before: Tensor | None = None
+        self,
+        tensor: Tensor,
+        rows: Bytes,
+        at: int,
+        coding: Coding,
+        context: Context,
+        before: Tensor | None = None,
+        *,
+        innovation: bool = False,
     ) -> None:
         """Take step number ``tensor.step + 1`` with the mean of all messages, (k, bytes).
 
-        From the momentum and the weight of ``before``, which stay as they are, if it is given.
+        From the momentum and the weight of ``before``, which stay as they are, if it is given. ``innovation``: the
+        messages are of the mean less the ``prediction``.
         """
         old = None if before is None else before.arrays()
-        context.kernels.apply(*self.motion(tensor, context), tensor.arrays(), rows, at, coding, old)
+        how = (self.motion_of_innovation if innovation else self.motion)(tensor, context)
+        context.kernels.apply(*how, tensor.arrays(), rows, at, coding, old)
 
 
 @dataclass(frozen=True)

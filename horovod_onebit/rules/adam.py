@@ -75,6 +75,26 @@ def move_by_momentum(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a
     return x, None, p.decay * w - p.step * (x / denominator(p, v))
 
 
+def predicted_update(p: Scalars, m: Number, v: Number) -> Number:
+    return _update(p, p.beta1 * m, v)
+
+
+def less_update(p: Scalars, _g: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
+    return None, None, w - predicted_update(p, m, v)
+
+
+def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    return None, None, w - p.beta1 * m
+
+
+def move_by_new_update(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return move_by_update(p, x + predicted_update(p, m, v), m, v, w, a)
+
+
+def move_by_new_momentum(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return move_by_momentum(p, x + p.beta1 * m, m, v, w, a)
+
+
 class Exact(NamedTuple):
     """Of an exact step: ``keep2`` is beta2, ``take1`` and ``take2`` are what beta1 and beta2 leave."""
 
@@ -173,6 +193,14 @@ class Adam(Rule):
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         formula = move_by_update if context.recipe.space == "update" else move_by_momentum
+        return Use(formula, self.scalars(tensor, context))
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        formula = less_update if context.recipe.space == "update" else less_momentum
+        return Use(formula, self.scalars(tensor, context))
+
+    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
+        formula = move_by_new_update if context.recipe.space == "update" else move_by_new_momentum
         return Use(formula, self.scalars(tensor, context))
 
     def exact(self, tensor: Tensor) -> Use:

@@ -41,6 +41,14 @@ def move(p: Scalars, x: Number, m: Number, _v: Number, w: Number, _a: Number) ->
     return p.keep * m + p.take * x, None, p.decay * w - p.step * sign(x)
 
 
+def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    return None, None, w - p.beta1 * m
+
+
+def move_by_new(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return move(p, x + p.beta1 * m, m, v, w, a)
+
+
 def exact(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
     direction = contribute(p, g, m, v, w, a)
     return p.keep * m + p.take * g, None, p.decay * w - p.step * sign(direction)
@@ -69,9 +77,18 @@ class Lion(Rule):
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(contribute, self._scalars(0.0, 0.0))
 
-    def motion(self, tensor: Tensor, context: Context) -> Use:
+    def _motion_scalars(self) -> Scalars:
         share = (1 - self.beta2) / (1 - self.beta1)
-        return Use(move, self._scalars(self.beta2 - share * self.beta1, share))
+        return self._scalars(self.beta2 - share * self.beta1, share)
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        return Use(move, self._motion_scalars())
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        return Use(less_momentum, self._scalars(0.0, 0.0))
+
+    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
+        return Use(move_by_new, self._motion_scalars())
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(exact, self._scalars(self.beta2, (1 - self.beta2) * self.grad_scale))

@@ -47,6 +47,14 @@ def move(p: Scalars, x: Number, m: Number, _v: Number, w: Number, _a: Number) ->
     return x, None, p.decay * w + p.look_back * m - p.step * x
 
 
+def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
+    return None, None, w - p.momentum * m
+
+
+def move_by_new(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return move(p, x + p.momentum * m, m, v, w, a)
+
+
 class Exact(NamedTuple):
     """``ahead_g`` and ``ahead_m`` are what the update has of the gradient and of the new momentum."""
 
@@ -116,6 +124,12 @@ class SGD(Rule):
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self.scalars())
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        return Use(less_momentum, self.scalars()) if self.momentum else None
+
+    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
+        return Use(move_by_new, self.scalars())
 
     def exact(self, tensor: Tensor) -> Use:
         """SGD as ``torch.optim.SGD`` has it: the first step's momentum is the gradient itself."""
