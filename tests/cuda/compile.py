@@ -19,7 +19,7 @@ from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
-from horovod_onebit.rules.adam import Adam, move_by_update, update
+from horovod_onebit.rules.adam import Adam, move_by_new_update, move_by_update, update
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
@@ -66,6 +66,8 @@ def uses():
         rule.encode(tensor, numbers, sent, 0, 8, context)
         rule.restore(tensor, numbers, sent, 0, 8, context)
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
+        if rule.prediction(tensor, context) is not None:
+            rule.apply(tensor, sent[None], 0, context.coding(8), context, innovation=True)
         if (lengths := rule.lengths(tensor, context)) is not None:
             backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))
         rule.finish(tensor, np.ones(2), context)
@@ -78,7 +80,7 @@ def programs():
     """Each formula with the codec of one bit, the default rule's with all; and what needs no formula."""
     found = []
     for loop, formula, kind in uses():
-        default = formula in (update, move_by_update)
+        default = formula in (update, move_by_update, move_by_new_update)
         coded = loop in ("encode", "restore", "apply")
         kinds = [None] if not coded else CODECS if default else [codecs.find("sign")]
         found += [Program(loop, formula, kind, codec) for codec in kinds]

@@ -207,6 +207,7 @@ def test_short_gradients_are_read_as_they_are(kind, shift):
 MOTIONS = {
     "update": (adam.move_by_update, of_adam()),
     "momentum": (adam.move_by_momentum, of_adam()),
+    "new update": (adam.move_by_new_update, of_adam()),
     "plain": (sgd.move, scalars(sgd.Scalars, momentum=0.9, grad=1, l2=0, decay=0.99, look_back=0.02, step=0.01)),
 }
 

@@ -135,6 +135,8 @@ MOTIONS = {
         scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
     ),
     "lamb": (lamb.take_over_update, of_adam()),
+    "new update": (adam.move_by_new_update, of_adam()),
+    "new momentum of lamb": (lamb.take_over_new_momentum, of_adam()),
 }
 
 

@@ -16,9 +16,11 @@ from horovod_onebit import (
     UnsupportedError,
     costs,
     simulation,
+    wire,
 )
 from horovod_onebit.exchange import choose, hierarchical
 from horovod_onebit.kernels import reference
+from horovod_onebit.kernels.reference import Arrays
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
 from horovod_onebit.rules.adam import Adam
@@ -153,6 +155,71 @@ def test_lion_learns_with_one_bit(exchange):
     for _, weights in results:
         np.testing.assert_array_equal(weights, results[0][1])
     assert np.abs(results[0][1] - 1).mean() < 1.5 * np.abs(exact[0][1] - 1).mean() + 0.01
+
+
+@pytest.mark.parametrize("space", ["update", "momentum"])
+@pytest.mark.parametrize(
+    "rule",
+    [
+        Adam(lr=0.1),
+        Adam(lr=0.1, weight_decay=0.1, decoupled=False),
+        LAMB(lr=0.1),
+        Lion(lr=0.1),
+        SGD(lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.1),
+    ],
+    ids=lambda rule: rule.name,
+)
+def test_the_mean_less_what_is_predicted_moves_as_the_mean_does(rule, space):
+    """What is predicted is the mean, if all gradients are 0 and nothing decays."""
+    recipe = Recipe(space=space, clip=3.0 if space == "update" else None)
+    context, rng = Context(reference, recipe, 4), np.random.default_rng(1)
+    x, m, v, w = rng.standard_normal((4, 300)).astype(f32)
+    tensor = Tensor("x", w, m, v * v + f32(0.1), np.zeros(300, f32), 7, 7)
+    rule.init(tensor)
+    predicted = np.zeros_like(x)
+    how = rule.prediction(tensor, context)
+    reference.move(*how, Arrays(None, m, tensor.variance, predicted, None))  # 0 less what is predicted
+    plain = dataclasses.replace(rule, **({"weight_decay": 0.0} if "weight_decay" in vars(rule) else {}))
+    alone = reference.contribution(*plain.contribution(tensor, context), tensor.arrays(np.zeros_like(x)))
+    np.testing.assert_array_equal(-predicted, alone)
+    moved = []
+    for how, sent in ((rule.motion(tensor, context), x), (rule.motion_of_innovation(tensor, context), x + predicted)):
+        arrays = Arrays(sent, m.copy(), tensor.variance.copy(), w.copy(), None)
+        reference.move(*how, arrays)
+        moved.append((arrays.momentum, arrays.weight))
+    for expected, found in zip(*moved, strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_what_is_not_predicted():
+    context, zeros = Context(reference, Recipe(), 4), np.zeros(8, f32)
+    tensor = Tensor("x", zeros, zeros, zeros, zeros)
+    assert SGD(lr=0.1).prediction(tensor, context) is None
+    assert of(Adam(lr=0.1), Kind.SYNC).prediction(tensor, context) is None
+
+
+@pytest.mark.parametrize(("codec", "predicts"), [("two_bit", True), ("sign", False)])
+def test_servers_of_two_bits_send_what_nobody_knows(codec, predicts, monkeypatch):
+    """Where gradients are the same in every step, what is left to send is a tenth of the momentum."""
+    found, opened = [], wire.read_shares
+
+    def look(gathered, cut, stamp, *, hosts):
+        whole = opened(gathered, cut, stamp, hosts=hosts)
+        found.append((stamp.step, float(wire.scales_of(whole.rows, whole.bucket).mean())))
+        return whole
+
+    def worker(collectives):
+        weights = {"x": np.zeros(4096, f32)}
+        recipe = dataclasses.replace(EVERYTHING, exchange="two_stage", server_codec=codec, bucket_size=4096)
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=10, recipe=recipe)
+        for _ in range(30):
+            optimizer.step({"x": np.ones(4096, f32)})
+
+    monkeypatch.setattr(wire, "read_shares", look)
+    simulation.run(worker, 3)
+    last = max(step for step, _ in found)
+    scale = np.mean([scale for step, scale in found if step == last])
+    assert (scale < 0.5) == predicts
 
 
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (2, 3), (3, 2), (2, 4)])
