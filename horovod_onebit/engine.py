@@ -118,18 +118,17 @@ def apply(
 
 
 def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> Predict | None:
-    """What takes from values of a piece, flat float32 in host memory, the ``prediction`` of their mean; None if some
-    rule has none. ``rules`` are by tensor."""
-    if any(rule.prediction(tensor, context) is None for rule, tensor in zip(rules, tensors, strict=True)):
+    """What takes from values of a piece the ``prediction`` of their mean; None if some rule has none. ``rules`` are by
+    tensor."""
+    if not all(rule.predicts for rule in rules):
         return None
     host = context.kernels.host
 
     def take(piece: Piece, values: Array) -> None:
         tensor = tensors[piece.tensor].part(piece.start, piece.stop)
-        how = rules[piece.tensor].prediction(tensor, context)
-        assert how is not None
         variance = None if tensor.variance is None else host(tensor.variance)
-        context.kernels.move(*how, Arrays(None, host(tensor.momentum), variance, values, None))
+        arrays = Arrays(None, host(tensor.momentum), variance, values, None)
+        context.kernels.move(*rules[piece.tensor].prediction(tensor, context), arrays)
 
     return take
 

@@ -62,9 +62,10 @@ class Recipe:
             alike, or ``"raise"`` ``NonFiniteError`` alike.
         codec: what an element becomes: ``"sign"``, one bit, or ``"two_bit"``, four levels (see
             ``horovod_onebit.codecs``).
-        server_codec: the same of what the servers of a two-stage exchange send. What their compression loses is of the
-            size of the whole update, however many workers there are: with one bit it shows in the loss, with two
-            hardly (studies 4 and 8).
+        server_codec: the same of what the servers of a two-stage exchange send. With ``"sign"``, that is the mean, and
+            what compression loses is of the size of the whole update, however many workers there are: it shows in the
+            loss. With more bits, it is the mean less what all workers know of it, their momentum, and hardly does
+            (studies 4 and 8).
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 

@@ -127,10 +127,9 @@ def run() -> str:
         f"until {COLD_STEPS} steps after compression has started. Blocks of 128 for `robust`, since the layers are "
         "small. SGD has no denominator that equalises magnitudes, so it is studied without spread only.",
         "`robust` uses the direct exchange. In `two stages`, the servers compress a second time, with two bits by "
-        "default. The error that this adds does not average out with more workers. It shows below a loss of about "
-        "3e-4, which many workers reach here, most clearly with LAMB. With one bit it shows from 4 workers on. `paper` "
-        "also uses two stages, but with 64 servers it has a scale for every 8 elements here, which costs five bits an "
-        "element.",
+        "default: the mean less what all workers know of it, their momentum. With one bit they send the mean itself, "
+        "and what is lost is of its size, however many workers there are: it shows from 4 workers on. `paper` also "
+        "uses two stages, but with 64 servers it has a scale for every 8 elements here: five bits an element.",
     ]
     for rule in RULES:
         for workers in WORKERS:

@@ -195,7 +195,11 @@ class Adam(Rule):
         formula = move_by_update if context.recipe.space == "update" else move_by_momentum
         return Use(formula, self.scalars(tensor, context))
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+    @property
+    def predicts(self) -> bool:
+        return True
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use:
         formula = less_update if context.recipe.space == "update" else less_momentum
         return Use(formula, self.scalars(tensor, context))
 

@@ -84,7 +84,11 @@ class Lion(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self._motion_scalars())
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+    @property
+    def predicts(self) -> bool:
+        return True
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use:
         return Use(less_momentum, self._scalars(0.0, 0.0))
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:

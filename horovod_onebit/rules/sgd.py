@@ -125,8 +125,12 @@ class SGD(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self.scalars())
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
-        return Use(less_momentum, self.scalars()) if self.momentum else None
+    @property
+    def predicts(self) -> bool:
+        return bool(self.momentum)
+
+    def prediction(self, tensor: Tensor, context: Context) -> Use:
+        return Use(less_momentum, self.scalars())
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
         return Use(move_by_new, self.scalars())

@@ -66,7 +66,7 @@ def uses():
         rule.encode(tensor, numbers, sent, 0, 8, context)
         rule.restore(tensor, numbers, sent, 0, 8, context)
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
-        if rule.prediction(tensor, context) is not None:
+        if rule.predicts:
             rule.apply(tensor, sent[None], 0, context.coding(8), context, innovation=True)
         if (lengths := rule.lengths(tensor, context)) is not None:
             backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))

@@ -192,10 +192,8 @@ def test_the_mean_less_what_is_predicted_moves_as_the_mean_does(rule, space):
 
 
 def test_what_is_not_predicted():
-    context, zeros = Context(reference, Recipe(), 4), np.zeros(8, f32)
-    tensor = Tensor("x", zeros, zeros, zeros, zeros)
-    assert SGD(lr=0.1).prediction(tensor, context) is None
-    assert of(Adam(lr=0.1), Kind.SYNC).prediction(tensor, context) is None
+    assert not SGD(lr=0.1).predicts
+    assert not of(Adam(lr=0.1), Kind.SYNC).predicts
 
 
 @pytest.mark.parametrize(("codec", "predicts"), [("two_bit", True), ("sign", False)])
