@@ -68,6 +68,7 @@ def uses():
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
         if rule.predicts:
             rule.apply(tensor, sent[None], 0, context.coding(8), context, innovation=True)
+            backend.move(*rule.prediction(tensor, context), tensor.arrays())
         if (lengths := rule.lengths(tensor, context)) is not None:
             backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))
         rule.finish(tensor, np.ones(2), context)
