@@ -118,10 +118,11 @@ class Workers:
         bucket = self.layout.buckets[number]
         parts = [(self.rule, self.tensors[piece.tensor], piece.block_size) for piece in bucket.pieces]
         stamp = wire.Stamp(self.steps, self.layout.digest, largest_scale(parts, self.context))
+        predict = predictor([self.rule] * len(self.tensors), self.tensors, self.context)
         travels = []
         for rank, own in enumerate(grads):
             message = self._messages[rank][number]
-            self._exchanges[rank].predict = predictor([self.rule] * len(self.tensors), self.tensors, self.context)
+            self._exchanges[rank].predict = predict
             made = self._exchanges[rank].travel(message, _unused, self._encoder(rank, own, stamp), stamp, "bucket")
             travels.append(made)
         waiting: list[Any] = [next(travel) for travel in travels]

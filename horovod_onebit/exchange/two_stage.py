@@ -106,7 +106,7 @@ class Exchange(exchange.Exchange):
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
-            error = next_error = served.next_error[start:stop]
+            error = served.next_error[start:stop]
             error[:] = served.error[start:stop]
             if self._predicts:
                 assert self.predict is not None
@@ -116,7 +116,7 @@ class Exchange(exchange.Exchange):
                 RECORDS + piece.bytes.start,
                 context.coding(piece.block_size),
                 error,
-                next_error,
+                error,
                 served.own.buffer,
                 RECORDS + again.bytes.start,
                 context.coding(piece.block_size, served.own.bucket.codec),

@@ -26,7 +26,7 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import Number, clipped, denominator, f32, sqrt
+from horovod_onebit.formulas import Formula, Number, clipped, denominator, f32, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
@@ -176,6 +176,10 @@ class Adam(Rule):
         }
         return scalars(Scalars, **(values | changes))
 
+    def in_space(self, update: Formula, momentum: Formula, tensor: Tensor, context: Context) -> Use:
+        """The formula of the two that is for the recipe's space."""
+        return Use(update if context.recipe.space == "update" else momentum, self.scalars(tensor, context))
+
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         p = self.scalars(tensor, context)
         if context.recipe.space == "update":
@@ -192,20 +196,17 @@ class Adam(Rule):
         return np.asarray(m / denominator(self.scalars(tensor, context), context.kernels.host(tensor.variance)))
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        formula = move_by_update if context.recipe.space == "update" else move_by_momentum
-        return Use(formula, self.scalars(tensor, context))
+        return self.in_space(move_by_update, move_by_momentum, tensor, context)
 
     @property
     def predicts(self) -> bool:
         return True
 
     def prediction(self, tensor: Tensor, context: Context) -> Use:
-        formula = less_update if context.recipe.space == "update" else less_momentum
-        return Use(formula, self.scalars(tensor, context))
+        return self.in_space(less_update, less_momentum, tensor, context)
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        formula = move_by_new_update if context.recipe.space == "update" else move_by_new_momentum
-        return Use(formula, self.scalars(tensor, context))
+        return self.in_space(move_by_new_update, move_by_new_momentum, tensor, context)
 
     def exact(self, tensor: Tensor) -> Use:
         """Adam (Kingma and Ba 2015), or AdamW with ``decoupled`` decay."""

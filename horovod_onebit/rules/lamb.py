@@ -137,12 +137,10 @@ class LAMB(Adam):
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         """Take over the momentum; the weights wait for ``finish``, which needs the whole layer."""
-        formula = take_over_update if context.recipe.space == "update" else take_over_momentum
-        return Use(formula, self.scalars(tensor, context))
+        return self.in_space(take_over_update, take_over_momentum, tensor, context)
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        formula = take_over_new_update if context.recipe.space == "update" else take_over_new_momentum
-        return Use(formula, self.scalars(tensor, context))
+        return self.in_space(take_over_new_update, take_over_new_momentum, tensor, context)
 
     def _step(self, tensor: Tensor, context: Context, coefficient: float = 0.0) -> Step:
         values = {
