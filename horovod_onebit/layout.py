@@ -142,7 +142,7 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
 
 
 def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
-    """Cut ``bucket`` at blocks into ``workers`` shares, about equal; the last ones may be empty."""
+    """Cut ``bucket`` at blocks into ``workers`` shares, about equal; some are empty if there are fewer blocks."""
     edges = [bucket.blocks * j // workers for j in range(workers + 1)]
     result = []
     byte = 0

@@ -57,12 +57,14 @@ class Cut:
 
     Attributes:
         shares: what ``layout.shares`` gives.
+        filled: those that have blocks, with their numbers; of many workers and a small bucket, few have any.
         blocks: of each share, (workers,).
         size: bytes of a share's message, the same for all.
     """
 
     def __init__(self, bucket: Bucket, workers: int) -> None:
         self.bucket, self.shares = bucket, shares(bucket, workers)
+        self.filled = [(number, share) for number, share in enumerate(self.shares) if share.bucket.blocks]
         self.blocks = np.array([share.bucket.blocks for share in self.shares])
         self.size = max(message_size(share.bucket) for share in self.shares)
 
@@ -246,8 +248,8 @@ def read_shares(gathered: NDArray[np.uint8], cut: Cut, stamp: Stamp, *, hosts: i
     rows, finite = _open(gathered, bucket.index, np.repeat(cut.blocks, hosts), stamp, cut.size, senders)
     rows, finite = rows.reshape(count, hosts, cut.size), finite.reshape(count, hosts)
     whole = np.zeros((hosts, RECORDS + bucket.bytes), np.uint8)
-    for row, share in zip(rows, cut.shares, strict=True):
-        whole[:, RECORDS:][:, share.bytes] = row[:, RECORDS : RECORDS + share.bucket.bytes]
+    for number, share in cut.filled:
+        whole[:, RECORDS:][:, share.bytes] = rows[number, :, RECORDS : RECORDS + share.bucket.bytes]
     scales = scales_of(whole, bucket)
     if _corrupt(scales, stamp).any():
         for j, share in enumerate(cut.shares):

@@ -16,7 +16,7 @@ ROBUST, KIND = PRESETS["robust"], OTHERS["language"]
 STEPS = KIND.steps
 LOOK = 100
 """Steps between two looks at the test loss."""
-SEEDS = (0,)
+SEEDS = (0, 1, 2)
 WORKERS = 4
 FLOAT32 = 32 * 2 * (WORKERS - 1) / WORKERS
 """Bits of a parameter that a worker sends in a ring."""
@@ -120,7 +120,7 @@ def run() -> str:
     text = [
         "## 10. A larger language model",
         f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {STEPS:,} steps at "
-        f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seed, "
+        f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seeds, "
         f"{WORKERS} workers. `robust` exchanges directly, `fixed` "
         "in two stages. "
         "PowerSGD (Vogels et al. 2019) with error feedback replaces the "

@@ -85,9 +85,9 @@ class Exchange(exchange.Exchange):
         yield from encoded(message, gradient, encode, stamp)
         # To every server its share of the message.
         rows = served.outgoing.reshape(-1, cut.size)
-        for row, share in zip(rows, cut.shares, strict=True):
+        for number, share in cut.filled:
             records = message.buffer[RECORDS + share.bytes.start : RECORDS + share.bytes.stop]
-            row[RECORDS : RECORDS + len(records)] = records
+            rows[number, RECORDS : RECORDS + len(records)] = records
         wire.seal_rows(rows, cut.blocks, message.bucket.index, stamp, message.finite)
         scattered = yield self.collectives.alltoall(served.outgoing, f"{name}.scatter")
         # The mean of this worker's share, compressed again, to all.
