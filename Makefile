@@ -33,7 +33,7 @@ export OMPI_ALLOW_RUN_AS_ROOT := 1
 export OMPI_ALLOW_RUN_AS_ROOT_CONFIRM := 1
 endif
 
-# Without bytecode every process would compile PyTorch or TensorFlow anew, for some ten seconds.
+# Without bytecode every process would compile PyTorch or TensorFlow again, which takes some ten seconds.
 unexport PYTHONDONTWRITEBYTECODE
 
 # pip shows its progress bars on a terminal only.

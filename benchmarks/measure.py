@@ -204,7 +204,7 @@ def verdict(
     seconds: float,
     target: float = TARGET,
 ) -> Verdict:
-    """Whether to go on, after ``elapsed`` seconds and a round that took ``last`` of them, where ``seconds`` are given.
+    """Whether to continue after ``elapsed`` seconds and a round that took ``last`` of them, if ``seconds`` are given.
 
     ``pairs`` are the ways whose ratios are wanted; ``most`` is how often each may take part.
     """

@@ -2,7 +2,7 @@
 
 send     1. the rule encodes each tensor of the bucket into one message: scales and bits
          2. the message starts on its way (from a GPU, once it has arrived); the next bucket is encoded, or the
-            backward pass goes on, meanwhile
+            backward pass continues, meanwhile
 agree    3. all workers mean the same, or an error on every worker; whether all gradients were finite
 receive  4. a bucket's messages are there, and are what this step expects
          5. the rule decodes the mean and moves the weights; or all is taken back
@@ -84,7 +84,7 @@ class _Sent:
         return isinstance(self.waiting, Arrival)
 
     def advance(self) -> None:
-        """Wait, and go on up to the next thing that is waited for; not the last."""
+        """Wait, and continue up to the next thing that is waited for; not the last."""
         self.stage += not self.arriving
         self.waiting = self._travel.send(self.waiting.wait())
 
@@ -253,7 +253,7 @@ class Engine:
     def leave_world(self, left: Residuals | None) -> Residuals:
         """Horovod was restarted, with other workers: forget what is under way; returns the residuals. Local.
 
-        ``left`` is what an earlier call returned and nobody has shared out yet: then that is what counts.
+        ``left`` is what an earlier call returned and has not been redistributed yet: then that is what counts.
         """
         if left is None:
             left = self.residuals()
@@ -523,7 +523,7 @@ class Engine:
         return self._conclude(rules, self.tensors, finite=finite)
 
     def go_on(self, buckets: Iterable[int]) -> list[int]:
-        """Of ``buckets`` that were sent, let those go on that have what they wait for; those whose end this was, and
+        """Of ``buckets`` that were sent, let those continue that have what they wait for; those whose end this was, and
         whose messages are all finite, may be moved."""
         done = []
         for index in buckets:

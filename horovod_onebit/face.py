@@ -122,7 +122,7 @@ def next_name(process_set: Any, label: str | None = None, *, loaded: bool = Fals
     """Begins the names of an optimizer's collectives: the same on all workers of the set.
 
     By the order in which optimizers are built, so that two models that one worker trains in another order are told
-    apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to go on with it where the
+    apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to continue with it where the
     others build theirs.
     """
     # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members.

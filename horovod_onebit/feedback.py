@@ -59,12 +59,12 @@ def unmarked(state: Mapping[str, T], kind: str, workers: int) -> dict[str, T]:
         if saved != kind:
             raise ConfigurationError(
                 f"these residuals were saved {of_kind(saved)}, and this optimizer is {of_kind(kind)}: build it as it "
-                "was, or go on without them"
+                "was, or continue without them"
             )
         if number != str(workers) and any(name.startswith(SERVER_PREFIX) for name in residuals):
             raise ConfigurationError(
                 f"these residuals are those of one of {number} workers, and there are {workers}: use save_checkpoint "
-                "and load_checkpoint, which redistribute them, or go on without them"
+                "and load_checkpoint, which redistribute them, or continue without them"
             )
     return residuals
 
@@ -72,7 +72,7 @@ def unmarked(state: Mapping[str, T], kind: str, workers: int) -> dict[str, T]:
 class ErrorFeedback:
     """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place.
 
-    They lie in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
+    They are stored in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
     """
 
     def __init__(self, kernels: ModuleType = reference) -> None:
@@ -82,8 +82,8 @@ class ErrorFeedback:
     def residual(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Any:
         """The residual of a tensor of ``size`` elements, zeros at first.
 
-        ``zeros`` makes so many float32 zeros outside of host memory, where the residual is to lie; it moves there or
-        back if it was elsewhere.
+        ``zeros`` makes so many float32 zeros outside of host memory, where the residual is to be stored; a
+        residual that is stored in the other place moves.
         """
         found = self._residuals.get(name)
         if found is not None and found.size != size:
@@ -99,7 +99,7 @@ class ErrorFeedback:
         return found
 
     def put(self, name: str, values: Array) -> None:
-        """Let the residual of ``name`` be ``values``, wherever it lies."""
+        """Let the residual of ``name`` be ``values``, wherever it is stored."""
         if name not in self._residuals:
             self.residual(name, len(values))
         self.kernels.write(self._residuals[name], values)

@@ -82,7 +82,7 @@ class Bucket:
 
 @dataclass(frozen=True)
 class Share:
-    """The part of a bucket that one worker serves: a bucket of its own, and where it lies in the whole one."""
+    """The part of a bucket that one worker serves: a bucket of its own, and where it is in the whole one."""
 
     bucket: Bucket
     blocks: slice

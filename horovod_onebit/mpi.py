@@ -24,7 +24,7 @@ class _Handle:
         self.request, self.source, self.result = request, source, result
 
     def ready(self) -> bool:
-        return False  # MPI pairs by order: whether a worker goes on must not depend on when its messages come
+        return False  # MPI pairs by order: whether a worker continues must not depend on when its messages come
 
     def wait(self) -> NDArray:
         self.request.Wait()

@@ -24,9 +24,34 @@ from horovod_onebit.errors import ConfigurationError, DesyncError
 
 T = TypeVar("T")
 
+PATIENCE = 0.1
+"""Seconds that a worker waits for its turn."""
+
 
 class _StoppedError(DesyncError):
     """A worker waited for others that failed, or never came."""
+
+
+class _Turns:
+    """Lets one worker run until it waits for the others: threads that compete for the interpreter spend half of their
+    time on switching. A worker whose turn does not come runs all the same, since the one whose turn it is may be busy
+    for long, or wait for it in a way that is not known here."""
+
+    def __init__(self) -> None:
+        self._lock, self._mine = threading.Lock(), threading.local()
+
+    def __enter__(self) -> None:
+        self._mine.taken = self._lock.acquire(timeout=PATIENCE)
+
+    def __exit__(self, *raised: object) -> None:
+        if self._mine.taken:
+            self._lock.release()
+
+    def wait(self, event: threading.Event, timeout: float) -> None:
+        """Wait for ``event``, and meanwhile let others run."""
+        self.__exit__()
+        event.wait(timeout)
+        self.__enter__()
 
 
 class _Call:
@@ -51,9 +76,10 @@ class _Call:
 
 
 class _World:
-    def __init__(self, size: int, timeout: float) -> None:
+    def __init__(self, size: int, timeout: float, turns: _Turns) -> None:
         self.size = size
         self.timeout = timeout
+        self.turns = turns
         self.lock = threading.Lock()
         self.calls: dict[tuple[str, int], _Call] = {}
         self.failed = False
@@ -68,7 +94,8 @@ class _World:
             return call
 
     def collect(self, key: tuple[str, int], call: _Call) -> _Call:
-        call.complete.wait(self.timeout)
+        if not call.complete.is_set():
+            self.turns.wait(call.complete, self.timeout)
         with self.lock:
             if call.missing:
                 missing = [i for i, a in enumerate(call.posted) if a is None]
@@ -159,13 +186,14 @@ def _total(arrays: list[NDArray]) -> NDArray:
     return result
 
 
-def _make(world: _World, workers: int, workers_per_host: int, timeout: float) -> list[SimulatedCollectives]:
+def _make(world: _World, workers: int, workers_per_host: int) -> list[SimulatedCollectives]:
     """All workers' collectives; with those within and between hosts where there are several of both."""
     hosts = workers // workers_per_host
     if hosts == 1 or workers_per_host == 1:
         return [SimulatedCollectives(world, i, (i // workers_per_host, workers_per_host)) for i in range(workers)]
-    local = [_World(workers_per_host, timeout) for _ in range(hosts)]
-    cross = [_World(hosts, timeout) for _ in range(workers_per_host)]
+    shared = world.timeout, world.turns
+    local = [_World(workers_per_host, *shared) for _ in range(hosts)]
+    cross = [_World(hosts, *shared) for _ in range(workers_per_host)]
     made = []
     for rank in range(workers):
         host, place = divmod(rank, workers_per_host)
@@ -185,14 +213,15 @@ def run(
     """
     if whole("workers", workers) % whole("workers_per_host", workers_per_host):
         raise ConfigurationError(f"{workers} workers do not fill hosts of {workers_per_host}: expected a multiple")
-    world = _World(workers, timeout)
-    everybody = _make(world, workers, workers_per_host, timeout)
+    turns = _Turns()
+    everybody = _make(_World(workers, timeout, turns), workers, workers_per_host)
     results: list[Any] = [None] * workers
     errors: list[BaseException | None] = [None] * workers
 
     def body(rank: int) -> None:
         try:
-            results[rank] = worker(everybody[rank])
+            with turns:
+                results[rank] = worker(everybody[rank])
         except BaseException as error:
             errors[rank] = error
             for one in everybody:

@@ -141,7 +141,7 @@ class Message:
 
 
 def messages(buckets: Sequence[Bucket], on_device: Sequence[bool], kernels: ModuleType, *, stay: bool) -> list[Message]:
-    """A message for each bucket; of ``kernels``'s making for those whose tensors lie on a device."""
+    """A message for each bucket; of ``kernels``'s making for those whose tensors are on a device."""
     twins = [
         kernels.twin(message_size(b), b.blocks) if there else None for b, there in zip(buckets, on_device, strict=True)
     ]
@@ -196,7 +196,7 @@ class Remote(Protocol):
         ...
 
     def rows(self, rows: int) -> Any:
-        """The messages, where they lie, for the kernels."""
+        """The messages, where they are stored, for the kernels."""
         ...
 
 

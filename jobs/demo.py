@@ -38,7 +38,7 @@ def run(
     network: Sequence[str] = (),
     watch: Callable[[Records], None] = lambda records: None,
 ) -> report.Run:
-    """One job, by horovodrun or in the ``network`` of ``jobs.link``; ``watch`` gets its records while it goes on.
+    """One job, by horovodrun or in the ``network`` of ``jobs.link``; ``watch`` gets its records while it runs.
 
     Exits with its status, after the end of its output, if it fails.
     """

@@ -1,4 +1,4 @@
-"""What a person sees while jobs train one after the other: a table that changes on a terminal, lines elsewhere."""
+"""What a person sees while jobs train one after the other: a table that changes on a terminal, else lines."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from studies import (
     early,
+    images,
     language,
     local,
     magnitudes,
@@ -34,6 +35,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "stages": stages.run,
     "local": local.run,
     "language": language.run,
+    "images": images.run,
 }
 HEAD = """# Studies
 

@@ -1,6 +1,6 @@
 """Study 6: learning rates and warm-ups, exact Adam beside ``robust``; simulated workers, real text and images.
 
-Each run is kept in build/studies, so that a study that was stopped goes on where it was.
+Each run is kept in build/studies, so that a study that was stopped continues where it was.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from horovod_onebit.schedule import Local
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import Options, parse
 from studies import pool, report
+from studies.library import LIBRARY
 from studies.magnitudes import networks
 
 RUNS = report.ROOT / "build" / "studies"
@@ -63,6 +64,8 @@ OTHERS = {
     "long text": Kind(2000, 32, (4e-3,)),
     "digits": Kind(600, 64, (1e-3, 2e-3)),
     "language": Kind(2000, 32, (2e-3,)),
+    "resnet": Kind(300, 32, (2e-3,)),
+    "vit": Kind(300, 32, (2e-3,)),
 }
 """Of other studies."""
 
@@ -112,14 +115,16 @@ def documentation() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
-    if task in ("vgg", "digits"):
-        return load(parse(["--task", task]))
+    if task in ("vgg", "digits", *LIBRARY):
+        return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
     raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
 
 
 def network(task: str) -> Any:
     """A new network for ``task``."""
+    if task in LIBRARY:
+        return LIBRARY[task]()
     found = networks()
     if task == "language":
         return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)

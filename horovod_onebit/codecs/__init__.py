@@ -20,7 +20,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from importlib import import_module
 from pkgutil import iter_modules
 from typing import Any
@@ -56,14 +55,14 @@ def names() -> tuple[str, ...]:
     return tuple(sorted(module.name for module in iter_modules(__path__)))
 
 
+_found: dict[str, Codec] = {}
+
+
 def find(name: str) -> Codec:
     """The codec of the file ``name``."""
-    if not isinstance(name, str) or name not in names():
-        raise ConfigurationError(f"codec {name!r} is unknown; expected one of {', '.join(map(repr, names()))}")
-    return _load(name)
-
-
-@cache
-def _load(name: str) -> Codec:
-    file = import_module(f"{__name__}.{name}")
-    return Codec(name, file.BITS, file.scale, file.code, file.value)
+    if not isinstance(name, str) or name not in _found:
+        if name not in names():
+            raise ConfigurationError(f"codec {name!r} is unknown; expected one of {', '.join(map(repr, names()))}")
+        file = import_module(f"{__name__}.{name}")
+        _found[name] = Codec(name, file.BITS, file.scale, file.code, file.value)
+    return _found[name]

@@ -48,7 +48,7 @@ class Collectives(Protocol):
 
     @property
     def gathers_on_device(self) -> bool:
-        """Whether ``allgather`` takes bytes that lie in a GPU's memory, too; ``wait`` then gives a ``wire.Remote``."""
+        """Whether ``allgather`` takes bytes in a GPU's memory, too; ``wait`` then gives a ``wire.Remote``."""
         ...
 
     def allgather(self, array: Any, name: str) -> Handle:
@@ -107,7 +107,7 @@ class Exchange:
         stages: how many results each bucket's ``travel`` has to be sent before the last one. Other workers wait for
             what it does then, so that all buckets go through a stage before any goes through the next.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
-        from_device: whether messages that lie in a GPU's memory may leave from there.
+        from_device: whether messages in a GPU's memory may leave from there.
         predict: of the step that messages are sent for; None if its rules predict nothing.
     """
 

@@ -60,12 +60,13 @@ class Exchange(exchange.Exchange):
     ) -> None:
         """Cut every bucket into shares. The server's residual survives as long as the layout does."""
         super().__init__(context, collectives, feedback, buckets, digest)
+        self._codec = codecs.find(context.recipe.server_codec)
         self._served = {bucket.index: self._serve(bucket, digest, feedback) for bucket in buckets}
 
     def _serve(self, bucket: Bucket, digest: int, feedback: ErrorFeedback) -> _Served:
         n, rank = self.collectives.size, self.collectives.rank
         cut = wire.Cut(bucket, n)
-        again = wire.Cut(bucket.coded(codecs.find(self.context.recipe.server_codec)), n)
+        again = wire.Cut(bucket.coded(self._codec), n)
         own = wire.Message(again.shares[rank].bucket, np.zeros(again.size, np.uint8))
         name = f"{SERVER_PREFIX}{digest:016x}.{bucket.index}"
         error = feedback.residual(name, own.bucket.size)
@@ -74,7 +75,7 @@ class Exchange(exchange.Exchange):
     @property
     def _predicts(self) -> bool:
         """Whether servers send the innovation; not with one bit, as published, whose error would be larger than it."""
-        return self.predict is not None and codecs.find(self.context.recipe.server_codec).bits > 1
+        return self.predict is not None and self._codec.bits > 1
 
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}

@@ -1,7 +1,7 @@
 """The loops for CPUs: Numba, one pass over memory, threads that hold no lock.
 
 Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Each block
-of a tensor is worked on while it lies in the first-level cache, so memory is read and written once. Large tensors are
+of a tensor is worked on while it is in the first-level cache, so memory is read and written once. Large tensors are
 split between threads by blocks; the result does not depend on how many there are.
 
 The loops are templates: ``_loop`` binds their formulas and compiles one of each kind that is used.
@@ -272,7 +272,7 @@ def _apply(p, m, v, w, a, old_m, old_w, rows, words, at, record, block_size, fir
         lo = k * block_size
         hi = min(lo + block_size, w.size)
         mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
-        _take(m, old_m, lo, hi)  # while it lies in the first-level cache
+        _take(m, old_m, lo, hi)  # while it is in the first-level cache
         _take(w, old_w, lo, hi)
         step(p, total[: hi - lo], _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
 

@@ -58,23 +58,23 @@ def batch() -> Iterator[None]:
 def twin(size: int, scales: int) -> Any:
     """A message of ``size`` bytes for tensors on a device, which arrives some time after it was encoded.
 
-    Its attributes are those of ``cuda.Twin``; None where tensors lie in host memory.
+    Its attributes are those of ``cuda.Twin``; None where tensors are in host memory.
     """
     return None
 
 
 def host(array: Array) -> Array:
-    """``array`` in host memory, for reading: itself, or a copy of what lies on a device."""
+    """``array`` in host memory, for reading: itself, or a copy of what is on a device."""
     return array
 
 
 def write(array: Array, values: Array | float) -> None:
-    """Put ``values``, which lie in host memory, into ``array``, which may lie on a device."""
+    """Put ``values``, which are in host memory, into ``array``, which may be on a device."""
     array[:] = values
 
 
 def copy(source: Array, target: Array) -> None:
-    """Put ``source`` into ``target``, which lies in the same memory."""
+    """Put ``source`` into ``target``, which is in the same memory."""
     target[:] = source
 
 

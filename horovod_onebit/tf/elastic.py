@@ -63,7 +63,7 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        self._left: Residuals | None = None  # those of a world that is no more, until they are shared out
+        self._left: Residuals | None = None  # those of a world that is no more, until they are redistributed
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
 

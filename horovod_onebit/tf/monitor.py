@@ -39,7 +39,7 @@ class Monitor(monitor.FaceMonitor):
     Args:
         optimizer: what ``DistributedOptimizer`` returned.
         jsonl: a file for a JSON object a line; ``horovod-onebit plot`` draws it.
-        append: go on with the file of a run that is resumed, instead of a new one.
+        append: continue the file of a run that is resumed, instead of a new one.
         tensorboard: a folder for TensorBoard; tags begin with ``horovod_onebit/``.
         every: steps from one line to the next. The norms in it cost a pass over the error feedback.
     """

@@ -1,4 +1,4 @@
-"""Tables and progress (by rich on a terminal that has it, plain text elsewhere), and figures by matplotlib."""
+"""Tables and progress (by rich on a terminal that has it, else as plain text), and figures by matplotlib."""
 
 from __future__ import annotations
 

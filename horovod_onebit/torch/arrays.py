@@ -60,9 +60,9 @@ class Place:
 
 
 class Placement:
-    """Which parameters are worked on where they lie, on a GPU; all others are worked on in the host's memory.
+    """Which parameters are worked on where they are, on a GPU; all others are worked on in the host's memory.
 
-    "auto" is the GPU for what lies there, where the CUDA kernels do what they should; "cuda" insists on them, and takes
+    "auto" is the GPU for what is there, where the CUDA kernels do what they should; "cuda" insists on them, and takes
     parameters in host memory too if Numba simulates; "cpu" never uses them.
     """
 

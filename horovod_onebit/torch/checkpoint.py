@@ -157,7 +157,7 @@ class _Torch(checkpoints.Face):
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         def shared(one: Residuals) -> Residuals:
-            return one | {"optimizer": None}  # each worker goes on with worker 0's
+            return one | {"optimizer": None}  # each worker continues with worker 0's
 
         return super().merge(map(shared, everybody))
 

@@ -36,7 +36,7 @@ MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 
 
 class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched. What rounds keep lies apart from it."""
+    """Any optimizer: of its state, nothing is touched. What rounds keep is stored apart from it."""
 
     anchor_key = ANCHOR
 
@@ -69,7 +69,7 @@ class LocalParameters(Parameters):
         return any(id(p) not in here for p in self.bindings)
 
     def bind_all(self) -> None:
-        """Those that are trained now, where they lie now."""
+        """Those that are trained now, where they are now."""
         self.unbind()
         for p in self.trained():
             self._bind_one(p)
@@ -387,7 +387,7 @@ class LocalSteps(Steps):
             super().check_replicas()
 
     def interrupt(self) -> None:
-        """All workers together go on from other weights, or another state: the next step begins a round."""
+        """All workers together continue from other weights, or another state: the next step begins a round."""
         self.engine.abandon_step()
         self.parameters.unbind()
 

@@ -206,7 +206,7 @@ class Parameters:
             self.bindings[p].coarsen(self.adapter.variance_key)
 
     def bind(self, p: torch.Tensor) -> None:
-        """Compress ``p``, where it lies now; ``_order`` is to be called afterwards, once for all."""
+        """Compress ``p``, where it is now; ``_order`` is to be called afterwards, once for all."""
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
@@ -423,7 +423,7 @@ class Parameters:
         )
 
     def export(self, state: dict[str, Any]) -> None:
-        """Complete the wrapped optimizer's ``state``: as a plain optimizer can go on with, and how far the run is.
+        """Complete the wrapped optimizer's ``state``: a plain optimizer can continue from it; it tells how far the run is.
 
         Second moments are then new tensors, where they are others: those of the running optimizer stay what they are.
         """
@@ -488,7 +488,7 @@ class Parameters:
         return dict(zip(self.ordered(), chain(numbers, repeat(0)), strict=False))
 
     def _load_moments(self, progress: Progress, seen: Mapping[torch.Tensor, int]) -> None:
-        """Second moments as compressed steps, or exact ones, go on with; the state has them as in ``plain``."""
+        """Second moments from which compressed steps, or exact ones, continue; the state has them as in ``plain``."""
         key = self.adapter.variance_key
         taken = self._by_position(progress.taken)
         for group, _, p in self.enumerated():

@@ -1,7 +1,7 @@
 """The second moment as a plain optimizer needs it, which corrects the bias of both moments by one count of steps.
 
 In a compressed run the second moment v has seen V steps and is frozen, and is corrected by 1 - beta2^V; the count T of
-optimizer steps goes on, and a plain optimizer corrects by 1 - beta2^T. ``state_dict()`` therefore has v times
+optimizer steps continues, and a plain optimizer corrects by 1 - beta2^T. ``state_dict()`` therefore has v times
 (1 - beta2^T) / (1 - beta2^V). A resumed run gets back the very bits of v, because v has four bits to spare: they are
 rounded off when it is frozen, 2^-20 of its value, and what multiplication and division add is less than that.
 """

@@ -1,9 +1,9 @@
 """The loops for NVIDIA GPUs: Numba CUDA, one pass over device memory.
 
-Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Tensors lie
+Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Tensors are
 in device memory: a ``Buffer``, or anything flat with ``__cuda_array_interface__``; gradients may be float16 or
-bfloat16. Messages may lie in host memory, where they travel from: 1/32 of the tensors' bytes cross the bus, through
-pinned memory. Calls inside ``with batch():`` are launched together, on the stream that ``use_stream`` names. What lies
+bfloat16. Messages may be in host memory, from where they are sent: 1/32 of the tensors' bytes cross the bus, through
+pinned memory. Calls inside ``with batch():`` are launched together, on the stream that ``use_stream`` names. What is
 in host memory altogether is worked on by ``cpu``.
 
 Needs the extra ``[cuda]`` (numba-cuda) and a GPU; with ``NUMBA_ENABLE_CUDASIM=1`` it runs in Numba's simulator.
@@ -79,7 +79,7 @@ def use_stream(stream: Callable[[], int]) -> None:
 
 
 def _on_host(array: Any) -> bool:
-    """Whether ``array`` lies in host memory, which in the simulator is the device's."""
+    """Whether ``array`` is in host memory, which in the simulator is the device's."""
     return isinstance(array, np.ndarray) and not SIMULATED
 
 
@@ -252,7 +252,7 @@ def move(formula: Formula, p: Any, arrays: Arrays) -> None:
 
 
 def sums(formula: Formula, p: Any, arrays: Arrays, out: NDArray[np.float64]) -> None:
-    """See ``reference.sums``; ``out`` lies in host memory, and is there at the end of a batch."""
+    """See ``reference.sums``; ``out`` is in host memory, and is complete at the end of a batch."""
     if _on_host(arrays.weight):
         return cpu.sums(formula, p, arrays, out)
     line = _row(p=p)

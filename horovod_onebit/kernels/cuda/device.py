@@ -115,7 +115,7 @@ else:
     def warp_sums(a, b):
         """The sums over the warp: of ``a`` in the lower half of its lanes, of ``b`` in the upper one.
 
-        The halves first tell each other what they do not go on with, so that only one number travels.
+        The halves first tell each other what they do not continue with, so that only one number travels.
         """
         upper = (cuda.threadIdx.x & 16) != 0
         own, other = (b, a) if upper else (a, b)

@@ -1,4 +1,4 @@
-"""From calls to launches: arrays on the device, addresses, tables, streams, and what lies in host memory."""
+"""From calls to launches: arrays on the device, addresses, tables, streams, and what is in host memory."""
 
 from __future__ import annotations
 

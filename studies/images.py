@@ -1,0 +1,85 @@
+"""Study 11: a ResNet and a vision transformer as a library has them, on images; simulated workers.
+
+Needs ``transformers``: pip install -r requirements/studies.txt.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from statistics import mean
+
+from horovod_onebit.recipe import PRESETS, Recipe
+from studies import pool, report
+from studies.library import LIBRARY
+from studies.rates import OTHERS, Cell, Result, kept, network, train
+
+TASKS = tuple(LIBRARY)
+SEEDS = (0, 1, 2)
+WORKERS = 4
+DIRECT = replace(PRESETS["robust"], exchange="direct")
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the table: ``warmup`` exact steps (None: all)."""
+
+    text: str
+    warmup: int | str | None
+    recipe: Recipe = DIRECT
+
+
+EXACT = Way("exact", None)
+WAYS = (
+    EXACT,
+    Way("`robust`, 20 exact steps", 20),
+    Way('`robust`, "auto"', "auto"),
+    Way("`fixed`, 20 exact steps", 20, PRESETS["fixed"]),
+    Way("`paper`, 20 exact steps", 20, PRESETS["paper"]),
+)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run of the study."""
+
+    task: str
+    way: Way
+    seed: int
+
+
+def result(run: Run) -> Result:
+    """The result of ``run``."""
+    cell = Cell(run.task, WORKERS, OTHERS[run.task].rates[0], run.way.warmup, run.seed)
+    text = "".join(letter for letter in run.way.text if letter.isalnum() or letter == " ").replace(" ", "-")
+    return kept(f"images/{run.task}-{text}-{run.seed}", lambda: train(cell, run.way.recipe))
+
+
+def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
+    float32 = 32 * 2 * (WORKERS - 1) / WORKERS  # bits of a parameter that a worker sends in a ring
+    for way in WAYS:
+        of_seeds = [found[Run(task, way, seed)] for seed in SEEDS]
+        losses = [each["loss"] for each in of_seeds]
+        fewer = 1.0 if way == EXACT else float32 / mean(each["bits"] for each in of_seeds)
+        loss = f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})" if all(map(math.isfinite, losses)) else ""
+        right = 100 * mean(each["accuracy"] for each in of_seeds)
+        yield [way.text, f"{fewer:.1f}", loss or "diverged", f"{right:.1f} %"]
+
+
+def run() -> str:
+    """The section of the page."""
+    found = pool.results(result, [Run(*one) for one in product(TASKS, WAYS, SEEDS)])
+    head = ["", "times fewer bits, whole run", "test loss", "right"]
+    text = [
+        "## 11. A ResNet and a vision transformer",
+        "Both as the library `transformers` has them, on scikit-learn's digits enlarged to 32x32. Adam, "
+        f"{WORKERS} workers with {OTHERS[TASKS[0]].batch // WORKERS} images each, {OTHERS[TASKS[0]].steps} steps at "
+        f"a rate of {OTHERS[TASKS[0]].rates[0]:g} that falls along a cosine, means of {len(SEEDS)} seeds, and the "
+        "smallest and the largest loss. `robust` exchanges directly, the others in two stages.",
+    ]
+    for task, name in zip(TASKS, ("ResNet-18", "Vision transformer"), strict=True):
+        size = 1e-6 * sum(p.numel() for p in network(task).parameters())
+        text += [f"### {name} of {size:.1f} M parameters", report.table(head, _rows(found, task))]
+    return "\n\n".join(text) + "\n"
