@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import numbers
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
@@ -20,10 +20,12 @@ def whole(name: str, value: Any, what: str = "a whole number", least: int = 1) -
     return value
 
 
-def root_rank(value: Any, workers: int) -> int:
-    """A rank of ``workers``."""
+def root_rank(value: Any, workers: int, ranks: Collection[int] | None = None) -> int:
+    """A rank of ``workers``, and of a process set's ``ranks``, which are None if it is the whole world."""
     if whole("root_rank", value, "a rank", least=0) >= workers:
         raise ConfigurationError(f"root_rank={value}: expected 0 <= root_rank < {workers}")
+    if ranks is not None and value not in ranks:
+        raise ConfigurationError(f"root_rank={value}: expected a rank of the process set, {ranks}")
     return value
 
 

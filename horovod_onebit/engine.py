@@ -361,9 +361,9 @@ class Engine:
             message.written(stamp)
             item.encoded = message, gradient
 
-        self.exchange.predict = predictor(rules, self.tensors, self.context)
+        predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
-        item.start(self.exchange.travel(message, gradient, encode, stamp, name))
+        item.start(self.exchange.travel(message, gradient, encode, stamp, name, predict))
         self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
@@ -501,26 +501,37 @@ class Engine:
     def _receive(self, plan: Plan, *, finite: bool = True, certain: bool = False) -> bool:
         """Wait for all buckets and move the weights; with ``certain``, each as soon as it is here."""
         rules = plan.rules
-        self.exchanges += 1
-        with self.times.measure("exchange"):
-            self._progress(block=True)
-        if finite and certain:
-            for item in self._sent.values():
+        try:
+            with self.times.measure("exchange"):
+                self._progress(block=True)
+            if finite and certain:
+                for index in list(self._sent):
+                    self._arrive_and_apply(self._sent[index], rules)
+                    del self._sent[index]  # not to be taken back any more
+            else:
                 with self.times.measure("exchange"):
-                    messages = item.arrive()
-                if not messages.finite.all():
-                    where = np.flatnonzero(~messages.finite).tolist()
-                    raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
-                with self.times.measure("decode"):
-                    apply(messages, rules, self.tensors, self.context)
+                    opened = [item.arrive() for item in self._sent.values()]
+        except Exception:
+            # Others may have taken this step: their count of steps is then another, which the next agreement finds.
+            self.withdraw()
+            raise
+        self.exchanges += 1
+        if finite and certain:
             return self._finish(rules)
-        with self.times.measure("exchange"):
-            opened = [item.arrive() for item in self._sent.values()]
         if finite and all(messages.finite.all() for messages in opened):
             with self.times.measure("decode"):
                 for messages in opened:
                     apply(messages, rules, self.tensors, self.context)
         return self._conclude(rules, self.tensors, finite=finite)
+
+    def _arrive_and_apply(self, item: _Sent, rules: Sequence[Rule]) -> None:
+        with self.times.measure("exchange"):
+            messages = item.arrive()
+        if not messages.finite.all():
+            where = np.flatnonzero(~messages.finite).tolist()
+            raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
+        with self.times.measure("decode"):
+            apply(messages, rules, self.tensors, self.context)
 
     def go_on(self, buckets: Iterable[int]) -> list[int]:
         """Of ``buckets`` that were sent, let those continue that have what they wait for; those whose end this was, and

@@ -122,8 +122,8 @@ class Workers:
         travels = []
         for rank, own in enumerate(grads):
             message = self._messages[rank][number]
-            self._exchanges[rank].predict = predict
-            made = self._exchanges[rank].travel(message, _unused, self._encoder(rank, own, stamp), stamp, "bucket")
+            encode = self._encoder(rank, own, stamp)
+            made = self._exchanges[rank].travel(message, _unused, encode, stamp, "bucket", predict)
             travels.append(made)
         waiting: list[Any] = [next(travel) for travel in travels]
         while True:

@@ -108,10 +108,8 @@ class Exchange:
             what it does then, so that all buckets go through a stage before any goes through the next.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
         from_device: whether messages in a GPU's memory may leave from there.
-        predict: of the step that messages are sent for; None if its rules predict nothing.
     """
 
-    predict: Predict | None = None
     stages = 0
     from_device = False
 
@@ -133,10 +131,19 @@ class Exchange:
         """That of its file."""
         return type(self).__module__.rpartition(".")[2]
 
-    def travel(self, message: Message, gradient: Gradient, encode: Encode, stamp: Stamp, name: str) -> Travel:
+    def travel(
+        self,
+        message: Message,
+        gradient: Gradient,
+        encode: Encode,
+        stamp: Stamp,
+        name: str,
+        predict: Predict | None = None,
+    ) -> Travel:
         """Bring the bucket of ``message`` to everybody: ``encode`` its gradients, now or when they are summed.
 
-        ``name`` begins the names of its collectives. Messages are checked.
+        ``name`` begins the names of its collectives. ``predict`` is None if the step's rules predict nothing. Messages
+        are checked.
         """
         raise NotImplementedError
 

@@ -7,14 +7,22 @@ One compression and no server, so there are no residuals but each worker's own. 
 from __future__ import annotations
 
 from horovod_onebit import exchange, wire
-from horovod_onebit.exchange import Encode, Gradient, Travel, encoded
+from horovod_onebit.exchange import Encode, Gradient, Predict, Travel, encoded
 from horovod_onebit.layout import Bucket
 
 
 class Exchange(exchange.Exchange):
     from_device = True
 
-    def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
+    def travel(
+        self,
+        message: wire.Message,
+        gradient: Gradient,
+        encode: Encode,
+        stamp: wire.Stamp,
+        name: str,
+        predict: Predict | None = None,
+    ) -> Travel:
         yield from encoded(message, gradient, encode, stamp)
         gathered = yield self.collectives.allgather(message.outgoing, name)
         return wire.read(gathered, message.bucket, stamp, workers=self.collectives.size)

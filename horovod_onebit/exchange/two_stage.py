@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit import codecs, exchange, wire
-from horovod_onebit.exchange import Collectives, Encode, Gradient, Travel, encoded
+from horovod_onebit.exchange import Collectives, Encode, Gradient, Predict, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket
@@ -72,16 +72,21 @@ class Exchange(exchange.Exchange):
         error = feedback.residual(name, own.bucket.size)
         return _Served(name, cut, again, np.zeros(n * cut.size, np.uint8), own, error, np.zeros_like(error))
 
-    @property
-    def _predicts(self) -> bool:
-        """Whether servers send the innovation; not with one bit, as published, whose error would be larger than it."""
-        return self.predict is not None and self._codec.bits > 1
-
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}
 
-    def travel(self, message: wire.Message, gradient: Gradient, encode: Encode, stamp: wire.Stamp, name: str) -> Travel:
+    def travel(
+        self,
+        message: wire.Message,
+        gradient: Gradient,
+        encode: Encode,
+        stamp: wire.Stamp,
+        name: str,
+        predict: Predict | None = None,
+    ) -> Travel:
         served, n = self._served[message.bucket.index], self.collectives.size
+        if self._codec.bits == 1:  # as published; what is lost of the innovation would be larger than it
+            predict = None
         cut = served.cut
         yield from encoded(message, gradient, encode, stamp)
         # To every server its share of the message.
@@ -96,22 +101,22 @@ class Exchange(exchange.Exchange):
         received = wire.read(scattered, share.bucket, stamp, workers=n, size=cut.size)
         finite = bool(received.finite.all())
         if finite:
-            self._recode(served, received)
-        served.own.seal(stamp, finite=finite)
+            self._recode(served, received, predict)
+        served.own.seal(stamp, finite=None if finite else False)  # it may overflow here, too
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
         whole = wire.read_shares(gathered, served.again, stamp, hosts=1)
-        return replace(whole, finite=received.finite, innovation=self._predicts)
+        everywhere = received.finite & bool(whole.finite.all())
+        return replace(whole, finite=everywhere, innovation=predict is not None)
 
-    def _recode(self, served: _Served, received: wire.Gathered) -> None:
+    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None) -> None:
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
             error = served.next_error[start:stop]
             error[:] = served.error[start:stop]
-            if self._predicts:
-                assert self.predict is not None
-                self.predict(piece, error)
+            if predict is not None:
+                predict(piece, error)
             context.kernels.recode(
                 received.rows,
                 RECORDS + piece.bytes.start,

@@ -15,7 +15,7 @@ from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables, shared
 from horovod_onebit.tf.graph import cond
-from horovod_onebit.tf.meeting import announce
+from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.tf.replicas import check_replicas
@@ -73,9 +73,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
             return
-        compressor = getattr(
-            getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer), "_compressor", None
-        )
+        compressor = getattr(self.model.optimizer, "_compressor", None)
         if compressor is not None and not all(layer.built for layer in self.model._flatten_layers()):
             self._pending = tf.Variable(True, trainable=False)
             compressor.before_step = self._broadcast_once
@@ -85,7 +83,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if not self.done:
-            getattr(self.model.optimizer, "inner_optimizer", self.model.optimizer)._compressor.before_step = None
+            self.model.optimizer._compressor.before_step = None
             self.done = True
 
 
@@ -103,11 +101,15 @@ class MetricAverageCallback(keras.callbacks.Callback):
         self.process_set = process_set
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        if not logs or not self.process_set.included():
+        if not self.process_set.included():
             return
+        logs = {} if logs is None else logs
         names = sorted(logs)
+        with told(self.process_set):
+            values = tf.constant([float(logs[name]) for name in names], tf.float64)
         announce("average of metrics", self.process_set, str(names))
-        values = tf.constant([float(logs[name]) for name in names], tf.float64)
+        if not names:
+            return
         means = hvd.allreduce(values, name="onebit.metrics", op=hvd.Average, process_set=self.process_set)
         logs.update(zip(names, np.asarray(means).tolist(), strict=True))
 

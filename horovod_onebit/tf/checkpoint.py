@@ -134,9 +134,7 @@ class _Keras(checkpoints.Face):
             "served": own["served"],
             "divisor": own["divisor"],
             "encodes": own["encodes"],
-            "exchanges": engine.exchanges,
-            "skipped": engine.skipped,
-            "warmup": self.optimizer._wrapping.warmup.state_dict(),
+            **self._compressor.counts(),
             "extra": packer.pack(extra, "extra"),
             "variables": _described(self.model, self.optimizer),
         }
@@ -249,11 +247,9 @@ class _Keras(checkpoints.Face):
         broadcast_variables(shared(variables))
         for i, value in own["own"].items():
             variables[i].assign(value)
-        engine = self._compressor.engine
         self._compressor.load_feedback(own["feedback"])
-        engine.weigh(Weighing.saved(own))
-        engine.exchanges, engine.skipped = about["exchanges"], about["skipped"]
-        self.optimizer._wrapping.warmup.load_state_dict(about["warmup"])
+        self._compressor.engine.weigh(Weighing.saved(own))
+        self._compressor.take_counts(about)
 
 
 def _never(value: Any) -> bool:

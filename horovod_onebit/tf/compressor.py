@@ -350,7 +350,22 @@ class Compressor:
             norms=norms,
         )
 
+    def counts(self) -> dict[str, Any]:
+        """How far the run is, apart from what Keras's variables tell; for JSON."""
+        engine = self.engine
+        return {
+            "exchanges": engine.exchanges,
+            "skipped": engine.skipped,
+            "warmup": self.optimizer._wrapping.warmup.state_dict(),
+        }
+
+    def take_counts(self, counts: Mapping[str, Any]) -> None:
+        """Continue from what ``counts`` gave."""
+        self.engine.exchanges, self.engine.skipped = counts["exchanges"], counts["skipped"]
+        self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
+
     def load_feedback(self, state: Mapping[str, Array]) -> None:
+        self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
         self.check_feedback(state)
         self.engine.feedback.load_state_dict(state)
 

@@ -110,8 +110,10 @@ class Coroutine:
         said = self._talk.questions.get()
         if not isinstance(said, _End):
             return said
-        self._talk = None
-        if said.error is not None:
-            raise said.error
-        self.result = said.result
+        self._talk, self.result = None, said.result
+        try:
+            if said.error is not None:
+                raise said.error
+        finally:
+            del said  # or this frame and the error would keep each other, and all that the step had
         return None

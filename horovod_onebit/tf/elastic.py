@@ -71,25 +71,27 @@ class KerasState(ObjectState):
         return [*self.model.variables, *self.optimizer.variables]
 
     def _save(self) -> None:
-        self.optimizer._compressor.settle()
+        compressor = self.optimizer._compressor
+        compressor.settle()
         self.optimizer.flush()
-        engine = self.optimizer._compressor.engine
+        engine = compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
         self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
-        self._counts = engine.exchanges, engine.skipped
+        self._counts = compressor.counts()
 
     def save(self) -> None:
         self._save()
         super().save()
 
     def restore(self) -> None:
-        self.optimizer._compressor.settle()
-        engine = self.optimizer._compressor.engine
+        compressor = self.optimizer._compressor
+        compressor.settle()
+        engine = compressor.engine
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
         engine.feedback.load_state_dict(self._feedback)
         engine.weigh(self._weighing)
-        engine.exchanges, engine.skipped = self._counts
+        compressor.take_counts(self._counts)
         self._left = None  # newer than what was restored
         super().restore()
 
@@ -106,11 +108,7 @@ class KerasState(ObjectState):
         engine = compressor.engine
         self._left = engine.leave_world(self._left)
         broadcast_variables(shared(self._variables()))
-        counts = engine.exchanges, engine.skipped
-        warmup = optimizer._wrapping.warmup
-        known = broadcast_object((counts, warmup.state_dict()), root_rank=0, name="onebit.counts")
-        engine.exchanges, engine.skipped = known[0]
-        warmup.load_state_dict(known[1])
+        compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
         if optimizer.phase is Phase.COMPRESSED:
             alone = optimizer._wrapping.local is not None  # small variables have residuals, too
             listed = enumerate(optimizer._trainable_variables)

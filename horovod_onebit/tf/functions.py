@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.graph import in_order
-from horovod_onebit.tf.meeting import announce
+from horovod_onebit.tf.meeting import announce, told
 
 
 def broadcast_variables(
@@ -25,11 +25,12 @@ def broadcast_variables(
     Raises ``DesyncError`` on all workers if they do not call it together, with as many variables of the same shapes
     and types.
     """
-    checks.root_rank(root_rank, hvd.size())
-    listed = list(variables) if isinstance(variables, Iterable) else [variables]
-    strange = [type(v).__name__ for v in listed if not isinstance(v, (keras.Variable, tf.Variable))]
-    if strange:
-        raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
+    with told(process_set):
+        checks.root_rank(root_rank, hvd.size(), process_set.ranks)
+        listed = list(variables) if isinstance(variables, Iterable) else [variables]
+        strange = [type(v).__name__ for v in listed if not isinstance(v, (keras.Variable, tf.Variable))]
+        if strange:
+            raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
     if not process_set.included():
         return
     targets = [variable.value if hasattr(variable, "path") else variable for variable in listed]

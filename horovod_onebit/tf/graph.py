@@ -202,7 +202,9 @@ def check_callers() -> None:
     """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
     frame = sys._getframe(1)
     while frame is not None:
-        caller = frame.f_locals.get("self")
+        # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
+        ours = frame.f_globals.get("__name__", "").startswith("keras.")
+        caller = frame.f_locals.get("self") if ours else None
         if isinstance(caller, keras.Model) and getattr(caller, "jit_compile", False) is True:
             raise UnsupportedError(
                 "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "

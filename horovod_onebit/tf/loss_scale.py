@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.recipe import Recipe
-from horovod_onebit.stats import Stats
 from horovod_onebit.tf.graph import in_order, outside
 from horovod_onebit.tf.meeting import all_finite
-from horovod_onebit.warmup import Phase
 
 
 @keras.saving.register_keras_serializable("horovod_onebit")
@@ -67,39 +65,15 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         refuse_copy(self)
         return type(self).from_config, (self.get_config(),)
 
-    @property
-    def _compressor(self) -> Any:
-        return self.inner_optimizer._compressor
-
-    @property
-    def _wrapping(self) -> Any:
-        return self.inner_optimizer._wrapping
-
-    @property
-    def phase(self) -> Phase:
-        """The phase of the next step."""
-        return self.inner_optimizer.phase
-
-    @property
-    def recipe(self) -> Recipe:
-        """How gradients become bits."""
-        return self.inner_optimizer.recipe
-
-    def flush(self) -> None:
-        """As the inner optimizer's. Collective."""
-        self.inner_optimizer.flush()
-
-    def stats(self, *, norms: bool = True) -> Stats:
-        """As the inner optimizer's; steps that loss scaling skipped are not counted."""
-        return self.inner_optimizer.stats(norms=norms)
-
-    def feedback_state_dict(self) -> dict[str, Any]:
-        """As the inner optimizer's."""
-        return self.inner_optimizer.feedback_state_dict()
-
-    def load_feedback_state_dict(self, state: Any) -> None:
-        """As the inner optimizer's."""
-        self.inner_optimizer.load_feedback_state_dict(state)
+    # The inner optimizer's. Steps that loss scaling skipped are not counted.
+    _compressor = property(attrgetter("inner_optimizer._compressor"))
+    _wrapping = property(attrgetter("inner_optimizer._wrapping"))
+    phase = property(attrgetter("inner_optimizer.phase"))
+    recipe = property(attrgetter("inner_optimizer.recipe"))
+    flush = property(attrgetter("inner_optimizer.flush"))
+    stats = property(attrgetter("inner_optimizer.stats"))
+    feedback_state_dict = property(attrgetter("inner_optimizer.feedback_state_dict"))
+    load_feedback_state_dict = property(attrgetter("inner_optimizer.load_feedback_state_dict"))
 
 
 def refuse_copy(optimizer: Any) -> None:

@@ -7,7 +7,9 @@ none waits for a collective that the others will never start.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,7 +20,7 @@ from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.tf.collectives import Handle, HorovodCollectives, view
-from horovod_onebit.tf.graph import host_value
+from horovod_onebit.tf.graph import host_value, outside
 
 
 def meet(
@@ -46,9 +48,12 @@ def meet(
         return tf.constant(begun["handle"].array)
 
     def hear(total: Any) -> Any:
-        handle, error = begun.pop("handle"), begun.pop("error")
-        if error is not None:
-            raise error
+        handle, failure = begun.pop("handle"), begun.pop("error")
+        try:
+            if failure is not None:
+                raise failure
+        finally:
+            del failure  # or this frame and the error would keep each other
         handle.result = view(total)
         try:
             return finish(handle)
@@ -69,7 +74,13 @@ def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = 
 
     Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not.
     """
-    return all_finite(True, HorovodCollectives(process_set), call, setup)
+    return all_finite(True, _collectives(process_set, process_set.process_set_id), call, setup)
+
+
+@lru_cache
+def _collectives(process_set: Any, number: int) -> HorovodCollectives:
+    """Those of a process set while it has this ``number``, with the graphs that they have made."""
+    return HorovodCollectives(process_set)
 
 
 def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str) -> Any:
@@ -79,6 +90,20 @@ def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: s
         return _start(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
 
     return meet(collectives, start, lambda handle: _read(handle).finite, [finite], tf.bool, call)
+
+
+@contextlib.contextmanager
+def told(process_set: Any) -> Iterator[None]:
+    """What is raised in this block, before this worker has met the others, is told to those of ``process_set``: they
+    get a ``DesyncError``, and do not wait for what this worker will not start."""
+    try:
+        yield
+    except Exception as error:
+        if process_set.included():
+            # What this meeting raises is less than what is raised here.
+            with outside(), contextlib.suppress(Exception):
+                announce("failed", process_set, f"{type(error).__name__}: {error}")
+        raise
 
 
 def _start(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Handle:

@@ -34,6 +34,7 @@ from horovod_onebit.tf.graph import (
 )
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step
 from horovod_onebit.tf.loss_scale import around, refuse_copy
+from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
@@ -85,6 +86,20 @@ class _DistributedOptimizer:
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        with told(self._wrapping.process_set):
+            pairs = self._checked_pairs(grads, trainable_variables)
+        self.prepare_step()
+        if not self._wrapping.process_set.included():
+            super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
+            return
+        passes = self._wrapping.backward_passes_per_step
+        if passes > 1:
+            self._accumulate(pairs, passes)
+        else:
+            self._step(pairs)
+
+    def _checked_pairs(self, grads: Any, trainable_variables: Any) -> list[tuple[Any, Any]]:
+        """The gradients that there are, dense, and their variables."""
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
@@ -97,16 +112,9 @@ class _DistributedOptimizer:
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        self.prepare_step()
-        if not self._wrapping.process_set.included():
-            super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
-            return
-        self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
-        passes = self._wrapping.backward_passes_per_step
-        if passes > 1:
-            self._accumulate(pairs, passes)
-        else:
-            self._step(pairs)
+        if self._wrapping.process_set.included():
+            self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
+        return pairs
 
     def prepare_step(self) -> None:
         """What the first step does, now that the model is built."""
@@ -370,7 +378,6 @@ class _DistributedOptimizer:
         Raises ``ConfigurationError`` if they are of another kind of run, model or number of workers.
         """
         compressor = self._compressor
-        compressor.settle()
         own = feedback.unmarked(mapping("state", state, "names to arrays"), compressor.kind, compressor.workers)
         compressor.load_feedback(own)
 

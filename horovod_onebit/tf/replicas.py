@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_onebit import replicas
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.tf.meeting import announce
+from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.optimizer import ACCUMULATED, check_ours
 
 
@@ -23,8 +23,9 @@ def check_replicas(optimizer: Any) -> None:
     check_ours(optimizer)
     if not optimizer._wrapping.process_set.included():
         return
-    if not optimizer.built:
-        raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+    with told(optimizer._wrapping.process_set):
+        if not optimizer.built:
+            raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
     compressor, wrapping = optimizer._compressor, optimizer._wrapping
     engine, together = compressor.engine, compressor.together
     announce("check of replicas", wrapping.process_set, f"{engine.name} {together}")

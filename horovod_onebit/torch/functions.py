@@ -41,9 +41,7 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
     process_set = hvd.global_process_set if process_set is None else process_set
     if not process_set.included():
         return
-    checks.root_rank(root_rank, hvd.size())
-    if process_set.ranks is not None and root_rank not in process_set.ranks:
-        raise ConfigurationError(f"root_rank={root_rank}: expected a rank of the process set, {process_set.ranks}")
+    checks.root_rank(root_rank, hvd.size(), process_set.ranks)
     if isinstance(optimizer, _DistributedOptimizer) and process_set is optimizer._compressor.process_set:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
         optimizer._compressor.interrupt()

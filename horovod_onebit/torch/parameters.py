@@ -423,7 +423,7 @@ class Parameters:
         )
 
     def export(self, state: dict[str, Any]) -> None:
-        """Complete the wrapped optimizer's ``state``: a plain optimizer can continue from it; it tells how far the run is.
+        """Complete the wrapped optimizer's ``state``: a plain optimizer can continue from it; with the run's progress.
 
         Second moments are then new tensors, where they are others: those of the running optimizer stay what they are.
         """

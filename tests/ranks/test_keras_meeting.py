@@ -8,6 +8,7 @@ import copy
 import dataclasses
 import pickle
 import threading
+import weakref
 
 import horovod.tensorflow as hvd
 import keras
@@ -272,6 +273,115 @@ def test_workers_that_do_different_things_are_told(what):
 def test_an_error_of_one_worker_alone_ends_the_step_of_all():
     with pytest.raises(tf.errors.OpError, match="ZeroDivisionError" if ODD else "differs between workers"):
         fails_by_itself()
+
+
+def step_with(change):
+    """A step whose gradients ``change`` spoils on one worker."""
+
+    def run(graph):
+        model, optimizer = build(), wrap(OPTIMIZERS["adam"]())
+
+        def step(x, y):
+            grads, _ = gradients(model, x, y)
+            optimizer.apply(change(grads) if ODD else grads, model.trainable_variables)
+
+        (tf.function(step) if graph else step)(*map(tf.constant, batch(0)))
+
+    return run
+
+
+def no_number(graph):
+    onebit.callbacks.MetricAverageCallback().on_epoch_end(0, {"loss": "much" if ODD else 1.0})
+
+
+def no_metrics(graph):
+    onebit.callbacks.MetricAverageCallback().on_epoch_end(0, None if ODD else {"loss": 1.0})
+
+
+def not_built(graph):
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"]())
+    if not ODD:
+        optimizer.build(model.trainable_variables)
+    onebit.check_replicas(optimizer)
+
+
+def no_variable(graph):
+    onebit.broadcast_variables(["weight"] if ODD else build().variables)
+
+
+ALONE = {
+    "a gradient less": (step_with(lambda grads: grads[1:]), "3 gradients for 4 variables"),
+    "no gradient": (step_with(lambda grads: [None] * len(grads)), "no variable has a gradient"),
+    "another shape": (step_with(lambda grads: [grads[0][1:], *grads[1:]]), "has shape"),
+    "a sparse one": (
+        step_with(lambda grads: [tf.IndexedSlices(grads[0], tf.range(len(grads[0]))), *grads[1:]]),
+        "sparse_as_dense=True",
+    ),
+    "a metric that is no number": (no_number, "could not convert"),
+    "no metrics": (no_metrics, "differs between workers"),
+    "not built": (not_built, "is not built"),
+    "no variable": (no_variable, "variables has str"),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("what", ALONE)
+def test_an_error_before_the_workers_meet_is_told_to_the_others(what, graph):
+    call, text = ALONE[what]
+    with pytest.raises(Exception, match=text if ODD else "differs between workers"):
+        call(graph)
+
+
+def test_a_users_loop_keeps_no_gradients():
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"]())
+    optimizer.build(model.trainable_variables)
+    grads, _ = gradients(model, *batch(0))
+    kept = weakref.ref(grads[0])
+    optimizer.apply(grads, model.trainable_variables)
+    del grads
+    assert kept() is None
+
+
+def test_errors_keep_nothing_of_their_step():
+    class Large:
+        pass
+
+    def work():
+        large = Large()
+        found.append(weakref.ref(large))
+        raise DesyncError("as a step's")
+
+    found = []
+    with pytest.raises(DesyncError):
+        Coroutine().start(work)
+    assert found[0]() is None
+
+
+def test_what_is_loaded_after_an_interrupted_step_stays():
+    model, optimizer = build(), wrap(OPTIMIZERS["adam"](), warmup_steps=2)
+    train(model, optimizer, 4)
+    saved = optimizer.feedback_state_dict()
+    collectives = optimizer._compressor.collectives
+    collectives.fuse = lambda kinds: 1 / 0  # with messages encoded
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, 1, start=4)
+    del collectives.fuse
+    loaded = {name: np.full_like(value, 0.125) for name, value in saved.items()}
+    optimizer._compressor.load_feedback({name: v for name, v in loaded.items() if v.size})
+    optimizer._compressor.settle()
+    for name, value in optimizer.feedback_state_dict().items():
+        np.testing.assert_array_equal(value, loaded[name])
+
+
+def test_a_state_that_is_restored_knows_how_far_the_warm_up_was():
+    model = compiled(wrap(OPTIMIZERS["adam"](), warmup_steps="auto"))
+    model.optimizer.build(model.trainable_variables)
+    train(model, model.optimizer, 3)
+    state, before = elastic.KerasState(model), copy.deepcopy(model.optimizer._compressor.counts())
+    train(model, model.optimizer, 12, start=3)
+    assert model.optimizer._compressor.counts() != before
+    state.restore()
+    assert model.optimizer._compressor.counts() == before
 
 
 def test_a_model_that_one_worker_loads_to_read_it_is_no_disagreement(tmp_path):

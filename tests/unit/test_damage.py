@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_onebit import Recipe, WireError, simulation
+from horovod_onebit import DesyncError, Recipe, WireError, simulation
 from horovod_onebit.codecs import GUARD, find, names
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Coding
@@ -126,3 +126,41 @@ def test_where_scales_have_no_bound():
     ]
     assert free == [np.inf] * 5
     assert np.isfinite([bound(Adam(0.1)), bound(LAMB(0.1)), bound(of(Adam(0.1), Kind.GRADIENT))]).all()
+
+
+@pytest.mark.parametrize(("exchange", "name"), [("direct", "bucket.0.0.0"), ("two_stage", "bucket.0.0.0.gather")])
+def test_after_damage_that_one_worker_saw_none_continues(exchange, name):
+    """That worker has not taken the step, and the others have."""
+
+    def worker(collectives):
+        damaged = Damaging(collectives, name, 1000)
+        rng = np.random.default_rng(collectives.rank)
+        weights = {"a": np.zeros(3000, f32)}
+        recipe = Recipe(block_size=64, min_compressed_size=1, exchange=exchange)
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=damaged, warmup_steps=1, recipe=recipe)
+        outcomes = []
+        for _ in range(3):
+            try:
+                outcomes.append(optimizer.step({"a": rng.standard_normal(3000).astype(f32)}))
+            except (WireError, DesyncError) as error:
+                outcomes.append(type(error).__base__)
+        return outcomes
+
+    outcomes = simulation.run(worker, 3, timeout=2)
+    stopped = DesyncError  # by the simulation, for want of an agreement
+    assert outcomes == [[True, WireError.__base__, stopped], *([[True, True, stopped]] * 2)]
+
+
+def test_an_overflow_that_the_server_alone_meets_skips_the_step():
+    """All gradients are finite, and so are the messages of the workers."""
+
+    def worker(collectives):
+        weights = {"a": np.zeros(1024, f32)}
+        recipe = Recipe(exchange="two_stage", min_compressed_size=1, block_size=64)
+        optimizer = NumpyOptimizer(
+            weights, SGD(1e-3, momentum=0.9), collectives=collectives, warmup_steps=1, recipe=recipe
+        )
+        return [optimizer.step({"a": np.full(1024, grad, f32)}) for grad in (3.3e38, -3.4e38, 1e-3, 1e-3)]
+
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert simulation.run(worker, 1) == [[True, False, True, True]]
