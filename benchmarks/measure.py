@@ -341,7 +341,7 @@ def describe(found: Mapping[str, Any]) -> str:
     """One sentence on how well something that ``compare`` returned is known."""
     known = "every interval is within 10 %"
     if not found["met"]:
-        known = f"**only {found['settled']} of {found['pairs']} intervals are within 10 %**"
+        known = f"**{found['settled'] or 'none'} of {found['pairs']} intervals are within 10 %**"
     load = f"other processes used {100 * found['load']['median']:.0f} % of the cores"
     load += f" (at most {100 * found['load']['largest']:.0f} %)"
     if found["load"]["largest"] > LIMIT:

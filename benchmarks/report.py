@@ -27,8 +27,9 @@ directions. Links have no delay of their own: the kernel of this machine cannot 
 
 All methods in a table are measured in one job. In each round every method takes one turn, in an order that changes, and
 its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
-with the 95 % confidence interval in brackets. Rounds are repeated until every interval is within 10 % of its median, or
-the time is up, which the sentence above the table then says. A run is refused, and a round is discarded, if other
+with the 95 % confidence interval in brackets. "(2 of them)" says that there were only two rounds, so that the bracket
+is their range and less sure than 95 %. Rounds are repeated until every interval is within 10 % of its median or the time is
+up. For most tables it was up: read the brackets. A run is refused, and a round is discarded, if other
 processes use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this
 project's own, and not all of them are met.
 
@@ -59,7 +60,8 @@ crashes with more than one bucket, so it has one. Three and four hosts share two
 On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is `schedule=Local(every=16, doubling=0)`;
 `diloco 16` is DiLoCo in float32 with rounds of 16 steps (Douillard et al. 2023: AdamW inside, Nesterov's SGD outside
 with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce. Milliseconds and
-megabytes are those of one step, averaged over a round of local steps.
+megabytes are those of one step, averaged over a round of local steps. `hidden` adds `delay=4`: the exchange runs
+during the next steps.
 
 {slow}
 
@@ -102,7 +104,7 @@ about one n-th of the elements.
 ## Looking ahead
 
 Predictions of the planner, in milliseconds a step: 110 M parameters, 250 ms of computing, eight workers on a host.
-None of this was measured. The time of compression on a GPU is estimated from the bandwidth of its memory. A
+None of this was measured: `--device gpu`, whose time of compression is estimated from the bandwidth of its memory. A
 hierarchical exchange adds up in host memory, from a GPU too, which takes 0.4 s of its step here.
 
 {ahead}
@@ -251,8 +253,12 @@ def exchanges(results: dict[str, Any]) -> str:
 
 def _all_known(results: dict[str, Any]) -> str:
     """How well the ratios of several measurements are known."""
-    parts = {_title(result): _known(result, "exchange") for result in results.values()}
-    return "\n".join(f"- {title}: {text}" for title, text in parts.items())
+    machines = {result.get("machine", "") for result in results.values()}
+    same = machines.pop() if len(machines) == 1 else ""
+    parts = [f"On {same}.\n"] if same else []
+    for result in results.values():
+        parts.append(f"- {_title(result)}: {_known(result | {'machine': ''} if same else result, 'exchange')}")
+    return "\n".join(parts)
 
 
 def trainings(results: dict[str, Any]) -> str:
@@ -391,7 +397,7 @@ def ahead() -> str:
         axis.plot(*zip(*points, strict=True), marker="o", label=link)
     axis.set(xscale="log", xlabel="workers", ylabel="best 1-bit to best uncompressed, steps a second")
     axis.legend()
-    names = ["link", "workers", *(e.way for e in figure_data[0][2].estimates), "times faster"]
+    names = ["link", "workers", *(e.way for e in figure_data[0][2].estimates), "times as fast as the better float"]
     return table(names, rows) + "\n\n" + save(figure, "ahead")
 
 

@@ -60,7 +60,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 7 | Should the second moment be updated later? | No |
 | 8 | What does a second stage cost? | 0.08 % of the loss with 16 workers |
 | 9 | What do local steps cost? | 4.3 % of the loss for 83 times fewer bytes |
-| 10 | Does it hold for a larger language model? | Yes: 0.6 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
+| 10 | Does it hold for a larger language model? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 """
 
 
