@@ -28,10 +28,10 @@ directions. Links have no delay of their own: the kernel of this machine cannot 
 All methods in a table are measured in one job. In each round every method takes one turn, in an order that changes, and
 its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
 with the 95 % confidence interval in brackets. "(2 of them)" says that there were only two rounds, so that the bracket
-is their range and less sure than 95 %. Rounds are repeated until every interval is within 10 % of its median or the time is
-up. For most tables it was up: read the brackets. A run is refused, and a round is discarded, if other
-processes use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this
-project's own, and not all of them are met.
+is their range and less sure than 95 %. Rounds are repeated until every interval is within 10 % of its median or the
+time is up. For most tables it was up: read the brackets. A run is refused, and a round is discarded, if other processes
+use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this project's own,
+and not all of them are met.
 
 ## When not to use it
 

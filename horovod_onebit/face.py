@@ -7,7 +7,7 @@ import os
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -89,30 +89,6 @@ def host_number() -> int:
     """A number of 31 bits of this host's name, by which launchers tell hosts apart, too. Horovod's ``cross_rank`` is
     not the host's number where ranks are placed irregularly."""
     return zlib.crc32(os.environ.get("HOROVOD_HOSTNAME", socket.gethostname()).encode()) & 0x7FFFFFFF
-
-
-def host_groups(hvd: Any, process_sets: Any, places: Sequence[Sequence[int]]) -> tuple[Any, Any] | None:
-    """The process sets of this worker's host, and of the workers of its place on all hosts; None if Horovod was not
-    told that sets may be added. ``places`` are the ranks by host. Collective.
-
-    ``process_sets`` is Horovod's module of that name.
-    """
-
-    def group(ranks: tuple[int, ...]) -> Any:
-        registered = process_sets._basics._get_process_set_ids_and_ranks()
-        numbers = [number for number, members in registered.items() if tuple(members) == ranks]
-        found = hvd.ProcessSet(ranks)
-        if not numbers:
-            return hvd.add_process_set(found)
-        found.process_set_id = numbers[0]
-        return found
-
-    try:  # all workers ask for all groups, in the same order
-        local = [group(tuple(members)) for members in places]
-        cross = [group(tuple(sorted(members))) for members in zip(*places, strict=True)]
-    except ValueError:  # only those that were given to hvd.init
-        return None
-    return next(one for one in local if one.included()), next(one for one in cross if one.included())
 
 
 _named: Counter[tuple] = Counter()

@@ -122,16 +122,26 @@ class ErrorFeedback:
         """A copy of the residuals. Each worker has its own: save one file per worker."""
         return {name: np.array(self.kernels.host(residual)) for name, residual in self._residuals.items()}
 
-    def load_state_dict(self, state: Mapping[str, Array]) -> None:
-        """Take over residuals that ``state_dict`` of the same worker gave; others become zero."""
-        self.check(state)
+    def load_state_dict(
+        self, state: Mapping[str, Array], sizes: Mapping[str, int] | None = None, what: str = "tensors"
+    ) -> None:
+        """Take over residuals that ``state_dict`` of the same worker gave; others become zero. Raises as ``check``."""
+        self.check(state, sizes, what)
         self.reset()
         for name, value in state.items():
             self.put(name, value)
 
-    def check(self, state: Mapping[str, Array]) -> None:
-        """Raise ``ConfigurationError`` unless ``load_state_dict`` can take over ``state``."""
-        for name, value in mapping("state", state, "names to arrays").items():
+    def check(self, state: Mapping[str, Array], sizes: Mapping[str, int] | None = None, what: str = "tensors") -> None:
+        """Raise ``ConfigurationError`` unless ``load_state_dict`` can take over ``state``.
+
+        ``sizes``: of all ``what`` that may have residuals, the number of elements; besides them, there are only those
+        of servers.
+        """
+        names, known = mapping("state", state, "names to arrays").keys(), sizes or {}
+        unknown = sorted(name for name in names - known.keys() if not name.startswith(SERVER_PREFIX))
+        if sizes is not None and unknown:
+            raise ConfigurationError(f"error feedback of {what} that this optimizer does not have: {unknown}")
+        for name, value in state.items():
             value = np.asarray(value)
             if value.dtype != np.float32 or value.ndim != 1:
                 raise ConfigurationError(
@@ -139,8 +149,7 @@ class ErrorFeedback:
                 )
             if not np.isfinite(value).all():
                 raise ConfigurationError(f"error feedback of {name!r} has NaN or Inf: it would go into the weights")
-            known = self._residuals.get(name)
-            if known is not None and known.size != value.size:
-                raise ConfigurationError(
-                    f"error feedback of {name!r}: got {value.size} elements, expected {known.size}"
-                )
+            found = self._residuals.get(name)
+            expected = known.get(name, value.size if found is None else found.size)
+            if value.size != expected:
+                raise ConfigurationError(f"error feedback of {name!r}: got {value.size} elements, expected {expected}")

@@ -68,7 +68,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self._broadcast()
             self._pending.assign(False)
 
-        cond(tf.convert_to_tensor(self._pending), work, lambda: None)
+        cond(tf.convert_to_tensor(self._pending), work)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:

@@ -19,11 +19,11 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.averages import mean_norms
-from horovod_onebit.checks import mapping, matching
+from horovod_onebit.checks import matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.feedback import SERVER_PREFIX, kind
+from horovod_onebit.feedback import kind
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind, ZeroOne
@@ -365,33 +365,18 @@ class Compressor:
         self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
 
     def load_feedback(self, state: Mapping[str, Array]) -> None:
+        """Take over this worker's residuals. Raises as ``check_feedback``."""
         self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
         self.check_feedback(state)
         self.engine.feedback.load_state_dict(state)
 
     def check_feedback(self, state: Mapping[str, Array]) -> None:
         """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""
-        known = {self.name_of(i, v): math.prod(v.shape) for i, v in enumerate(self.optimizer._trainable_variables)}
-        given = set(mapping("state", state, "names to arrays"))
-        unknown = sorted(n for n in given - known.keys() if not n.startswith(SERVER_PREFIX))
-        if unknown:
-            raise ConfigurationError(
-                f"error feedback of variables that this optimizer does not have: {unknown}. Build it first: "
-                "optimizer.build(model.trainable_variables)"
-            )
-        self.engine.feedback.check(state)
-        for name, value in state.items():
-            if value.size != known.get(name, value.size):
-                raise ConfigurationError(
-                    f"error feedback of {name!r}: got {value.size} elements, expected {known[name]}"
-                )
-
-
-def aligned_copy(array: Array) -> Array:
-    """A copy that TensorFlow can adopt."""
-    copy = _aligned(array.size)
-    copy[:] = array
-    return copy
+        if not self.optimizer.built:
+            raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+        variables = enumerate(self.optimizer._trainable_variables)
+        sizes = {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
+        self.engine.feedback.check(state, sizes, "variables")
 
 
 def _aligned(size: int) -> Array:

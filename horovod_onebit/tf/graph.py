@@ -21,15 +21,14 @@ from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, vi
 from horovod_onebit.tf.coroutine import Coroutine
 
 
-def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None], *, whole: bool = False) -> None:
+def cond(
+    condition: Any, then: Callable[[], None], otherwise: Callable[[], None] = lambda: None, *, whole: bool = False
+) -> None:
     """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs.
 
     TensorFlow puts both branches into the graph, where they can begin before all that they need is there, and each
     operation of the one that is not taken costs time. ``whole``: a branch waits for all, and the other costs nothing.
     """
-    if tf.executing_eagerly():
-        (then if condition else otherwise)()
-        return
 
     def branch(work: Callable[[], None]) -> Callable[[], Any]:
         def run() -> Any:
@@ -38,8 +37,9 @@ def cond(condition: Any, then: Callable[[], None], otherwise: Callable[[], None]
 
         return run
 
-    done = tf.cond(condition, branch(then), branch(otherwise))
-    if whole and not tf.config.list_logical_devices("GPU"):  # where a whole branch could be on one device only
+    done = either(condition, branch(then), branch(otherwise))
+    graph = not tf.executing_eagerly()
+    if graph and whole and not tf.config.list_logical_devices("GPU"):  # a whole branch could be on one device only
         _operation(done)._set_attr("_lower_using_switch_merge", AttrValue(b=False))
 
 

@@ -15,7 +15,7 @@ from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, aligned_copy
+from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -78,7 +78,7 @@ class LocalSteps(Compressor):
         for i, variable, value in zip(indices, variables, values, strict=True):
             name = self.name_of(i, variable)
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
-            weight = aligned_copy(view(value))
+            weight = self._memory.copy(view(value))
             tensor = Tensor(name, weight, np.zeros_like(weight), None, residual)
             self.rounds.rule.init(tensor)
             self.tensors.append(tensor)
@@ -96,14 +96,14 @@ class LocalSteps(Compressor):
 
     def _pull(self, values: Sequence[Any]) -> None:
         for i, tensor, value in zip(self.indices, self.tensors, values, strict=True):
-            tensor.weight = aligned_copy(view(value))
+            tensor.weight = self._memory.copy(view(value))
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
                 tensor.momentum[:] = _host(momentum)  # where the rounds look
 
     def _push_momenta(self) -> None:
         for i, tensor in zip(self.indices, self.tensors, strict=True):
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
-                momentum.assign(tf.reshape(adopt(aligned_copy(tensor.momentum)), momentum.shape))
+                momentum.assign(tf.reshape(adopt(self._memory.copy(tensor.momentum)), momentum.shape))
 
     def exchange(self, *values: Any) -> None:
         """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
@@ -155,7 +155,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         def work(*values: Any) -> None:
             steps.begin(indices, values)
 
-        cond(_agreed(optimizer, indices), lambda: _run(steps, work, variables), lambda: None)
+        cond(_agreed(optimizer, indices), lambda: _run(steps, work, variables))
 
     def skip() -> None:
         host_call(steps.rounds.skip)
@@ -168,7 +168,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         optimizer._compressed_steps.assign_add(1)
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
         ends = host_value(steps.stepped, [count], tf.bool)
-        cond(ends, lambda: _exchange(optimizer, indices, variables), lambda: None)
+        cond(ends, lambda: _exchange(optimizer, indices, variables))
 
 
 def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
@@ -197,7 +197,7 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         if optimizer.recipe.on_nonfinite == "raise":
             host_call(steps.say)
 
-    cond(_agreed(optimizer, indices), exchange, lambda: None)
+    cond(_agreed(optimizer, indices), exchange)
 
 
 def _heal(optimizer: Any) -> None:

@@ -157,7 +157,7 @@ class _DistributedOptimizer:
                 total.assign(tf.zeros_like(total.value))
             self._step(found)
 
-        cond(self._passes.value % passes == 0, step, lambda: None)
+        cond(self._passes.value % passes == 0, step)
 
     def _step(self, pairs: list[tuple[Any, Any]]) -> None:
         if self._wrapping.local is not None:
@@ -188,7 +188,7 @@ class _DistributedOptimizer:
                 lambda: self._warmup_step(large, means, finite),
                 lambda: self._compressed_step(large, small, finite),
             )
-            cond(taken, lambda: self._finish(means, factors, [v for _, v in small]), lambda: None, whole=True)
+            cond(taken, lambda: self._finish(means, factors, [v for _, v in small]), whole=True)
 
     def _warmup_step(self, large: list[tuple[Any, Any]], small: list[Any], finite: Any) -> tuple[Any, Any]:
         """An exact step of ``large``, beside the averages ``small``, if they are ``finite``; returns what
@@ -229,7 +229,7 @@ class _DistributedOptimizer:
             ]
             self._warmup_steps.assign(host_value(lambda *values: compressor.observe(warmup, *values), inputs, tf.int64))
 
-        cond(steps % warmup.every == 0, look, lambda: None)
+        cond(steps % warmup.every == 0, look)
 
     def _clip_factors(self, means: list[Any]) -> Any:
         """By which averages are clipped by their norms, a tensor; of no elements if they are not."""
@@ -258,7 +258,7 @@ class _DistributedOptimizer:
                 variable.assign(value)
             self._compressed_steps.assign_add(1)
 
-        cond(taken, keep, lambda: None, whole=True)
+        cond(taken, keep, whole=True)
         return taken, factors
 
     def _finish(self, means: list[Any], factors: Any, variables: list[Any]) -> None:
@@ -276,7 +276,7 @@ class _DistributedOptimizer:
             if v.constraint is not None:
                 v.assign(v.constraint(v))
         if self._averages_itself:
-            cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights, lambda: None)
+            cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights)
 
     @contextlib.contextmanager
     def _without(self, *options: str) -> Iterator[None]:
@@ -305,7 +305,7 @@ class _DistributedOptimizer:
                 self._overwrite_model_variables_with_average_value(self._trainable_variables)
 
             steps = tf.convert_to_tensor(self._iterations.value) + 1
-            cond(steps % every == 0, overwrite, lambda: None)
+            cond(steps % every == 0, overwrite)
 
     def _average_weights(self) -> None:
         """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those

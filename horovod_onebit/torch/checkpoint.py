@@ -23,7 +23,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
-from horovod_onebit.torch.loading import check_feedback, check_model, check_optimizer
+from horovod_onebit.torch.loading import check_model, check_optimizer
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
 from horovod_onebit.world import Residuals, Weighing
 
@@ -169,7 +169,8 @@ class _Torch(checkpoints.Face):
     def check(self, about: Any, feedback: Any) -> None:
         check_model(self.model, about["model"])
         check_optimizer(self.optimizer._parameters, about["optimizer"])
-        check_feedback(self.optimizer._parameters, feedback)
+        parameters = self.optimizer._parameters
+        parameters.engine.feedback.check(feedback, parameters.residual_sizes(), "parameters")
 
     def take_over(self, shared: Shared | None, about: Any) -> None:
         model, optimizer = self.model, self.optimizer

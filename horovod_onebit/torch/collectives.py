@@ -14,7 +14,7 @@ import torch
 from horovod.common import process_sets
 from numpy.typing import NDArray
 
-from horovod_onebit.face import host_groups, host_number
+from horovod_onebit.face import host_number
 
 
 class _Handle:
@@ -90,10 +90,31 @@ class HorovodCollectives:
     def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
         if self.process_set.process_set_id != 0:
             return None
-        groups = host_groups(hvd, process_sets, places)
+        groups = _host_groups(places)
         return groups and (HorovodCollectives(groups[0]), HorovodCollectives(groups[1]))
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
         return _Handle(handle, array)
+
+
+def _host_groups(places: Sequence[Sequence[int]]) -> tuple[Any, Any] | None:
+    """The process sets of this worker's host, and of the workers of its place on all hosts; None if Horovod was not
+    told that sets may be added. ``places`` are the ranks by host. Collective."""
+
+    def group(ranks: tuple[int, ...]) -> Any:
+        registered = process_sets._basics._get_process_set_ids_and_ranks()
+        numbers = [number for number, members in registered.items() if tuple(members) == ranks]
+        found = hvd.ProcessSet(ranks)
+        if not numbers:
+            return hvd.add_process_set(found)
+        found.process_set_id = numbers[0]
+        return found
+
+    try:  # all workers ask for all groups, in the same order
+        local = [group(tuple(members)) for members in places]
+        cross = [group(tuple(sorted(members))) for members in zip(*places, strict=True)]
+    except ValueError:  # only those that were given to hvd.init
+        return None
+    return next(one for one in local if one.included()), next(one for one in cross if one.included())

@@ -12,8 +12,6 @@ from typing import Any
 import torch
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.feedback import SERVER_PREFIX
-from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS
@@ -60,16 +58,6 @@ def _check_state(parameters: Parameters, p: torch.Tensor, state: Mapping[str, An
             )
         if value is None and started and adapter.variance_key is not None and key != adapter.anchor_key:
             raise ConfigurationError(f"the state has no {key} of {name}: it is of another optimizer")
-
-
-def check_feedback(parameters: Parameters, feedback: Mapping[str, Array]) -> None:
-    """Raise ``ConfigurationError`` unless ``feedback`` is what ``ErrorFeedback.state_dict`` of such a worker gives."""
-    parameters.check_feedback_names(feedback)
-    sizes = {parameters.names[p]: p.numel() for p in parameters.ordered() if p in parameters.names}
-    parameters.engine.feedback.check(feedback)
-    for name, value in feedback.items():
-        if not name.startswith(SERVER_PREFIX) and value.size != sizes.get(name, value.size):
-            raise ConfigurationError(f"error feedback of {name!r}: got {value.size} elements, expected {sizes[name]}")
 
 
 def _described(value: Any) -> str:

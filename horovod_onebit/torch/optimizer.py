@@ -24,7 +24,7 @@ from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of,
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where
-from horovod_onebit.torch.loading import check_feedback, check_optimizer
+from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
@@ -237,7 +237,6 @@ class _DistributedOptimizer:
         compressor = self._compressor
         own = feedback.unmarked(mapping("state", state, "names to tensors"), compressor.kind, compressor.workers)
         arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in own.items()}
-        check_feedback(self._parameters, arrays)
         self._parameters.load_feedback(arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------

@@ -18,7 +18,6 @@ from horovod_onebit import replicas
 from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.feedback import SERVER_PREFIX
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.rules import Rule, zero_one_adam
@@ -520,16 +519,13 @@ class Parameters:
             if loaded:
                 self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
 
-    def check_feedback_names(self, feedback: Mapping[str, Array]) -> None:
-        """Raise ``ConfigurationError`` if ``feedback`` has residuals of parameters that the optimizer does not have."""
-        unknown = sorted(n for n in set(feedback) - set(self.names.values()) if not n.startswith(SERVER_PREFIX))
-        if unknown:
-            raise ConfigurationError(f"error feedback of parameters that this optimizer does not have: {unknown}")
+    def residual_sizes(self) -> dict[str, int]:
+        """The number of elements of all parameters that may have residuals, those that are gone included."""
+        return {name: p.numel() for p, name in self.names.items()}
 
     def load_feedback(self, feedback: Mapping[str, Array]) -> None:
-        """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave."""
-        self.check_feedback_names(feedback)
-        self.engine.feedback.load_state_dict(feedback)
+        """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave. Raises as its ``check``."""
+        self.engine.feedback.load_state_dict(feedback, self.residual_sizes(), "parameters")
 
 
 class _Gradients(dict[int, Any]):

@@ -174,7 +174,7 @@ def test_what_cannot_work_is_refused():
         (lambda: onebit.callbacks.LearningRateScheduleCallback(0.1, "x"), "multiplier='x'"),
         (lambda: onebit.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=0), "warmup_epochs=0"),
         (lambda: onebit.save_checkpoint(3, model), "no model|optimizer is"),
-        (lambda: wrap(keras.optimizers.Adam()).load_feedback_state_dict({"a": np.ones(3)}), "does not have"),
+        (lambda: wrap(keras.optimizers.Adam()).load_feedback_state_dict({"a": np.ones(3)}), "is not built"),
         (lambda: wrap(keras.optimizers.Adam()).apply([None], model.trainable_variables), "1 gradients for 4"),
         (lambda: elastic.KerasState(None), "NoneType"),
     ]
