@@ -75,11 +75,13 @@ def run() -> str:
     text = [
         "## 11. A ResNet and a vision transformer",
         "Both as the library `transformers` has them, on scikit-learn's digits enlarged to 32x32. Adam, "
-        f"{WORKERS} workers with {OTHERS[TASKS[0]].batch // WORKERS} images each, {OTHERS[TASKS[0]].steps} steps at "
-        f"a rate of {OTHERS[TASKS[0]].rates[0]:g} that falls along a cosine, means of {len(SEEDS)} seeds, and the "
-        "smallest and the largest loss. `robust` exchanges directly, the others in two stages.",
+        f"{WORKERS} workers with {OTHERS[TASKS[0]].batch // WORKERS} images each, a rate that falls along a cosine. "
+        f"Means of {len(SEEDS)} seeds, and the smallest and the largest loss. `robust` exchanges directly, the others "
+        "in two stages.",
     ]
     for task, name in zip(TASKS, ("ResNet-18", "Vision transformer"), strict=True):
         size = 1e-6 * sum(p.numel() for p in network(task).parameters())
-        text += [f"### {name} of {size:.1f} M parameters", report.table(head, _rows(found, task))]
+        kind = OTHERS[task]
+        title = f"### {name} of {size:.1f} M parameters, {kind.steps} steps, rate {kind.rates[0]:g}"
+        text += [title, report.table(head, _rows(found, task))]
     return "\n\n".join(text) + "\n"

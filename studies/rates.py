@@ -65,7 +65,7 @@ OTHERS = {
     "digits": Kind(600, 64, (1e-3, 2e-3)),
     "language": Kind(2000, 32, (2e-3,)),
     "resnet": Kind(300, 32, (2e-3,)),
-    "vit": Kind(300, 32, (2e-3,)),
+    "vit": Kind(600, 32, (5e-4,)),
 }
 """Of other studies."""
 
