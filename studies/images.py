@@ -74,7 +74,8 @@ def run() -> str:
     head = ["", "times fewer bits, whole run", "test loss", "right"]
     text = [
         "## 11. A ResNet and a vision transformer",
-        "Both as the library `transformers` has them, on scikit-learn's digits enlarged to 32x32. Adam, "
+        "Both as the library `transformers` has them (`pip install -r requirements/studies.txt`), on scikit-learn's "
+        "digits enlarged to 32x32. Adam, "
         f"{WORKERS} workers with {OTHERS[TASKS[0]].batch // WORKERS} images each, a rate that falls along a cosine. "
         f"Means of {len(SEEDS)} seeds, and the smallest and the largest loss. `robust` exchanges directly, the others "
         "in two stages.",
