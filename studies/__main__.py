@@ -58,7 +58,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 5 | Is `paper` really the published algorithm? | Yes, bit for bit |
 | 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 200 steps after the rate has risen |
 | 7 | Should the second moment be updated later? | No |
-| 8 | What does a second stage cost? | 0.08 % of the loss with 16 workers |
+| 8 | What does a second stage cost? | 0.2 to 0.3 % of the loss |
 | 9 | What do local steps cost? | 4.3 % of the loss for 83 times fewer bytes |
 | 10 | Does it hold for a larger language model? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
