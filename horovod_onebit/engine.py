@@ -22,7 +22,7 @@ import numpy as np
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_sum
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
-from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Predict, Travel, choose
+from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.handshake import Finite, Verdict
@@ -363,7 +363,7 @@ class Engine:
 
         predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
-        item.start(self.exchange.travel(message, gradient, encode, stamp, name, predict))
+        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict)))
         self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)

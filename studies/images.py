@@ -7,38 +7,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS, Recipe
 from studies import pool, report
+from studies.language import EXACT, FLOAT32, WORKERS, Way, way
 from studies.library import LIBRARY
 from studies.rates import OTHERS, Cell, Result, kept, network, train
 
 TASKS = tuple(LIBRARY)
 SEEDS = (0, 1, 2)
-WORKERS = 4
-DIRECT = replace(PRESETS["robust"], exchange="direct")
 
 
-@dataclass(frozen=True)
-class Way:
-    """A row of the table: ``warmup`` exact steps (None: all)."""
-
-    text: str
-    warmup: int | str | None
-    recipe: Recipe = DIRECT
-
-
-EXACT = Way("exact", None)
-WAYS = (
-    EXACT,
-    Way("`robust`, 20 exact steps", 20),
-    Way('`robust`, "auto"', "auto"),
-    Way("`fixed`, 20 exact steps", 20, PRESETS["fixed"]),
-    Way("`paper`, 20 exact steps", 20, PRESETS["paper"]),
-)
+WAYS = (EXACT, way("robust", 20), way("robust", "auto"), way("fixed", 20), way("paper", 20))
 
 
 @dataclass(frozen=True)
@@ -53,19 +35,17 @@ class Run:
 def result(run: Run) -> Result:
     """The result of ``run``."""
     cell = Cell(run.task, WORKERS, OTHERS[run.task].rates[0], run.way.warmup, run.seed)
-    text = "".join(letter for letter in run.way.text if letter.isalnum() or letter == " ").replace(" ", "-")
-    return kept(f"images/{run.task}-{text}-{run.seed}", lambda: train(cell, run.way.recipe))
+    return kept(f"images/{run.task}-{run.way.file}-{run.seed}", lambda: train(cell, run.way.recipe))
 
 
 def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
-    float32 = 32 * 2 * (WORKERS - 1) / WORKERS  # bits of a parameter that a worker sends in a ring
-    for way in WAYS:
-        of_seeds = [found[Run(task, way, seed)] for seed in SEEDS]
+    for one in WAYS:
+        of_seeds = [found[Run(task, one, seed)] for seed in SEEDS]
         losses = [each["loss"] for each in of_seeds]
-        fewer = 1.0 if way == EXACT else float32 / mean(each["bits"] for each in of_seeds)
+        fewer = 1.0 if one == EXACT else FLOAT32 / mean(each["bits"] for each in of_seeds)
         loss = f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})" if all(map(math.isfinite, losses)) else ""
         right = 100 * mean(each["accuracy"] for each in of_seeds)
-        yield [way.text, f"{fewer:.1f}", loss or "diverged", f"{right:.1f} %"]
+        yield [one.text, f"{fewer:.1f}", loss or "diverged", f"{right:.1f} %"]
 
 
 def run() -> str:

@@ -31,6 +31,11 @@ class Way:
     recipe: Recipe = ROBUST
     rank: int = 0
 
+    @property
+    def file(self) -> str:
+        """``text`` as a part of a file's name."""
+        return "".join(letter for letter in self.text if letter.isalnum() or letter == " ").replace(" ", "-")
+
 
 def way(name: str, warmup: int | str) -> Way:
     recipe = replace(ROBUST, exchange="direct") if name == "robust" else PRESETS[name]
@@ -64,8 +69,7 @@ def result(run: Run) -> Result:
     way = run.way
     cell = Cell("language", WORKERS, KIND.rates[0], None if way.rank else way.warmup, run.seed)
     hook = partial(PowerSGD, way.rank, int(way.warmup or 0)) if way.rank else None
-    text = "".join(letter for letter in way.text if letter.isalnum() or letter == " ").replace(" ", "-")
-    name = f"language/language-{text}-{WORKERS}-{run.seed}"
+    name = f"language/language-{way.file}-{WORKERS}-{run.seed}"
     return kept(name, lambda: train(cell, way.recipe, hook, look=LOOK))
 
 

@@ -123,8 +123,8 @@ class Workers:
         for rank, own in enumerate(grads):
             message = self._messages[rank][number]
             encode = self._encoder(rank, own, stamp)
-            made = self._exchanges[rank].travel(message, _unused, encode, stamp, "bucket", predict)
-            travels.append(made)
+            outgoing = exchange.Outgoing(message, _unused, encode, stamp, "bucket", predict)
+            travels.append(self._exchanges[rank].travel(outgoing))
         waiting: list[Any] = [next(travel) for travel in travels]
         while True:
             results = _meet(waiting)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -87,6 +87,27 @@ Travel = Generator[Handle, Any, Gathered]
 """A bucket on its way: yields each collective that it waits for, is sent its result, and returns what arrived."""
 
 
+@dataclass(frozen=True)
+class Outgoing:
+    """A bucket that is to travel.
+
+    Attributes:
+        message: where its gradients are compressed.
+        gradient: gives them.
+        encode: compresses them.
+        stamp: of the step.
+        name: begins the names of its collectives.
+        predict: None if the step's rules predict nothing.
+    """
+
+    message: Message
+    gradient: Gradient
+    encode: Encode
+    stamp: Stamp
+    name: str
+    predict: Predict | None = None
+
+
 class Arrival:
     """A message on its way from a GPU to the host: waited for as a collective is, by this worker alone."""
 
@@ -131,20 +152,8 @@ class Exchange:
         """That of its file."""
         return type(self).__module__.rpartition(".")[2]
 
-    def travel(
-        self,
-        message: Message,
-        gradient: Gradient,
-        encode: Encode,
-        stamp: Stamp,
-        name: str,
-        predict: Predict | None = None,
-    ) -> Travel:
-        """Bring the bucket of ``message`` to everybody: ``encode`` its gradients, now or when they are summed.
-
-        ``name`` begins the names of its collectives. ``predict`` is None if the step's rules predict nothing. Messages
-        are checked.
-        """
+    def travel(self, outgoing: Outgoing) -> Travel:
+        """Bring a bucket to everybody: ``encode`` its gradients, now or when they are summed. Messages are checked."""
         raise NotImplementedError
 
     def settle(self, taken: bool) -> None:
@@ -163,11 +172,11 @@ class Exchange:
         raise NotImplementedError
 
 
-def encoded(message: Message, gradient: Gradient, encode: Encode, stamp: Stamp) -> Generator[Arrival, None, None]:
+def encoded(outgoing: Outgoing) -> Generator[Arrival, None, None]:
     """``encode``, and wait until the message is here."""
-    encode(message, gradient)
-    if message.arriving:
-        yield Arrival(message, stamp)
+    outgoing.encode(outgoing.message, outgoing.gradient)
+    if outgoing.message.arriving:
+        yield Arrival(outgoing.message, outgoing.stamp)
 
 
 def choose(

@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_onebit import costs, exchange, wire
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.exchange import Collectives, Encode, Gradient, Predict, Travel
+from horovod_onebit.exchange import Collectives, Gradient, Outgoing, Travel
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Piece, Share, shares
@@ -78,26 +78,18 @@ class Exchange(exchange.Exchange):
             start += piece.stop - piece.start
         return _Shared(cut, wire.Message(own), max(share.bucket.size for share in cut), offsets)
 
-    def travel(
-        self,
-        message: wire.Message,
-        gradient: Gradient,
-        encode: Encode,
-        stamp: wire.Stamp,
-        name: str,
-        predict: Predict | None = None,
-    ) -> Travel:
+    def travel(self, outgoing: Outgoing) -> Travel:
+        message, stamp, name = outgoing.message, outgoing.stamp, outgoing.name
         shared, local = self._shared[message.bucket.index], self._local
-        arrived = yield local.alltoall(self._parts(shared, gradient), f"{name}.reduce")
+        arrived = yield local.alltoall(self._parts(shared, outgoing.gradient), f"{name}.reduce")
         mean = arrived.view(np.float32).reshape(local.size, -1).mean(axis=0)
 
         def share_gradient(piece: Piece) -> Array:
             start = shared.offsets[piece.tensor, piece.start]
             return mean[start : start + piece.stop - piece.start]
 
-        messages = yield from self._between.travel(
-            shared.own, share_gradient, encode, stamp, f"{name}.between", predict
-        )
+        between = replace(outgoing, message=shared.own, gradient=share_gradient, name=f"{name}.between")
+        messages = yield from self._between.travel(between)
         # Whatever the other exchange has made of it: one message a host, or their mean, of another codec perhaps.
         if shared.back is None:
             shared.back = wire.Cut(message.bucket.coded(messages.bucket.codec), local.size)

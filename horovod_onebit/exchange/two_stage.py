@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit import codecs, exchange, wire
-from horovod_onebit.exchange import Collectives, Encode, Gradient, Predict, Travel, encoded
+from horovod_onebit.exchange import Collectives, Outgoing, Predict, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket
@@ -75,20 +75,13 @@ class Exchange(exchange.Exchange):
     def served(self) -> Mapping[str, Bucket]:
         return {served.name: served.own.bucket for served in self._served.values()}
 
-    def travel(
-        self,
-        message: wire.Message,
-        gradient: Gradient,
-        encode: Encode,
-        stamp: wire.Stamp,
-        name: str,
-        predict: Predict | None = None,
-    ) -> Travel:
+    def travel(self, outgoing: Outgoing) -> Travel:
+        message, stamp, name = outgoing.message, outgoing.stamp, outgoing.name
         served, n = self._served[message.bucket.index], self.collectives.size
-        if self._codec.bits == 1:  # as published; what is lost of the innovation would be larger than it
-            predict = None
+        # With one bit as published: what is lost of the innovation would be larger than it.
+        predict = outgoing.predict if self._codec.bits > 1 else None
         cut = served.cut
-        yield from encoded(message, gradient, encode, stamp)
+        yield from encoded(outgoing)
         # To every server its share of the message.
         rows = served.outgoing.reshape(-1, cut.size)
         for number, share in cut.filled:

@@ -364,6 +364,11 @@ class Compressor:
         self.engine.exchanges, self.engine.skipped = counts["exchanges"], counts["skipped"]
         self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
 
+    def check_built(self) -> None:
+        """Raise ``ConfigurationError`` if the optimizer does not know its variables yet."""
+        if not self.optimizer.built:
+            raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+
     def load_feedback(self, state: Mapping[str, Array]) -> None:
         """Take over this worker's residuals. Raises as ``check_feedback``."""
         self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
@@ -372,8 +377,7 @@ class Compressor:
 
     def check_feedback(self, state: Mapping[str, Array]) -> None:
         """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""
-        if not self.optimizer.built:
-            raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+        self.check_built()
         variables = enumerate(self.optimizer._trainable_variables)
         sizes = {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
         self.engine.feedback.check(state, sizes, "variables")

@@ -24,8 +24,7 @@ def check_replicas(optimizer: Any) -> None:
     if not optimizer._wrapping.process_set.included():
         return
     with told(optimizer._wrapping.process_set):
-        if not optimizer.built:
-            raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
+        optimizer._compressor.check_built()
     compressor, wrapping = optimizer._compressor, optimizer._wrapping
     engine, together = compressor.engine, compressor.together
     announce("check of replicas", wrapping.process_set, f"{engine.name} {together}")
