@@ -12,7 +12,7 @@ from itertools import product
 from statistics import mean
 
 from studies import pool, report
-from studies.language import EXACT, FLOAT32, WORKERS, Way, way
+from studies.language import EXACT, WORKERS, Way, float32, way
 from studies.library import LIBRARY
 from studies.rates import OTHERS, Cell, Result, kept, network, train
 
@@ -42,7 +42,7 @@ def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
     for one in WAYS:
         of_seeds = [found[Run(task, one, seed)] for seed in SEEDS]
         losses = [each["loss"] for each in of_seeds]
-        fewer = 1.0 if one == EXACT else FLOAT32 / mean(each["bits"] for each in of_seeds)
+        fewer = 1.0 if one == EXACT else float32(WORKERS) / mean(each["bits"] for each in of_seeds)
         loss = f"{mean(losses):.3f} ({min(losses):.3f} to {max(losses):.3f})" if all(map(math.isfinite, losses)) else ""
         right = 100 * mean(each["accuracy"] for each in of_seeds)
         yield [one.text, f"{fewer:.1f}", loss or "diverged", f"{right:.1f} %"]

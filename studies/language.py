@@ -1,13 +1,19 @@
-"""Study 10: a larger language model on real text; simulated workers."""
+"""Study 10: a larger language model on real text; simulated workers, and real ones (``studies.language_worker``)."""
 
 from __future__ import annotations
 
+import json
+import os
+import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
 from statistics import mean
 
 from horovod_onebit.recipe import PRESETS, Recipe
+from jobs.processes import run as run_job
 from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
 from studies.rates import OTHERS, Cell, Result, beside, kept, network, train
@@ -18,18 +24,26 @@ LOOK = 100
 """Steps between two looks at the test loss."""
 SEEDS = (0, 1, 2)
 WORKERS = 4
-FLOAT32 = 32 * 2 * (WORKERS - 1) / WORKERS
-"""Bits of a parameter that a worker sends in a ring."""
+
+
+def float32(workers: int) -> float:
+    """Bits of a parameter that each of ``workers`` sends in a ring."""
+    return 32 * 2 * (workers - 1) / workers
 
 
 @dataclass(frozen=True)
 class Way:
-    """A row of the table: ``warmup`` exact steps (None: all); with ``rank``, PowerSGD in place of one bit."""
+    """A row of the table: ``warmup`` exact steps (None: all); with ``rank``, PowerSGD in place of one bit.
+
+    ``workers`` are simulated, or processes that horovodrun starts: ``real``.
+    """
 
     text: str
     warmup: int | str | None
     recipe: Recipe = ROBUST
     rank: int = 0
+    workers: int = WORKERS
+    real: bool = False
 
     @property
     def file(self) -> str:
@@ -37,10 +51,13 @@ class Way:
         return "".join(letter for letter in self.text if letter.isalnum() or letter == " ").replace(" ", "-")
 
 
-def way(name: str, warmup: int | str) -> Way:
-    recipe = replace(ROBUST, exchange="direct") if name == "robust" else PRESETS[name]
+def way(name: str, warmup: int | str, exchange: str = "direct", workers: int = WORKERS, *, real: bool = False) -> Way:
+    recipe = replace(ROBUST, exchange=exchange) if name == "robust" else PRESETS[name]
     steps = '"auto"' if warmup == "auto" else f"{warmup} exact steps"
-    return Way(f"`{name}`, {steps}", warmup, recipe)
+    text = f"`{name}`, {steps}"
+    if (exchange, workers, real) != ("direct", WORKERS, False):
+        text += f", {workers} {'processes' if real else 'workers'}, {exchange.replace('_', '-')}"
+    return Way(text, warmup, recipe, workers=workers, real=real)
 
 
 EXACT = Way("exact", None)
@@ -50,8 +67,13 @@ WAYS = [
     way("robust", 200),
     way("robust", "auto"),
     way("fixed", 200),
+    way("paper", 200),
     Way("PowerSGD, rank 1, 200 exact steps", 200, rank=1),
     Way("PowerSGD, rank 4, 200 exact steps", 200, rank=4),
+    way("robust", "auto", "direct", 16),
+    way("robust", "auto", "two_stage", 16),
+    way("robust", "auto", "direct", 2, real=True),
+    way("robust", "auto", "two_stage", 4, real=True),
 ]
 DRAWN = ("exact", '`robust`, "auto"', "`robust`, 20 exact steps", "PowerSGD, rank 4, 200 exact steps")
 
@@ -67,10 +89,22 @@ class Run:
 def result(run: Run) -> Result:
     """The result of ``run``."""
     way = run.way
-    cell = Cell("language", WORKERS, KIND.rates[0], None if way.rank else way.warmup, run.seed)
+    cell = Cell("language", way.workers, KIND.rates[0], None if way.rank else way.warmup, run.seed)
     hook = partial(PowerSGD, way.rank, int(way.warmup or 0)) if way.rank else None
-    name = f"language/language-{way.file}-{WORKERS}-{run.seed}"
-    return kept(name, lambda: train(cell, way.recipe, hook, look=LOOK))
+    name = f"language/language-{way.file}-{way.workers}-{run.seed}"
+    return kept(name, lambda: of_processes(run) if way.real else train(cell, way.recipe, hook, look=LOOK))
+
+
+def of_processes(run: Run) -> Result:
+    """The result of ``run`` by processes that horovodrun starts."""
+    tools = Path(sys.executable).parent
+    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "result.json")
+        worker = [sys.executable, "-m", "studies.language_worker", run.way.recipe.exchange, str(run.seed), str(file)]
+        run_job([str(tools / "horovodrun"), "-np", str(run.way.workers), "--gloo", *worker], env, timeout=7200)
+        found: Result = json.loads(file.read_text())
+    return found
 
 
 def fewer(way: Way, found: Result) -> float:
@@ -78,7 +112,7 @@ def fewer(way: Way, found: Result) -> float:
     if way == EXACT:
         return 1.0
     if not way.rank:
-        return FLOAT32 / found["bits"]
+        return float32(way.workers) / found["bits"]
     exact = int(way.warmup or 0)
     rest = powersgd_bits([tuple(p.shape) for p in network("language").parameters()], way.rank)
     return 32 * STEPS / (32 * exact + rest * (STEPS - exact))
@@ -104,10 +138,10 @@ def _curves(found: dict[Run, Result]) -> str:
         steps = range(LOOK, STEPS + 1, LOOK)
         losses = [run[f"loss at {step}"] for step in steps]
         exact_steps = STEPS if one == EXACT else int(one.warmup) if one.rank else int(run["exact_steps"])  # type: ignore
-        later = 0.0
+        later, ring = 0.0, float32(one.workers)
         if one != EXACT:
-            later = FLOAT32 * (STEPS / fewer(one, run) - exact_steps) / (STEPS - exact_steps)
-        sent = [(FLOAT32 * min(step, exact_steps) + later * max(0, step - exact_steps)) / 8e3 for step in steps]
+            later = ring * (STEPS / fewer(one, run) - exact_steps) / (STEPS - exact_steps)
+        sent = [(ring * min(step, exact_steps) + later * max(0, step - exact_steps)) / 8e3 for step in steps]
         by_step.plot(steps, losses, label=one.text.replace("`", ""))
         by_bits.plot(sent, losses)
     by_step.set(xlabel="step", ylabel="test loss")
@@ -118,15 +152,18 @@ def _curves(found: dict[Run, Result]) -> str:
 
 def run() -> str:
     """The section of the page."""
-    found = pool.results(result, [Run(one, seed) for seed in SEEDS for one in WAYS])
+    found = pool.results(result, [Run(one, seed) for seed in SEEDS for one in WAYS if not one.real])
+    for seed in SEEDS:  # one after the other: each has a process for each core
+        found |= {Run(one, seed): result(Run(one, seed)) for one in WAYS if one.real}
     head = ["", "times fewer bits, whole run", "test loss, above exact", "right"]
     size = sum(p.numel() for p in network("language").parameters())
     text = [
         "## 10. A larger language model",
         f"A GPT of {1e-6 * size:.1f} M parameters on the documentation that comes with Python, {STEPS:,} steps at "
         f"a rate of {KIND.rates[0]:g} that falls along a cosine, {len(SEEDS)} seeds, "
-        f"{WORKERS} workers. `robust` exchanges directly, `fixed` "
-        "in two stages. "
+        f"{WORKERS} simulated workers unless told otherwise, whose batches always add up to the same. `robust` "
+        "exchanges directly unless told otherwise, `fixed` and `paper` in two stages. Processes are those of a "
+        "horovodrun job with PyTorch. "
         "PowerSGD (Vogels et al. 2019) with error feedback replaces the "
         "mean gradient, before Adam; it is linear, so that the number of workers does not matter.",
         report.table(head, _rows(found)),
