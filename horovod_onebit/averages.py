@@ -1,4 +1,4 @@
-"""Exact sums over the workers, of many arrays in one allreduce."""
+"""Exact means over the workers, of many arrays in one allreduce."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
 
 
-def start_sum(
+def start_mean(
     arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
 ) -> Callable[[], list[Array]]:
     """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers.
 
-    The function that is returned waits; it gives the sums, in the shapes of ``arrays``. Collective.
+    The function that is returned waits; it gives the means over the workers, in the shapes of ``arrays``. Collective.
     """
     if not arrays:
         return list
@@ -26,18 +26,11 @@ def start_sum(
     traffic.add(sent, sent)
 
     def arrive() -> list[Array]:
-        parts = np.split(handle.wait(), np.cumsum([array.size for array in arrays])[:-1])
+        means = handle.wait() / np.float32(collectives.size)
+        parts = np.split(means, np.cumsum([array.size for array in arrays])[:-1])
         return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
     return arrive
-
-
-def start_mean(
-    arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
-) -> Callable[[], list[Array]]:
-    """The same for the means over the workers. Collective."""
-    arrive, workers = start_sum(arrays, collectives, name, traffic), np.float32(collectives.size)
-    return lambda: [total / workers for total in arrive()]
 
 
 def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:

@@ -20,7 +20,7 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit import handshake, wire
-from horovod_onebit.averages import all_finite, start_sum
+from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
@@ -60,15 +60,17 @@ class _Sent:
     """A bucket under way, with all that is needed to apply it or to take it back.
 
     Attributes:
+        sure: whether the step can be taken if all messages are finite: no server's sum can overflow.
         encoded: the message that was written, and of what gradients; None as long as there is none.
         waiting: what its way is waiting for.
         stage: how many collectives have been waited for.
         arrived: the messages of all; None as long as they are not here.
     """
 
-    def __init__(self, bucket: Bucket, rules: Sequence[Rule]) -> None:
+    def __init__(self, bucket: Bucket, rules: Sequence[Rule], *, sure: bool) -> None:
         self.bucket = bucket
         self.rules = rules
+        self.sure = sure
         self.encoded: tuple[wire.Message, Gradient] | None = None
         self.stage = 0
         self.arrived: wire.Gathered | None = None
@@ -117,18 +119,17 @@ def apply(
             rules[piece.tensor].apply(tensor, messages.rows, at, coding, context, old, innovation=innovation)
 
 
-def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> Predict | None:
-    """What takes from values of a piece the ``prediction`` of their mean; None if some rule has none. ``rules`` are by
+def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> Predict:
+    """What takes from values of a piece the ``prediction`` of their mean, if the piece's rule has one. ``rules`` are by
     tensor."""
-    if not all(rule.predicts for rule in rules):
-        return None
     host = context.kernels.host
 
     def take(piece: Piece, values: Array) -> None:
         tensor = tensors[piece.tensor].part(piece.start, piece.stop)
-        variance = None if tensor.variance is None else host(tensor.variance)
-        arrays = Arrays(None, host(tensor.momentum), variance, values, None)
-        context.kernels.move(*rules[piece.tensor].prediction(tensor, context), arrays)
+        prediction = rules[piece.tensor].prediction(tensor, context)
+        if prediction is not None:
+            variance = None if tensor.variance is None else host(tensor.variance)
+            context.kernels.move(*prediction, Arrays(None, host(tensor.momentum), variance, values, None))
 
     return take
 
@@ -350,7 +351,8 @@ class Engine:
         def gradient(piece: Piece) -> Array:
             return grads[piece.tensor][piece.start : piece.stop]
 
-        item = _Sent(message.bucket, rules)
+        sure = not self.exchange.stages or math.isfinite(stamp.largest_scale)
+        item = _Sent(message.bucket, rules, sure=sure)
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
             with self.times.measure("encode"), self.context.kernels.batch():
@@ -409,16 +411,16 @@ class Engine:
         host, arriving = self.context.kernels.host, []
         for bucket in self.layout.buckets:
             pieces = [host(grads[piece.tensor][piece.start : piece.stop]) for piece in bucket.pieces]
-            arriving.append(start_sum(pieces, self.collectives, f"{self.name}.exact.{bucket.index}", self.traffic))
+            arriving.append(start_mean(pieces, self.collectives, f"{self.name}.exact.{bucket.index}", self.traffic))
         with self.times.measure("exchange"):
-            totals = [arrive() for arrive in arriving]
-        if not (finite and all(map(all_finite, totals))):
+            arrived = [arrive() for arrive in arriving]
+        if not (finite and all(map(all_finite, arrived))):
             self.say_skipped("the mean gradient")
             return False
-        means, workers = self.layout.assemble(totals), np.float32(self.collectives.size)
+        means = self.layout.assemble(arrived)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
-                rules[index].exact_step(tensor, means[index] / workers, self.context)
+                rules[index].exact_step(tensor, means[index], self.context)
         return True
 
     def flush(self, rules: Sequence[Rule]) -> None:
@@ -433,11 +435,11 @@ class Engine:
 
     @property
     def sent_finite(self) -> Finite:
-        """Whether all that was sent in this step was finite."""
+        """Whether all that was sent in this step was finite, and what becomes of it will be."""
         encoded = [item.encoded for item in self._sent.values()]
         if not all(e[0].finite for e in encoded if e is not None):
             return Finite.NO
-        return Finite.YES if all(encoded) else Finite.UNKNOWN
+        return Finite.YES if all(encoded) and all(item.sure for item in self._sent.values()) else Finite.UNKNOWN
 
     def recall(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""

@@ -68,6 +68,8 @@ class NumpyOptimizer:
                 raise ConfigurationError(
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
                 )
+        if schedule is not None and not isinstance(schedule, (ZeroOne, Local)):
+            raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne or a Local")
         self.rule = rule
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
         self.schedule = schedule if isinstance(schedule, ZeroOne) else None
@@ -94,7 +96,7 @@ class NumpyOptimizer:
     def _rule(self, kind: Kind) -> Rule:
         if self.schedule is None:
             return self.rule
-        if not isinstance(self.rule, Adam):
+        if type(self.rule) is not Adam:
             raise ConfigurationError(f"0/1 Adam is Adam, and the rule is {self.rule.name}")
         return zero_one_adam.of(self.rule, kind)
 

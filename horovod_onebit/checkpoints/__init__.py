@@ -12,7 +12,8 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -113,6 +114,10 @@ class Face(ABC):
     @abstractmethod
     def check(self, about: Any, feedback: Mapping[str, Any]) -> None:
         """Raise unless what was read fits this worker's model and optimizer; changes nothing."""
+
+    def keep(self) -> Sequence[Callable[[], None]]:
+        """Before ``take_over``: what gives back all that it replaces, should it fail on some worker. Local."""
+        return []
 
     @abstractmethod
     def take_over(self, shared: Shared | None, about: Any) -> None:
@@ -230,7 +235,19 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
         face.check(about, own["feedback"])
 
     _together(face, "load", "check", check)
-    _together(face, "load", "model", lambda: face.take_over(shared, about))
+    undo: list[Callable[[], None]] = []
+
+    def take_over() -> None:
+        undo.extend(face.keep())
+        face.take_over(shared, about)
+
+    try:
+        _together(face, "load", "model", take_over)
+    except CheckpointError:  # some worker could not: nobody is to have taken over anything
+        for give_back in undo:
+            with suppress(Exception):  # of a user's hook, say, once more
+                give_back()
+        raise
     face.spread(about, own)
     lock.remember(place, history[0].key, chosen.key)
     if not same and face.rank == 0:

@@ -97,7 +97,7 @@ class Outgoing:
         encode: compresses them.
         stamp: of the step.
         name: begins the names of its collectives.
-        predict: None if the step's rules predict nothing.
+        predict: takes from values of their mean what all workers know of it beforehand.
     """
 
     message: Message
@@ -105,7 +105,7 @@ class Outgoing:
     encode: Encode
     stamp: Stamp
     name: str
-    predict: Predict | None = None
+    predict: Predict
 
 
 class Arrival:

@@ -132,18 +132,14 @@ class Rule:
         """What the mean of all messages, which comes as the gradient, does in step number ``tensor.step + 1``."""
         raise NotImplementedError
 
-    @property
-    def predicts(self) -> bool:
-        """Whether all workers know something of the mean before it is there: there is a ``prediction``."""
-        return False
-
-    def prediction(self, tensor: Tensor, context: Context) -> Use:
-        """Takes from the weight what they know: what they would contribute if all gradients were 0."""
-        raise NotImplementedError
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        """Takes from the weight what all workers know of the mean before it is there: what they would contribute if all
+        gradients were 0. None if they know nothing."""
+        return None
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
         """``motion``, where what comes is the mean less the ``prediction``."""
-        raise NotImplementedError
+        return self.motion(tensor, context)
 
     def exact(self, tensor: Tensor) -> Use:
         """What the exact mean gradient does in step number ``tensor.step``, which counts already."""

@@ -198,11 +198,7 @@ class Adam(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return self.in_space(move_by_update, move_by_momentum, tensor, context)
 
-    @property
-    def predicts(self) -> bool:
-        return True
-
-    def prediction(self, tensor: Tensor, context: Context) -> Use:
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
         return self.in_space(less_update, less_momentum, tensor, context)
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:

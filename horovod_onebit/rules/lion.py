@@ -84,10 +84,6 @@ class Lion(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self._motion_scalars())
 
-    @property
-    def predicts(self) -> bool:
-        return True
-
     def prediction(self, tensor: Tensor, context: Context) -> Use:
         return Use(less_momentum, self._scalars(0.0, 0.0))
 

@@ -125,15 +125,11 @@ class SGD(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self.scalars())
 
-    @property
-    def predicts(self) -> bool:
-        return bool(self.momentum)
-
-    def prediction(self, tensor: Tensor, context: Context) -> Use:
-        return Use(less_momentum, self.scalars())
+    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
+        return Use(less_momentum, self.scalars()) if self.momentum else None
 
     def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return Use(move_by_new, self.scalars())
+        return Use(move_by_new if self.momentum else move, self.scalars())
 
     def exact(self, tensor: Tensor) -> Use:
         """SGD as ``torch.optim.SGD`` has it: the first step's momentum is the gradient itself."""

@@ -119,9 +119,11 @@ class ZeroOneAdam(Adam):
         p = self.scalars(tensor, context, grad=1 - self.beta1)  # the mean is of scaled gradients
         return Use(move_by_scaled_gradient if update_space else move_by_gradient, p)
 
-    @property
-    def predicts(self) -> bool:
-        return False  # what travels is gradients, or sums of them
+    def prediction(self, tensor: Tensor, context: Context) -> None:
+        return None  # what travels is gradients, or sums of them
+
+    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
+        return self.motion(tensor, context)
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""
@@ -144,11 +146,7 @@ class ZeroOneAdam(Adam):
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         assert tensor.layer is not None
-        host, write = context.kernels.host, context.kernels.write
-        write(tensor.weight, tensor.layer[DECAY] * host(tensor.anchor) + mean)
-        if tensor.layer[RATES] > 0:
-            d = denominator(self.scalars(tensor, context), host(tensor.variance))
-            write(tensor.momentum, mean * d / -tensor.layer[RATES])
+        context.kernels.move(take_over, self._sync(tensor, context), tensor.arrays(mean))
         tensor.layer[COUNT] = 0
 
     def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:

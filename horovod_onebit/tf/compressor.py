@@ -287,7 +287,7 @@ class Compressor:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
         if self.optimizer.clipvalue is None:
             return grad
-        limit = self.optimizer.clipvalue * (self.optimizer.loss_scale_factor or 1.0)
+        limit = self.optimizer.clipvalue / self._factor
         return np.clip(grad, -limit, limit)
 
     def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
@@ -316,13 +316,15 @@ class Compressor:
     def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
         optimizer = self.optimizer
         decay = optimizer.weight_decay if self.decays(variable) else 0.0
-        scale = factor * self._unscale * (self.engine.collectives.size if self.sum_gradients else 1)
+        scale = factor * self._factor
         return self.adapter.rule(optimizer, progress.learning_rate, decay, progress.exact_steps, scale)
 
     @property
-    def _unscale(self) -> float:
-        """What undoes the wrapped optimizer's loss scale."""
-        return 1.0 / self.optimizer.loss_scale_factor if self.optimizer.loss_scale_factor else 1.0
+    def _factor(self) -> float:
+        """By which a worker's gradient is multiplied, so that the mean over the workers is what the wrapped optimizer
+        takes: a sum in place of a mean, without its loss scale."""
+        workers = self.engine.collectives.size if self.sum_gradients else 1
+        return workers / (self.optimizer.loss_scale_factor or 1.0)
 
     def _clip_factors(self, grads: Sequence[Array], count: int) -> Sequence[float]:
         """By which each of ``count`` gradients is clipped, the same on all workers: by the root mean square, over the
@@ -331,7 +333,7 @@ class Compressor:
         limit = optimizer.clipnorm or optimizer.global_clipnorm
         if not limit or not grads:
             return [1.0] * count
-        squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * self._unscale**2
+        squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * self._factor**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
         norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")

@@ -59,15 +59,10 @@ def broadcast_variables(
             target.assign(_received(value, target.dtype))
 
 
-def own_of_worker(variable: Any) -> bool:
-    """Whether a model's ``variable`` is each worker's own: the state of a random generator, by which workers drop other
-    units."""
-    return not keras.backend.is_float_dtype(variable.dtype) and "seed" in variable.name
-
-
 def shared(variables: Iterable[Any]) -> list[Any]:
-    """Those of ``variables`` that all workers are to have alike."""
-    return [variable for variable in variables if not own_of_worker(variable)]
+    """Those of ``variables`` that all workers are to have alike: not the states of random generators, by which workers
+    drop other units."""
+    return [v for v in variables if keras.backend.is_float_dtype(v.dtype) or "seed" not in v.name]
 
 
 OF_HOROVOD = (tf.float16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8)

@@ -182,7 +182,7 @@ def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) 
 
 
 def _flat(variables: Sequence[Any]) -> list[Any]:
-    return [tf.reshape(tf.cast(v.value, tf.float32), [-1]) for v in variables]
+    return [tf.reshape(tf.cast(tf.convert_to_tensor(v), tf.float32), [-1]) for v in variables]
 
 
 def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]) -> None:
@@ -209,7 +209,7 @@ def _heal(optimizer: Any) -> None:
 
 
 def _host(variable: Any) -> np.ndarray:
-    return np.asarray(variable.value).reshape(-1)
+    return np.asarray(variable).reshape(-1)
 
 
 def _rounded(array: Any, variable: Any) -> np.ndarray:

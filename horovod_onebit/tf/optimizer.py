@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -45,32 +45,15 @@ logger = logging.getLogger("horovod_onebit")
 ACCUMULATED = "onebit_accumulated"
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
+NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
 
 
-class _DistributedOptimizer:
+_Wrapped: Any = object  # whatever the wrapped optimizer's class has, these have, too
+
+
+class _DistributedOptimizer(_Wrapped):
     """Mixed into the wrapped Keras optimizer's class."""
 
-    # What the wrapped optimizer's class gives.
-    name: str
-    built: bool
-    use_ema: bool
-    learning_rate: Any
-    clipnorm: float | None
-    global_clipnorm: float | None
-    loss_scale_factor: float | None
-    _clip_gradients: Callable[[list[Any]], list[Any]]
-    _apply_weight_decay: Callable[[list[Any]], None]
-    _backend_update_step: Callable[[list[Any], list[Any], Any], None]
-    _trainable_variables: list[Any]
-    _iterations: Any
-    _get_variable_index: Callable[[Any], int]
-    _check_variables_are_known: Callable[[list[Any]], None]
-    _update_model_variables_moving_average: Callable[[list[Any]], None]
-    _overwrite_model_variables_with_average_value: Callable[[list[Any]], None]
-    _model_variables_moving_average: list[Any]
-    ema_momentum: float
-    ema_overwrite_frequency: int | None
-    add_optimizer_variables: Callable[[list[Any], str], list[Any]]
     # What this class adds: Keras variables, so that they are saved.
     _exact_steps: Any
     _compressed_steps: Any
@@ -90,7 +73,7 @@ class _DistributedOptimizer:
             pairs = self._checked_pairs(grads, trainable_variables)
         self.prepare_step()
         if not self._wrapping.process_set.included():
-            super().apply([g for g, _ in pairs], [v for _, v in pairs])  # type: ignore[misc]
+            super().apply([g for g, _ in pairs], [v for _, v in pairs])
             return
         passes = self._wrapping.backward_passes_per_step
         if passes > 1:
@@ -165,7 +148,7 @@ class _DistributedOptimizer:
 
             def own_step() -> None:
                 with self._without("use_ema"):
-                    super(_DistributedOptimizer, self).apply(grads, variables)  # type: ignore[misc]
+                    super(_DistributedOptimizer, self).apply(grads, variables)
 
             take_step(self, pairs, own_step)
             return
@@ -222,11 +205,8 @@ class _DistributedOptimizer:
         known = [tf.convert_to_tensor(v) for v in variances if v is not None]
 
         def look() -> None:
-            inputs = [
-                steps,
-                tf.convert_to_tensor(self.learning_rate),
-                *([tf.linalg.global_norm(known)] if known else []),
-            ]
+            norm = [tf.linalg.global_norm(known)] if known else []
+            inputs = [steps, tf.convert_to_tensor(self.learning_rate), *norm]
             self._warmup_steps.assign(host_value(lambda *values: compressor.observe(warmup, *values), inputs, tf.int64))
 
         cond(steps % warmup.every == 0, look)
@@ -266,10 +246,9 @@ class _DistributedOptimizer:
         means = self._scaled(means, factors)
         with self._without("clipnorm", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
-                super().apply(means, variables)  # type: ignore[misc]
+                super().apply(means, variables)
             else:
-                if self.use_ema:
-                    self._average_as_keras()
+                self._backend_apply_gradients([], [])  # what follows every step: the moving average
                 self._iterations.assign_add(1)
         compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
         for v in compressed:
@@ -296,17 +275,6 @@ class _DistributedOptimizer:
         all have in common."""
         return ("use_ema",) if self.use_ema and self._wrapping.schedule is not None else ()
 
-    def _average_as_keras(self) -> None:
-        """The moving average of all weights after a step, and the weights that it replaces."""
-        self._update_model_variables_moving_average(self._trainable_variables)
-        if every := self.ema_overwrite_frequency:
-
-            def overwrite() -> None:
-                self._overwrite_model_variables_with_average_value(self._trainable_variables)
-
-            steps = tf.convert_to_tensor(self._iterations.value) + 1
-            cond(steps % every == 0, overwrite)
-
     def _average_weights(self) -> None:
         """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those
         of the steps since the last time count as these."""
@@ -329,7 +297,7 @@ class _DistributedOptimizer:
         """Create the wrapped optimizer's variables, and what this project needs besides."""
         if self.built:
             return
-        super().build(variables)  # type: ignore[misc]
+        super().build(variables)
         self._add_variables()
 
     def _add_variables(self) -> None:
@@ -388,7 +356,7 @@ class _DistributedOptimizer:
 
     def wrapped_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration."""
-        return super().get_config()  # type: ignore[misc]
+        return super().get_config()
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
@@ -522,17 +490,13 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
     wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
-    counters = {
-        "_exact_steps": "onebit_exact_steps",
-        "_compressed_steps": "onebit_compressed_steps",
-        "_warmup_steps": "onebit_warmup_steps",
-    }
+    counters = ["_exact_steps", "_compressed_steps", "_warmup_steps"]
     if wrapping.backward_passes_per_step > 1:
-        counters["_passes"] = "onebit_passes"
+        counters.append("_passes")
     if wrapped._averages_itself:
-        counters["_averaged"] = "onebit_averaged"
-    for attribute, label in counters.items():
-        setattr(wrapped, attribute, wrapped.add_variable(shape=(), dtype="int64", name=label))
+        counters.append("_averaged")
+    for counter in counters:
+        setattr(wrapped, counter, wrapped.add_variable(shape=(), dtype="int64", name=f"onebit{counter}"))
     if wrapped._averages_itself:
         wrapped._averaged.assign(int(optimizer.iterations))
     wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
@@ -556,5 +520,7 @@ def _copied(kind: type, config: dict[str, Any]) -> Any:
     return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
-for _kind in kinds():
-    _class_of(_kind)
+# Models are loaded by the names of classes; with ``Local``, all of Keras's are wrapped.
+for _kind in (*kinds(), *vars(keras.optimizers).values()):
+    if isinstance(_kind, type) and issubclass(_kind, keras.optimizers.Optimizer) and _kind not in NOT_WRAPPED:
+        _class_of(_kind)

@@ -37,5 +37,5 @@ def check_replicas(optimizer: Any) -> None:
     checksums: dict[str, int] = {}
     for index, variable in enumerate(variables):
         if ACCUMULATED not in variable.name:
-            checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable.value))
+            checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable))
     replicas.check(checksums, engine.collectives, f"{engine.name}.replicas")

@@ -9,7 +9,7 @@ from __future__ import annotations
 import io
 import os
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -172,23 +172,27 @@ class _Torch(checkpoints.Face):
         parameters = self.optimizer._parameters
         parameters.engine.feedback.check(feedback, parameters.residual_sizes(), "parameters")
 
-    def take_over(self, shared: Shared | None, about: Any) -> None:
+    def keep(self) -> Sequence[Callable[[], None]]:
         model, optimizer = self.model, self.optimizer
-        if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
-            others = {name: value for name, value in about["model"].items() if not isinstance(value, _Slot)}
-            if others:
-                model.load_state_dict(others, strict=False)
-            return
-        before = _copy({"model": model.state_dict(), "optimizer": optimizer.state_dict()})
-        residuals = optimizer.feedback_state_dict()
-        try:
-            model.load_state_dict(shared.content["model"])
-            optimizer.load_state_dict(shared.content["optimizer"])
-        except BaseException:  # from a user's hook, say: all checks have passed
-            model.load_state_dict(before["model"])
-            optimizer.load_state_dict(before["optimizer"])
+        before = _copy(model.state_dict() if self.rank == 0 else _others(model.state_dict()))
+        if self.rank != 0:
+            return [lambda: _load_others(model, before)]
+        state, residuals = _copy(optimizer.state_dict()), optimizer.feedback_state_dict()
+        lineage = optimizer._parameters.lineage
+
+        def give_back() -> None:
+            optimizer.load_state_dict(state)
             optimizer.load_feedback_state_dict(residuals)
-            raise
+            optimizer._parameters.lineage = lineage  # which the others compare
+
+        return [lambda: model.load_state_dict(before), give_back]
+
+    def take_over(self, shared: Shared | None, about: Any) -> None:
+        if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
+            _load_others(self.model, _others(about["model"]))
+            return
+        self.model.load_state_dict(shared.content["model"])
+        self.optimizer.load_state_dict(shared.content["optimizer"])
 
     def spread(self, about: Any, own: Residuals) -> None:
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
@@ -201,6 +205,16 @@ class _Torch(checkpoints.Face):
             {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         )
         self.optimizer._compressor.weigh(Weighing.saved(own))
+
+
+def _others(state: Mapping[str, Any]) -> dict[str, Any]:
+    """What modules keep besides tensors."""
+    return {name: value for name, value in state.items() if not isinstance(value, (_Slot, torch.Tensor))}
+
+
+def _load_others(model: torch.nn.Module, others: Mapping[str, Any]) -> None:
+    if others:
+        model.load_state_dict(others, strict=False)
 
 
 def _native(value: Any) -> bool:

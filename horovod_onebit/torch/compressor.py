@@ -290,6 +290,8 @@ class Compressor(Steps):
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
+        with torch.no_grad():
+            self.engine.withdraw()  # or residuals that are kept would lack what was sent
         self.gradients.abandon()
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
 

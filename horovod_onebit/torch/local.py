@@ -45,6 +45,13 @@ class LocalAdapter(Adapter):
         self.sent_key = SENT if schedule.delay else None
 
 
+def _plain(value: Any) -> Any:
+    """A hyperparameter without its device, and with all the digits that PyTorch leaves out where it prints a tensor."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 class LocalParameters(Parameters):
     """All trained parameters are bound, the small ones, too. What the wrapped optimizer keeps is each worker's own."""
 
@@ -126,7 +133,7 @@ class LocalParameters(Parameters):
     def hyperparameters(self) -> str:
         """Of each group, those that all optimizers call the same; others may be what a worker has found out."""
         groups = self.optimizer.param_groups
-        return repr([{k: str(v) for k, v in sorted(group.items()) if k in HYPERPARAMETERS} for group in groups])
+        return repr([{k: str(_plain(v)) for k, v in sorted(group.items()) if k in HYPERPARAMETERS} for group in groups])
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
         return {}

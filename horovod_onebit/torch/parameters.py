@@ -10,6 +10,7 @@ import hashlib
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
+from itertools import count as numbers_from
 from typing import Any
 
 import torch
@@ -547,7 +548,10 @@ def _identities(parameters: Iterable[torch.Tensor]) -> set[int]:
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
     names = group.get("param_names")
-    name = names[position] if names else f"allreduce.noname.{index}.{position}"
+    if not names:  # a group that was removed may have taken this group's number
+        made = (f"allreduce.noname.{number}.{position}" for number in numbers_from(index))
+        return next(name for name in made if name not in taken)
+    name: str = names[position]
     if name in taken:
         raise ConfigurationError(f"add_param_group: the name {name!r} is taken by another parameter")
     return name

@@ -66,9 +66,9 @@ def uses():
         rule.encode(tensor, numbers, sent, 0, 8, context)
         rule.restore(tensor, numbers, sent, 0, 8, context)
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
-        if rule.predicts:
+        if (prediction := rule.prediction(tensor, context)) is not None:
             rule.apply(tensor, sent[None], 0, context.coding(8), context, innovation=True)
-            backend.move(*rule.prediction(tensor, context), tensor.arrays())
+            backend.move(*prediction, tensor.arrays())
         if (lengths := rule.lengths(tensor, context)) is not None:
             backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))
         rule.finish(tensor, np.ones(2), context)

@@ -220,6 +220,40 @@ def test_an_optimizer_that_has_trained_already_and_plain_tf_variables():
     assert moved[0] == pytest.approx(moved[1], rel=0.35)
 
 
+@pytest.mark.parametrize("clip", [{"clipnorm": 1.0}, {"global_clipnorm": 1.0}, {"clipvalue": 1.0 / 64}])
+@pytest.mark.parametrize("size", [16, 64])
+def test_sums_are_clipped_alike_before_and_after_warm_up(clip, size):
+    """Of ``size`` squared elements: exact, and compressed. All workers have the same gradient."""
+    w = keras.Variable(np.zeros((size, size), np.float32))
+    optimizer = wrap(keras.optimizers.SGD(1.0, **clip), warmup_steps=1, op=hvd.Sum)
+    moved = []
+    for _ in range(2):
+        before = np.array(w)
+        optimizer.apply([tf.fill((size, size), 100.0)], [w])
+        moved.append(np.array(w) - before)
+    assert moved[0].any()
+    np.testing.assert_allclose(moved[1], moved[0], rtol=1e-4)
+
+
+def test_plain_tf_variables_in_rounds():
+    w = tf.Variable(np.zeros((64, 64), np.float32))
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.SGD(0.1), schedule=onebit.Local(every=2, doubling=0))
+    for _ in range(4):
+        optimizer.apply([tf.fill((64, 64), RANK + 1.0)], [w])
+    onebit.check_replicas(optimizer)
+    np.testing.assert_allclose(w.numpy(), -0.4 * (SIZE + 1) / 2, rtol=1e-4)
+    optimizer = wrap(keras.optimizers.Adam(), warmup_steps=1)
+    optimizer.apply([tf.ones((64, 64))], [w])
+    onebit.check_replicas(optimizer)
+
+
+def test_every_optimizer_of_keras_can_be_loaded_by_its_name():
+    """Of a model that another process saved, with ``Local``."""
+    for name in ("RMSprop", "Adafactor", "Muon", "Nadam"):
+        found = keras.saving.get_registered_object(f"horovod_onebit>{name}")
+        assert issubclass(found, getattr(keras.optimizers, name))
+
+
 @pytest.mark.parametrize(
     ("kind", "recipe"), [("adam", "paper"), ("adam", Recipe(exchange="two_stage")), ("lamb", "paper")]
 )

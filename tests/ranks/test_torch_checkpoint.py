@@ -326,6 +326,49 @@ def test_a_refused_checkpoint_changes_nothing_on_any_worker(folder, what, alone)
     if alone and what != "a hook":
         assert f"the checkpoint; worker {SIZE - 1}: " in str(caught.value)
     assert_same(before, state(again, resumed))
+    if what == "a hook":
+        again._load_state_dict_post_hooks.clear()
+        train(again, resumed, 1)
+
+
+class WithExtra(Net):
+    """Keeps something besides tensors, and may refuse another of it."""
+
+    def __init__(self, extra):
+        super().__init__()
+        self.extra, self.refuses = extra, False
+
+    def get_extra_state(self):
+        return {"extra": self.extra}
+
+    def set_extra_state(self, found):
+        if self.refuses and found["extra"] != self.extra:
+            raise ValueError("not this one")
+        self.extra = found["extra"]
+
+
+@pytest.mark.parametrize("steps", [0, 3])
+@pytest.mark.parametrize("odd", [0, SIZE - 1])
+def test_what_one_worker_cannot_take_over_changes_nothing_on_any(folder, odd, steps):
+    """And all go on together, those that had taken no step, too."""
+    model = WithExtra("saved")
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    onebit.save_checkpoint(folder, model, optimizer)
+    again = WithExtra("own")
+    resumed = wrap(again, warmup_steps=2)
+    if steps:
+        train(again, resumed, steps)
+    again.refuses = odd == RANK
+    before, start = state(again, resumed), weights(again)
+    with pytest.raises(CheckpointError, match=f"worker {odd}: .*not this one"):
+        onebit.load_checkpoint(folder, again, resumed)
+    assert torch.equal(start, weights(again))
+    assert again.extra == "own"
+    if steps:  # before the first step a state may be empty or zero
+        assert_same(before, state(again, resumed))
+    train(again, resumed, 1, start=steps)
+    assert_replicas_equal(again)
 
 
 KEPT = {

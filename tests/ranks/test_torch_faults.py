@@ -265,3 +265,18 @@ def test_state_that_drifts_apart_is_found_too():
 def test_bad_intervals_are_refused(every):
     with pytest.raises(ConfigurationError, match="check_replicas_every"):
         wrap(Net(), wrapping={"check_replicas_every": every})
+
+
+@pytest.mark.parametrize("finite", [2e38, 1e-3])
+def test_a_sum_that_overflows_at_a_server_is_skipped_by_all(finite):
+    """All gradients are finite, and so are the workers' messages."""
+    w = torch.nn.Parameter(torch.zeros(4096))
+    plain = torch.optim.SGD([w], lr=1e-3, momentum=0.9)
+    recipe = Recipe(exchange="two_stage", block_size=64)
+    optimizer = onebit.DistributedOptimizer(plain, [("w", w)], warmup_steps=1, recipe=recipe)
+    for grad in (0.0, finite, 1e-3):
+        optimizer.zero_grad()
+        (w * grad).sum().backward()
+        optimizer.step()
+    assert optimizer.stats(norms=False).skipped_steps == (finite > 1)
+    assert bool(torch.isfinite(w.detach()).all())

@@ -186,9 +186,11 @@ def test_loading_a_state_after_backward_forgets_what_was_sent():
     model = Net()
     optimizer = wrap(model, recipe=SMALL["robust"], warmup_steps=2)
     train(model, optimizer, 6)
-    state = optimizer.state_dict()
+    state, residuals = optimizer.state_dict(), optimizer.feedback_state_dict()
     backward(model, optimizer, 6)
     optimizer.load_state_dict(state)
+    for name, residual in optimizer.feedback_state_dict().items():
+        torch.testing.assert_close(residual, residuals[name], rtol=1e-4, atol=1e-5)
     train(model, optimizer, 4, start=6)
     assert_replicas_equal(model)
 

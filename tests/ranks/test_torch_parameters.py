@@ -234,3 +234,17 @@ def test_an_optimizer_cannot_be_copied():
             how(optimizer)
     train(model, optimizer, 3, start=2)
     assert_replicas_equal(model)
+
+
+def test_a_group_after_one_was_removed():
+    """Parameters without names: the new one's must not be that of another."""
+    weights = [torch.nn.Parameter(torch.zeros(2000)) for _ in range(3)]
+    plain = torch.optim.SGD([{"params": [w]} for w in weights[:2]], lr=0.1)
+    optimizer = onebit.DistributedOptimizer(plain, warmup_steps=1)
+    optimizer.param_groups.pop(0)
+    optimizer.add_param_group({"params": weights[2:]})
+    for _ in range(3):
+        optimizer.zero_grad()
+        sum(w.sum() for w in weights[1:]).backward()
+        optimizer.step()
+    assert [bool(w.detach().any()) for w in weights] == [False, True, True]

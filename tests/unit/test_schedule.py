@@ -9,6 +9,7 @@ import pytest
 from horovod_onebit import ConfigurationError, Recipe, simulation
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
 
@@ -152,9 +153,17 @@ def test_exact_steps_renew_the_second_moment():
     assert np.abs(weights - 1).mean() < 0.2
 
 
-def test_what_zero_one_adam_is_not():
+@pytest.mark.parametrize(
+    ("rule", "schedule", "text"),
+    [
+        (SGD(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
+        (LAMB(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
+        (Adam(lr=0.1), "local", "expected a ZeroOne or a Local"),
+    ],
+)
+def test_what_zero_one_adam_is_not(rule, schedule, text):
     def worker(collectives):
-        NumpyOptimizer({"w": np.ones(2000, f32)}, SGD(lr=0.1), collectives=collectives, schedule=ZeroOne())
+        NumpyOptimizer({"w": np.ones(2000, f32)}, rule, collectives=collectives, schedule=schedule)
 
-    with pytest.raises(ConfigurationError, match="0/1 Adam is Adam"):
+    with pytest.raises(ConfigurationError, match=text):
         simulation.run(worker, 1)

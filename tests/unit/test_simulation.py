@@ -192,8 +192,12 @@ def test_the_mean_less_what_is_predicted_moves_as_the_mean_does(rule, space):
 
 
 def test_what_is_not_predicted():
-    assert not SGD(lr=0.1).predicts
-    assert not of(Adam(lr=0.1), Kind.SYNC).predicts
+    context, numbers = Context(reference, Recipe(), 4), np.ones(8, f32)
+    tensor = Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+    for rule in (SGD(lr=0.1), of(Adam(lr=0.1), Kind.SYNC)):
+        rule.init(tensor)
+        assert rule.prediction(tensor, context) is None
+        assert rule.motion_of_innovation(tensor, context) == rule.motion(tensor, context)
 
 
 @pytest.mark.parametrize(("codec", "predicts"), [("two_bit", True), ("sign", False)])
