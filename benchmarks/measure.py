@@ -339,7 +339,7 @@ def pairs_of(ways: Sequence[str], baselines: Sequence[str]) -> list[tuple[str, s
 
 def describe(found: Mapping[str, Any]) -> str:
     """One sentence on how well something that ``compare`` returned is known."""
-    known = "every interval is within 10 %"
+    known = "every interval of a ratio is within 10 %"
     if not found["met"]:
         known = f"**{found['settled'] or 'none'} of {found['pairs']} intervals are within 10 %**"
     load = f"other processes used {100 * found['load']['median']:.0f} % of the cores"

@@ -5,6 +5,7 @@ This package imports neither framework; ``horovod_onebit.torch`` and ``horovod_o
 
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import (
+    CheckpointArgumentError,
     CheckpointError,
     ConfigurationError,
     DesyncError,
@@ -17,6 +18,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 
 __all__ = [
     "PRESETS",
+    "CheckpointArgumentError",
     "CheckpointError",
     "ConfigurationError",
     "DesyncError",

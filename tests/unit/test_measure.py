@@ -209,7 +209,7 @@ def measured(ways_, baseline):
 def test_the_page_shows_medians_of_times_and_intervals_of_ratios():
     names = {"no communication": 0.2, "horovod fp32": 0.8, "onebit": 0.25}
     text = report.trainings({"one": measured(ways(**names), "horovod fp32")})
-    assert "6 rounds; every interval is within 10 %; other processes used 2 % of the cores" in text
+    assert "6 rounds; every interval of a ratio is within 10 %; other processes used 2 % of the cores" in text
     assert "| onebit | 125 | 1.25 | 3.2 [3.2, 3.2] | 0.00 |" in text
 
 
