@@ -18,6 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_mean
@@ -25,7 +26,7 @@ from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
-from horovod_onebit.handshake import Finite, Verdict
+from horovod_onebit.handshake import Finite
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
@@ -151,7 +152,6 @@ class Engine:
         self.collectives = collectives
         self.name = name
         self.sent = "gradients"  # of which messages are made, in what is said of NaN
-        self.meeting: str | None = None  # the agreement's name, if workers whose ``name`` differs must meet too
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
         self.exchange = way_named("direct")(self.context, collectives, self.feedback, [], 0)
@@ -303,15 +303,15 @@ class Engine:
         gathered = self.collectives.allgather(record, f"{self.name}.handshake").wait()
         handshake.check_handshake(gathered, self.collectives.size)
 
-    def start_agreement(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> Handle:
-        """Start telling all workers what this one is about to do; hand the result to ``finish_agreement``.
+    def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
+        """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
+        ``own``. One small collective, which every worker starts before every such call, whatever it believes, so that
+        workers that disagree are told and not stuck.
 
         ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``edited`` whether something
-        changed that was sent already; for ``own`` see ``handshake.agreement``. One small collective, which every worker
-        starts before every call that needs the others, whatever it believes, so that workers that disagree are told
-        and not stuck.
+        changed that was sent already.
         """
-        record = handshake.agreement(
+        return handshake.agreement(
             self.collectives.rank,
             self.collectives.size,
             setup=f"{self.name} {self.recipe} {setup} {self._refused}.{self._forgotten}",
@@ -321,11 +321,6 @@ class Engine:
             edited=edited,
             **own,
         )
-        return self.collectives.allreduce(record, self.meeting or f"{self.name}.agreement")
-
-    def finish_agreement(self, handle: Handle) -> Verdict:
-        """What all workers said; raises, on every worker alike, if they do not agree."""
-        return handshake.read_agreement(handle.wait(), self.collectives.size)
 
     def end_step(self) -> None:
         """Close this step's accounts."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
+import functools
 import numbers
 import re
 from collections.abc import Sequence
 from typing import Any
 
-import tensorflow as tf
-
 from horovod_onebit.errors import DesyncError
-from horovod_onebit.tf.collectives import Handle
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.meeting import meet
 
@@ -28,6 +26,7 @@ class Agreement:
 
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
+        self._wrapping = str(compressor.optimizer._wrapping)
         self._keys: list[str] | None = None
         self._rows: dict[tuple[int, ...], str] = {}
 
@@ -37,21 +36,12 @@ class Agreement:
         ``trained`` are the numbers of the variables; ``now`` has the learning rate, and the counters that decide what
         kind of step it is: steps taken, exact ones, exact ones wanted, and passes, if several make a step.
         """
-        engine = self._compressor.engine
-        indices, optimizer = tuple(trained), self._compressor.optimizer
+        compressor, optimizer = self._compressor, self._compressor.optimizer
         clips = str([optimizer.clipnorm, optimizer.global_clipnorm])  # as a graph knows them, from its tracing
+        record = functools.partial(self._record, tuple(trained), clips)
+        return meet(compressor.collectives, record, now, f"a step of {compressor.engine.name}")
 
-        def start(*values: Any) -> Handle:
-            return self._start(indices, clips, *values)
-
-        def finish(handle: Handle) -> bool:
-            engine.finish_agreement(handle)
-            return True
-
-        call = f"a step of {engine.name}"
-        return meet(self._compressor.collectives, start, finish, now, tf.bool, call)
-
-    def _start(self, trained: tuple[int, ...], clips: str, learning_rate: Any, *counters: Any) -> Handle:
+    def _record(self, trained: tuple[int, ...], clips: str, learning_rate: Any, *counters: Any) -> Any:
         compressor = self._compressor
         engine, optimizer = compressor.engine, compressor.optimizer
         if engine.workers_changed:
@@ -61,10 +51,8 @@ class Agreement:
             )
         counts = [int(counter) for counter in counters]
         rule = compressor.adapter.rule(optimizer, float(learning_rate), 0.0, counts[1], 1.0)
-        setup = f"{counts} {optimizer._wrapping} {clips} {self._variables(trained)}"
-        handle = engine.start_agreement(setup=setup, options=f"{rule} {self._options()}")
-        assert isinstance(handle, Handle)
-        return handle
+        setup = f"{counts} {self._wrapping} {clips} {self._variables(trained)}"
+        return engine.record(setup=setup, options=f"{rule} {self._options()}")
 
     def _options(self) -> str:
         """The wrapped optimizer's options as they are now."""

@@ -136,9 +136,7 @@ class HorovodCollectives:
         return self._start("scatter", array.view(np.uint8), name)
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
-        if array.dtype == np.float32:
-            return self._start("sum", array, name)
-        return Handle(self, "meet", array, name)  # alone, by its own name: an agreement
+        return self._start("sum", array, name)
 
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())
@@ -168,9 +166,6 @@ class HorovodCollectives:
 
     def complete(self, handle: Handle) -> None:
         """Let a round leave and come back, which need not have ``handle`` in it yet."""
-        if handle.kind == "meet":
-            handle.result = view(self.sum_integers(handle.name)(tf.constant(handle.array)))
-            return
         kinds, self._started = self.fit(self._started)
         sent = self.fuse(kinds)
         if coroutine.asking():

@@ -22,7 +22,6 @@ from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.face import agreement_name
 from horovod_onebit.feedback import kind
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
@@ -92,7 +91,6 @@ class Compressor:
         self._bytes = 2 if wrapping.compression is hvd.Compression.fp16 else 4
         self.collectives = HorovodCollectives(self.process_set, name)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        self.engine.meeting = agreement_name(self.process_set)
         zero_one, divides = isinstance(wrapping.schedule, ZeroOne), adapter.wraps.variance is not None
         local = wrapping.local is not None
         self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, zero_one=zero_one)

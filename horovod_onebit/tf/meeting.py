@@ -18,45 +18,33 @@ import tensorflow as tf
 from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.handshake import Finite, Verdict
-from horovod_onebit.tf.collectives import Handle, HorovodCollectives, view
+from horovod_onebit.handshake import Finite
+from horovod_onebit.tf.collectives import HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value, outside
 
 
-def meet(
-    collectives: HorovodCollectives,
-    start: Callable[..., Handle],
-    finish: Callable[[Handle], Any],
-    inputs: Sequence[Any],
-    dtype: Any,
-    call: str,
-) -> Any:
-    """``start`` with the values of ``inputs`` gives what to tell the others; what ``finish`` makes of all is returned.
+def meet(collectives: HorovodCollectives, record: Callable[..., Any], inputs: Sequence[Any], call: str) -> Any:
+    """Tell the others the ``record`` (``handshake.agreement``) of the values of ``inputs``; returns whether no worker
+    has said that something is not finite, in a graph as a tensor.
 
-    An error of ``start`` is raised when the others have been told, who then get a ``DesyncError``. In a graph, the
+    An error of ``record`` is raised when the others have been told, who then get a ``DesyncError``. In a graph, the
     caller sees to it that meetings are ``in_order``.
     """
-    begun: dict[str, Any] = {}
+    failed: list[Exception] = []  # emptied before it is raised, or a frame and the error would keep each other
 
     def say(*values: Any) -> Any:
-        begun["error"] = None
+        failed.clear()
         try:
-            begun["handle"] = start(*values)
+            return tf.constant(record(*values))
         except Exception as error:
-            begun["error"] = error
-            begun["handle"] = _start(collectives, "failed", f"{type(error).__name__}: {error}", Finite.NO)
-        return tf.constant(begun["handle"].array)
+            failed.append(error)
+            return tf.constant(_record(collectives, "failed", f"{type(error).__name__}: {error}", Finite.NO))
 
-    def hear(total: Any) -> Any:
-        handle, failure = begun.pop("handle"), begun.pop("error")
+    def hear(total: Any) -> bool:
+        if failed:
+            raise failed.pop()
         try:
-            if failure is not None:
-                raise failure
-        finally:
-            del failure  # or this frame and the error would keep each other
-        handle.result = view(total)
-        try:
-            return finish(handle)
+            return handshake.read_agreement(view(total), collectives.size).finite
         except DesyncError as error:
             raise DesyncError(f"{error}. This worker was about to do this: {call}") from None
 
@@ -64,9 +52,9 @@ def meet(
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):
-        record = tf.py_function(say, list(inputs), tf.int32)
-    record.set_shape([None])
-    return host_value(hear, [gather(record)], dtype)
+        said = tf.py_function(say, list(inputs), tf.int32)
+    said.set_shape([None])
+    return host_value(hear, [gather(said)], tf.bool)
 
 
 def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "") -> Any:
@@ -86,10 +74,10 @@ def _collectives(process_set: Any, number: int) -> HorovodCollectives:
 def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str) -> Any:
     """Whether ``finite``, a scalar, is true on all workers. Collective; raises as ``announce``."""
 
-    def start(value: Any) -> Handle:
-        return _start(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
+    def record(value: Any) -> Any:
+        return _record(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
 
-    return meet(collectives, start, lambda handle: _read(handle).finite, [finite], tf.bool, call)
+    return meet(collectives, record, [finite], call)
 
 
 @contextlib.contextmanager
@@ -106,20 +94,6 @@ def told(process_set: Any) -> Iterator[None]:
         raise
 
 
-def _start(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Handle:
-    record = handshake.agreement(
-        collectives.rank,
-        collectives.size,
-        call=call,
-        setup=setup,
-        options="",
-        step=0,
-        finite=finite,
-        early=False,
-        edited=False,
-    )
-    return collectives.allreduce(record, agreement_name(collectives.process_set))
-
-
-def _read(handle: Handle) -> Verdict:
-    return handshake.read_agreement(handle.wait(), handle.collectives.size)
+def _record(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Any:
+    own: dict[str, Any] = {"call": call, "setup": setup, "finite": finite, "early": False, "edited": False}
+    return handshake.agreement(collectives.rank, collectives.size, options="", step=0, **own)

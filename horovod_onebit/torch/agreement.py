@@ -81,7 +81,7 @@ class Agreement:
         self._parameters = parameters
         self._gradients = gradients
         self._options = options
-        self.name = engine.meeting = agreement_name(process_set)
+        self.name = agreement_name(process_set)
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._begun = False  # since ``told``
@@ -100,9 +100,10 @@ class Agreement:
         self._threads.enter(self)
         self._begun = True
         try:
-            self._handle = self._engine.start_agreement(
+            record = self._engine.record(
                 call=call, setup=setup, options=options, finite=finite, edited=edited, gradients=gradients
             )
+            self._handle = self._engine.collectives.allreduce(record, self.name)
         except BaseException:
             self._threads.leave()
             raise
@@ -128,7 +129,7 @@ class Agreement:
         if handle is None:
             return self._verdict
         try:
-            verdict = self._verdict = self._engine.finish_agreement(handle)
+            verdict = self._verdict = handshake.read_agreement(handle.wait(), self._engine.collectives.size)
         except DesyncError:
             self._gradients.refuse()
             raise
