@@ -235,6 +235,16 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
         face.check(about, own["feedback"])
 
     _together(face, "load", "check", check)
+    _take_over(face, shared, about)
+    face.spread(about, own)
+    lock.remember(place, history[0].key, chosen.key)
+    if not same and face.rank == 0:
+        logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
+    return extra
+
+
+def _take_over(face: Face, shared: Shared | None, about: Any) -> None:
+    """Put what was read into all workers' models, or into none."""
     undo: list[Callable[[], None]] = []
 
     def take_over() -> None:
@@ -243,16 +253,11 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
 
     try:
         _together(face, "load", "model", take_over)
-    except CheckpointError:  # some worker could not: nobody is to have taken over anything
+    except CheckpointError:
         for give_back in undo:
             with suppress(Exception):  # of a user's hook, say, once more
                 give_back()
         raise
-    face.spread(about, own)
-    lock.remember(place, history[0].key, chosen.key)
-    if not same and face.rank == 0:
-        logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
-    return extra
 
 
 def _history(place: Path) -> list[Complete]:

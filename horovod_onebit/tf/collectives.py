@@ -62,8 +62,8 @@ NOTHING = [np.empty(0, dtype.as_numpy_dtype) for dtype in Round.DTYPES]
 class Handle:
     """A collective that was started; ``array`` is what it sends, ``result`` what came of it."""
 
-    def __init__(self, collectives: HorovodCollectives, kind: str, array: NDArray, name: str) -> None:
-        self.collectives, self.kind, self.array, self.name = collectives, kind, array, name
+    def __init__(self, collectives: HorovodCollectives, kind: str, array: NDArray) -> None:
+        self.collectives, self.kind, self.array = collectives, kind, array
         self.result: NDArray | None = None
 
     def ready(self) -> bool:
@@ -71,7 +71,7 @@ class Handle:
 
     def wait(self) -> NDArray:
         while self.result is None:
-            self.collectives.complete(self)
+            self.collectives.complete()
         return self.result
 
 
@@ -130,13 +130,17 @@ class HorovodCollectives:
         return self.process_set.size()
 
     def allgather(self, array: NDArray[np.uint8], name: str) -> Handle:
-        return self._start("gather", array, name)
+        return self._start("gather", array)
 
     def alltoall(self, array: NDArray[np.uint8] | NDArray[np.float32], name: str) -> Handle:
-        return self._start("scatter", array.view(np.uint8), name)
+        return self._start("scatter", array.view(np.uint8))
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Handle:
-        return self._start("sum", array, name)
+        if array.dtype == np.float32:
+            return self._start("sum", array)
+        handle = Handle(self, "sum", array)  # at once and alone: nobody asks for it within a graph
+        handle.result = view(self.sum_integers(name)(tf.constant(array)))
+        return handle
 
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())
@@ -148,8 +152,8 @@ class HorovodCollectives:
         self.groups[1:] = groups
         return groups
 
-    def _start(self, kind: str, array: NDArray, name: str) -> Handle:
-        handle = Handle(self, kind, array, name)
+    def _start(self, kind: str, array: NDArray) -> Handle:
+        handle = Handle(self, kind, array)
         self._started.append(handle)
         return handle
 
@@ -164,8 +168,8 @@ class HorovodCollectives:
         self.forget()
         return taken
 
-    def complete(self, handle: Handle) -> None:
-        """Let a round leave and come back, which need not have ``handle`` in it yet."""
+    def complete(self) -> None:
+        """Let a round leave and come back; what was started last may not be in it yet."""
         kinds, self._started = self.fit(self._started)
         sent = self.fuse(kinds)
         if coroutine.asking():

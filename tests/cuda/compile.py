@@ -74,6 +74,7 @@ def uses():
         rule.finish(tensor, np.ones(2), context)
         if isinstance(rule, zero_one_adam.ZeroOneAdam):
             rule.local_step(tensor, numbers, context)
+            rule.settle(tensor, numbers, context)
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
 
