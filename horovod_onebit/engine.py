@@ -305,7 +305,7 @@ class Engine:
 
     def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
         """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
-        ``own``. One small collective, which every worker starts before every such call, whatever it believes, so that
+        ``own``. Every worker sends it, in one small collective before every such call, whatever it believes, so that
         workers that disagree are told and not stuck.
 
         ``setup`` is what is trained and how, ``options`` the hyperparameters of this step, ``edited`` whether something

@@ -121,7 +121,7 @@ class Face(ABC):
 
     @abstractmethod
     def take_over(self, shared: Shared | None, about: Any) -> None:
-        """Put what was read into the model and the optimizer, or nothing of it; ``shared`` is None but on worker 0."""
+        """Put what was read into the model and the optimizer; ``shared`` is None but on worker 0."""
 
     @abstractmethod
     def spread(self, about: Any, own: Residuals) -> None:

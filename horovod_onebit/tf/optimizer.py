@@ -520,7 +520,8 @@ def _copied(kind: type, config: dict[str, Any]) -> Any:
     return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
-# Models are loaded by the names of classes; with ``Local``, all of Keras's are wrapped.
+# Models are loaded by the names of classes: of those that have a rule, wherever they come from, and of all of Keras's,
+# which ``Local`` wraps.
 for _kind in (*kinds(), *vars(keras.optimizers).values()):
     if isinstance(_kind, type) and issubclass(_kind, keras.optimizers.Optimizer) and _kind not in NOT_WRAPPED:
         _class_of(_kind)
