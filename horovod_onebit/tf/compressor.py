@@ -78,7 +78,7 @@ class Compressor:
 
     Attributes:
         kind: of its residuals.
-        in_one_piece: whether a step is taken by ``step`` when all gradients are there, and not by sections.
+        in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
     """
 
     in_one_piece = False
@@ -108,6 +108,11 @@ class Compressor:
         self.coroutine.abandon()
         if self.under_way is not None:
             self._end()
+
+    @property
+    def wants_gradients(self) -> bool:
+        """Whether a step begins when all gradients are there: they are clipped by their norms, say."""
+        return self.in_one_piece or bool(self.optimizer.clipnorm or self.optimizer.global_clipnorm)
 
     @property
     def workers(self) -> int:
@@ -246,22 +251,31 @@ class Compressor:
             tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
 
+    def _take_up(
+        self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
+    ) -> list[Rule]:
+        """Prepare the engine for a step of ``kind`` of the variables ``indices``; the rules that take it."""
+        self._bind(indices)
+        variables = (self.optimizer._trainable_variables[i] for i in indices)
+        rules = [self._rule(v, progress, factor, kind) for v, factor in zip(variables, factors, strict=False)]
+        self._load(values, rules, progress)
+        self.engine.prepare(self.tensors, rules)
+        return rules
+
     def begin_step(
-        self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int], grads: Sequence[Array]
-    ) -> None:
+        self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
+        grads: Sequence[Array], *, finite: bool,
+    ) -> None:  # fmt: skip
         """Begin a compressed step of the variables ``indices``, and of exact ones of ``sizes``. Runs in ``coroutine``.
 
-        ``grads`` are all gradients, flat, if they are clipped by their norms, else none.
+        ``grads``: all gradients, flat, if it ``wants_gradients``, else none; ``finite``: whether the exact ones'
+        averages are, as far as that is known.
         """
         if self.under_way is not None:
             self._end()
-        self._bind(indices)
         self.count_averages(sum(sizes))
         factors = self._clip_factors(grads, len(indices) + len(sizes))
-        variables = (self.optimizer._trainable_variables[i] for i in indices)
-        rules = [self._rule(v, progress, factor) for v, factor in zip(variables, factors, strict=False)]
-        self._load(values, rules, progress)
-        self.engine.prepare(self.tensors, rules)
+        rules = self._take_up(indices, values, progress, factors, Kind.ONEBIT)
         plan = self.engine.plan(Kind.ONEBIT, rules)
         moved = [self._to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
         self.under_way = UnderWay(plan, factors, moved)
@@ -272,14 +286,6 @@ class Compressor:
         return replace(
             tensor, weight=weight, momentum=tensor.momentum if momentum is None else self._memory.lend(weight.size)
         )
-
-    def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], small: Sequence[Array], *, finite: bool,
-        now: Progress,
-    ) -> tuple[bool, Array, list[Tensor]]:  # fmt: skip
-        """A whole step of ``grads``, and of the exact gradients ``small`` whose averages are ``finite``; returns what
-        ``conclude`` does. Runs in ``coroutine``."""
-        raise NotImplementedError
 
     def clipped(self, grad: Array) -> Array:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
@@ -311,7 +317,7 @@ class Compressor:
         self.engine.restore_all()
         self.engine.end_step()
 
-    def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
+    def _rule(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
         optimizer = self.optimizer
         decay = optimizer.weight_decay if self.decays(variable) else 0.0
         scale = factor * self._factor

@@ -23,7 +23,6 @@ class Abandoned(BaseException):
 class _End:
     """How the work ended."""
 
-    result: Any = None
     error: BaseException | None = None
 
 
@@ -58,9 +57,10 @@ def _serve(jobs: SimpleQueue) -> None:
         work, talk = job
         _here.talk = talk
         try:
-            end = _End(work())
+            work()
+            end = _End()
         except BaseException as error:
-            end = _End(error=error)
+            end = _End(error)
         _here.talk = None
         talk.questions.put(end)
         del job, work, talk, end
@@ -70,13 +70,12 @@ class Coroutine:
     """Runs one function at a time; its thread is made when it is first needed, and again in a forked child."""
 
     def __init__(self) -> None:
-        self.result: Any = None
         self._thread: threading.Thread | None = None
         self._jobs: SimpleQueue = SimpleQueue()
         self._talk: _Talk | None = None
 
     def start(self, work: Callable[[], Any]) -> Any:
-        """Run ``work`` to its first question, which is returned; None if it is done, and ``result`` has what it gave.
+        """Run ``work`` to its first question, which is returned; None if it is done.
 
         What ``work`` raises is raised here, or by ``resume``. A run that was not finished is abandoned.
         """
@@ -110,7 +109,7 @@ class Coroutine:
         said = self._talk.questions.get()
         if not isinstance(said, _End):
             return said
-        self._talk, self.result = None, said.result
+        self._talk = None
         try:
             if said.error is not None:
                 raise said.error

@@ -88,7 +88,7 @@ def in_rounds(
 ) -> Any:
     """Run ``work`` with the values of ``inputs`` in ``coroutine``, and the rounds that it asks for in between.
 
-    Returns a tensor that is there when it is done; its ``result`` is then what ``work`` returned.
+    Returns a tensor that is there when it is done.
     """
 
     def start(*values: Any) -> Round | None:

@@ -9,7 +9,7 @@ end.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -33,61 +33,35 @@ def compressed(
     these averages are clipped by their norms, and variables with their new values.
     """
     if compressor.in_one_piece:
-        return _at_once(compressor, large, small, finite)
+        return _collect(compressor, large, [finite, _begin(compressor, large, small, [finite])])
     begun = _begin(compressor, large, small)
     members = sections(_sizes(large), compressor.engine.recipe)
     arrived = []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
         arrived.append(_travel(compressor, section, [large[i][0] for i in numbers], begun, str(number)))
-    return _collect(compressor, large, [finite, *arrived], lambda finite: compressor.conclude(finite=finite))
+    return _collect(compressor, large, [finite, *arrived])
 
 
-def _begin(compressor: Compressor, large: Pairs, small: Pairs) -> Any:
-    """Begin the step, of the state before it; a tensor that is there when that is done."""
+def _begin(compressor: Compressor, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
+    """Begin the step, of the state before it, and take it if it is known what is ``finite``; a tensor that is there
+    when that is done."""
     indices, momenta, variances = _state(compressor, large)
-    norms, sizes = _of_norms(compressor, large, small), _sizes(small)
+    grads = [*(g for g, _ in large), _packed(small)] if compressor.wants_gradients else []
+    sizes = _sizes(small)
 
     def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> None:
         arrays = iter([view(t) for t in tensors])
         values = _values(arrays, large, momenta, variances)
-        known = [next(arrays).reshape(-1) for _ in large] + _parts(next(arrays), sizes) if norms else []
-        compressor.begin_step(indices, values, _progress(learning_rate, steps, compressed), sizes, known)
+        now = Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
+        known = [next(arrays).reshape(-1) for _ in large] + _parts(next(arrays), sizes) if grads else []
+        compressor.begin_step(indices, values, now, sizes, known, finite=bool(next(arrays, True)))
 
-    return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, norms))
-
-
-def _at_once(compressor: Compressor, large: Pairs, small: Pairs, finite: Any) -> tuple[Any, Any, list[tuple[Any, Any]]]:
-    """``compressed`` in one piece, when all gradients are there."""
-    indices, momenta, variances = _state(compressor, large)
-    sizes = _sizes(small)
-
-    def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> Any:
-        arrays = iter([view(t) for t in tensors])
-        values = _values(arrays, large, momenta, variances)
-        grads = [next(arrays).reshape(-1) for _ in large]
-        exact, known = _parts(next(arrays), sizes), bool(next(arrays))
-        now = _progress(learning_rate, steps, compressed)
-        return compressor.step(indices, values, grads, exact, finite=known, now=now)
-
-    def end(finite: bool) -> Any:
-        result, compressor.coroutine.result = compressor.coroutine.result, None
-        return result
-
-    inputs = _inputs(compressor, large, [*(g for g, _ in large), _packed(small), finite])
-    done = in_rounds(compressor.coroutine, compressor.collectives, work, inputs)
-    return _collect(compressor, large, [finite, done], end)
-
-
-def _of_norms(compressor: Compressor, large: Pairs, small: Pairs) -> list[Any]:
-    """All gradients, those of ``small`` packed, if they are clipped by their norms; else nothing."""
-    optimizer = compressor.optimizer
-    clips = optimizer.clipnorm or optimizer.global_clipnorm
-    return [*(g for g, _ in large), _packed(small)] if clips else []
+    return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, [*grads, *finite]))
 
 
 def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[Any]:
-    """What ``_progress`` and ``_values`` are read of, and ``grads``."""
+    """What a step's progress and ``_values`` are read of, and ``grads``."""
     optimizer = compressor.optimizer
     now = [optimizer.learning_rate, optimizer._iterations, optimizer._compressed_steps]
     _, momenta, variances = _state(compressor, large)
@@ -111,10 +85,6 @@ def _parts(packed: Any, sizes: Sequence[int]) -> list[Any]:
 def _sizes(pairs: Pairs) -> list[int]:
     """The variables' numbers of elements, which Keras is slow to tell."""
     return [math.prod(v.shape) for _, v in pairs]
-
-
-def _progress(learning_rate: Any, steps: Any, compressed: Any) -> Progress:
-    return Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
 
 
 def _values(arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any]) -> Values:
@@ -142,16 +112,14 @@ def _travel(compressor: Compressor, section: Section, grads: Sequence[Any], begu
     return in_turns(start, section.resume, compressor.collectives, inputs, label)
 
 
-def _collect(
-    compressor: Compressor, large: Pairs, arrived: Sequence[Any], end: Callable[[bool], Any]
-) -> tuple[Any, Any, list[tuple[Any, Any]]]:
-    """``end`` the step when all has ``arrived``, first of it whether averages are finite; returns what ``compressed``
+def _collect(compressor: Compressor, large: Pairs, arrived: Sequence[Any]) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+    """End the step when all has ``arrived``, first of it whether averages are finite; returns what ``compressed``
     does."""
     _, momenta, _ = _state(compressor, large)
     changed = [v for _, v in large] + [m for m in momenta if m is not None]
 
     def work(finite: Any, *_: Any) -> list[Any]:
-        taken, factors, moved = end(bool(finite))
+        taken, factors, moved = compressor.conclude(finite=bool(finite))
         new = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
         return [np.bool_(taken), factors, *map(adopt, new)]
 

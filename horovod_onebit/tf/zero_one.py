@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
+from horovod_onebit.engine import Plan
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
@@ -36,60 +37,54 @@ class ZeroOneSteps(Compressor):
         assert isinstance(wrapping.schedule, ZeroOne)
         self.schedule = wrapping.schedule
 
-    def _kind(self) -> Kind:
-        return kind_of(self.schedule, self.engine.exchanges + 1)
+        self._done: tuple[bool, Sequence[float]] = False, ()  # the last step: whether it was taken, its factors
 
-    def step(
-        self, indices: tuple[int, ...], values: Values, grads: Sequence[Array], small: Sequence[Array], *, finite: bool,
-        now: Progress,
-    ) -> tuple[bool, Array, list[Tensor]]:  # fmt: skip
+    def begin_step(
+        self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
+        grads: Sequence[Array], *, finite: bool,
+    ) -> None:  # fmt: skip
+        """Take the whole step."""
         engine, optimizer = self.engine, self.optimizer
         engine.exchanges = int(optimizer._tried.value)
         if self.schedule.starts_local(engine.exchanges + 1):
             engine.feedback.reset()
         try:
-            self._bind(indices)
-            factors = self._clip_factors([*grads, *small], len(grads) + len(small))
-            self.count_averages(sum(g.size for g in small))
-            taken = self._step(values, [self.clipped(g) for g in grads], factors, self._renewed(now), finite=finite)
+            self.count_averages(sum(sizes))
+            factors = self._clip_factors(grads, len(grads))
+            kind = kind_of(self.schedule, engine.exchanges + 1)
+            rules = self._take_up(indices, values, progress, factors, kind)
+            own = [self.clipped(grad) for grad in grads[: len(indices)]]
+            self._done = self._exchange(engine.plan(kind, rules), own, finite=finite), factors
+            if self._done[0]:
+                self._keep(rules)
         except BaseException:
             engine.restore_all()
             raise
         finally:
             optimizer._tried.assign(engine.exchanges)
             engine.end_step()
-        return taken, np.array(factors[len(grads) :], np.float32), self.tensors
 
-    def _step(
-        self, values: Values, grads: Sequence[Array], factors: Sequence[float], now: Progress, *, finite: bool
-    ) -> bool:
-        engine = self.engine
-        variables = (self.optimizer._trainable_variables[i] for i in self.indices)
-        rules = [self._rule(v, now, factor) for v, factor in zip(variables, factors, strict=False)]
-        self._load(values, rules, now)
-        engine.prepare(self.tensors, rules)
-        plan, arrive = engine.plan(self._kind(), rules), self._start_finite(grads)
-        by_number = dict(enumerate(grads))
+    def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
+        taken, factors = self._done
+        return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
+
+    def _exchange(self, plan: Plan, grads: Sequence[Array], *, finite: bool) -> bool:
+        engine, arrive, by_number = self.engine, self._start_finite(grads), dict(enumerate(grads))
         engine.send_rest(by_number, plan)
         with engine.times.measure("exchange"):  # a whole round, messages and all
             finite = arrive() and finite
-        taken = engine.receive(by_number, plan, finite=finite)
-        if taken:
-            self._keep(rules)
-        return taken
+        return engine.receive(by_number, plan, finite=finite)
 
-    def _renewed(self, progress: Progress) -> Progress:
-        """``progress``, whose exact steps are those that the second moment has seen."""
-        return replace(progress, exact_steps=progress.exact_steps + int(self.optimizer._renewals.value))
+    def _take_up(
+        self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
+    ) -> list[Rule]:
+        seen = progress.exact_steps + int(self.optimizer._renewals.value)  # by the second moment
+        return super()._take_up(indices, values, replace(progress, exact_steps=seen), factors, kind)
 
-    def _rule(self, variable: Any, progress: Progress, factor: float) -> Rule:
-        kind = self._kind()
+    def _rule(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
         if kind is Kind.EXACT:  # Keras's epsilon goes by the second moment as it will be
             progress = replace(progress, exact_steps=progress.exact_steps + 1)
-        return self._of(variable, progress, factor, kind)
-
-    def _of(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
-        return zero_one_adam.of(super()._rule(variable, progress, factor), kind)  # type: ignore[arg-type]
+        return zero_one_adam.of(super()._rule(variable, progress, factor, kind), kind)  # type: ignore[arg-type]
 
     def _load(self, values: Values, rules: Sequence[Any], progress: Progress) -> None:
         super()._load(values, rules, progress)
@@ -151,12 +146,10 @@ class ZeroOneSteps(Compressor):
         momenta = [adapter.momentum(optimizer, i) for i in indices]
         variances = [_flat(adapter.variance(optimizer, i)) for i in indices]
         steps, compressed = int(optimizer._iterations.value), int(optimizer._compressed_steps.value)
-        progress = self._renewed(Progress(float(optimizer.learning_rate), steps, steps - compressed))
-        rules = [self._of(v, progress, 1.0, Kind.SYNC) for v in variables]
-        self._bind(indices)
-        self._load(Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances), rules, progress)
+        progress = Progress(float(optimizer.learning_rate), steps, steps - compressed)
+        values = Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances)
         engine.exchanges = int(optimizer._tried.value)
-        engine.prepare(self.tensors, rules)
+        rules = self._take_up(indices, values, progress, [1.0] * len(indices), Kind.SYNC)
         engine.flush(rules)
         self._keep(rules)
         for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):

@@ -50,9 +50,6 @@ class Compressor(Steps):
         self._zero_one = self.parameters.schedule is not None
         divides = parameters.adapter.variance_key is not None
         self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
-        self._finite = True  # this worker's gradients, before a step that cannot be taken back
-        self._late = False  # tell the others when all is encoded
-        self._said = ("", "")  # what the agreement of this step compares: options, gradients
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -153,11 +150,11 @@ class Compressor(Steps):
         """
         settled = self.gradients.where.settled  # before progress that was broadcast since is adopted
         try:
-            self._announce(loss_scale, scaled, settled)
+            agreed = self._announce(loss_scale, scaled, settled)
             if self.parameters.phase is Phase.WARMUP:
-                taken = self._warmup_step(exact_step, loss_scale, scaled, settled)
+                taken = self._warmup_step(agreed, exact_step, loss_scale, scaled, settled)
             else:
-                taken = self._compressed_step(exact_step, loss_scale)
+                taken = self._compressed_step(agreed, exact_step, loss_scale)
             if taken:
                 self.parameters.took_step()
                 if self._check_replicas_every and self.parameters.steps % self._check_replicas_every == 0:
@@ -171,12 +168,14 @@ class Compressor(Steps):
             self.gradients.forget_marks()
             self.engine.end_step()
 
-    def _announce(self, loss_scale: float | None, scaled: bool, settled: bool) -> None:
-        """Look at what there is to do, and tell the others, at once or when all is encoded."""
+    def _announce(self, loss_scale: float | None, scaled: bool, settled: bool) -> Callable[[], Verdict]:
+        """Look at what there is to do, and tell the others, at once or when all is encoded; what waits for the
+        answer."""
         self.check_groups()
         self.gradients.check_owned()
         self.parameters.refresh()
-        self._finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
+        # Of gradients before a step that cannot be taken back.
+        finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
         if scaled:
             self.gradients.send_late("a GradScaler is used")
         warm = self.parameters.phase is Phase.WARMUP
@@ -186,25 +185,27 @@ class Compressor(Steps):
             values = self.gradients.fingerprint()
         elif warm and not self.gradients.automatic:
             values = "not averaged"
-        self._said = options, values
         # When all is encoded, it is known whether all gradients are finite.
-        self._late = self.parameters.prepared and not warm and not self._zero_one
-        if not self._late:
-            self.agreement.start("step", Finite.UNKNOWN if self._finite else Finite.NO, options, values)
+        late = self.parameters.prepared and not warm and not self._zero_one
+        if not late:
+            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, options, values)
 
-    def _agreed(self) -> Verdict:
-        if self._late:
-            self.agreement.start("step", self.engine.sent_finite, *self._said)
-        verdict = self.agreement.finish()
-        # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
-        return verdict if self._finite else replace(verdict, finite=False)
+        def agreed() -> Verdict:
+            if late:
+                self.agreement.start("step", self.engine.sent_finite, options, values)
+            verdict = self.agreement.finish()
+            # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
+            return verdict if finite else replace(verdict, finite=False)
+
+        return agreed
 
     def _warmup_step(
-        self, exact_step: Callable[[], None], loss_scale: float | None, scaled: bool, settled: bool
-    ) -> bool:
-        verdict = self.agreement.finish()
+        self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None, scaled: bool,
+        settled: bool,
+    ) -> bool:  # fmt: skip
+        edited = agreed().edited
         if self.gradients.automatic and not settled:
-            self.gradients.average(again=bool(verdict.edited))
+            self.gradients.average(again=bool(edited))
         exact = self.parameters.exact()
         self.parameters.forget_frozen()
         if loss_scale is not None:
@@ -219,7 +220,9 @@ class Compressor(Steps):
         self.parameters.took_exact(exact)
         return True
 
-    def _compressed_step(self, exact_step: Callable[[], None], loss_scale: float | None) -> bool:
+    def _compressed_step(
+        self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None
+    ) -> bool:
         engine, parameters, plan = self.engine, self.parameters, self._plan(loss_scale or 1.0)
         self._prepare(plan)
         exact = parameters.exact()
@@ -231,7 +234,7 @@ class Compressor(Steps):
         grads = parameters.gradients()
         engine.send_rest(grads, plan)
         try:
-            verdict = self._agreed()
+            verdict = agreed()
         except (DesyncError, ConfigurationError):
             engine.withdraw()
             raise

@@ -295,7 +295,7 @@ class LocalSteps(Steps):
             if self.rounds.stepped(parameters.steps):
                 self._end_round("step")
             elif self.rounds.due:
-                self._take_over()
+                self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
         finally:
             self.agreement.reset()
             self.engine.end_step()
@@ -331,44 +331,33 @@ class LocalSteps(Steps):
             raise
         self.share_out()
 
-    def _pull(self) -> None:
+    def _agree(self, call: str) -> None:
+        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length}")
+        self.agreement.finish()
+
+    def _exchange(self, exchange: Callable[[], bool]) -> None:
+        """Let ``exchange``, one of ``rounds``, change weights."""
         parameters = self.parameters
         if parameters.rebind():
             large, small = parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
         parameters.pull()
-
-    def _agree(self, call: str) -> None:
-        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length}")
-        self.agreement.finish()
-
-    def _take_over(self) -> None:
-        """In the middle of a round, the exchange of the last one."""
-        self._pull()
         taken = False
         try:
-            taken = self.rounds.take_over(lambda: self._agree("step"))
+            taken = exchange()
         finally:
-            self.parameters.push()
-            if not taken:
-                self._heal()
-
-    def _end_round(self, call: str, *, flush: bool = False) -> None:
-        parameters = self.parameters
-        self._pull()
-        taken = False
-        try:
-            taken = self.rounds.exchange(lambda: self._agree(call), flush=flush)
-        finally:
-            if self.rounds.under_way:  # the exchange, or the workers did not agree
+            if self.rounds.under_way:  # steps that were not exchanged yet; or the workers did not agree
                 parameters.push()
             else:
                 parameters.round()
             if not taken:
                 self._heal()
-        every = self._check_replicas_every
-        if every and parameters.steps // every > self._checked // every:
-            self._checked = parameters.steps
+
+    def _end_round(self, call: str, *, flush: bool = False) -> None:
+        self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
+        every, steps = self._check_replicas_every, self.parameters.steps
+        if every and steps // every > self._checked // every:
+            self._checked = steps
             self.check_replicas()
 
     def _heal(self) -> None:

@@ -133,22 +133,25 @@ class _DistributedOptimizer:
                 "optimizer.synchronize(). This can cause training slowdown.",
                 stacklevel=2,
             )
-        scaling = self._take_scaling()
-        scale = scaling.get("grad_scale")
         try:
-            with torch.no_grad(), self._compressor.agreement.told("step"):
-                self._compressor.step(
-                    self._exact_step, loss_scale=None if scale is None else float(scale), scaled=bool(scaling)
-                )
+            with self._scaling() as (scaled, scale), torch.no_grad(), self._compressor.agreement.told("step"):
+                self._compressor.step(self._exact_step, loss_scale=scale, scaled=scaled)
         finally:
-            self.__dict__.update(scaling)
             if gradients.where.settled:
                 gradients.where = Where.NOWHERE
         return loss
 
-    def _take_scaling(self) -> dict[str, Any]:
-        """What GradScaler leaves for the time of a step; the wrapped optimizer must not act on it a second time."""
-        return {key: self.__dict__.pop(key) for key in ("grad_scale", "found_inf") if key in self.__dict__}
+    @contextmanager
+    def _scaling(self) -> Iterator[tuple[bool, float | None]]:
+        """Whether a GradScaler is used, and by what gradients still have to be divided. It leaves both here for the
+        time of a step, and the wrapped optimizer must not act on them a second time."""
+        names = ("grad_scale", "found_inf")
+        left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
+        scale = left.get("grad_scale")
+        try:
+            yield bool(left), None if scale is None else float(scale)
+        finally:
+            self.__dict__.update(left)
 
     def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
@@ -304,15 +307,8 @@ class _LocalOptimizer(_DistributedOptimizer):
             return self._exact_step(closure)
         if _called_by("horovod.torch.functions"):
             return self._init_state_by_a_step()
-        scaling = self._take_scaling()
-        scale = scaling.get("grad_scale")
-        try:
-            with self._compressor.agreement.told("step"):
-                return self._compressor.step(
-                    self._exact_step, closure, loss_scale=None if scale is None else float(scale)
-                )
-        finally:
-            self.__dict__.update(scaling)
+        with self._scaling() as (_, scale), self._compressor.agreement.told("step"):
+            return self._compressor.step(self._exact_step, closure, loss_scale=scale)
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
