@@ -59,6 +59,11 @@ TASKS = {LONG: (ALL, 4e-3), "vgg": (IMAGES, 1e-3), "digits": (IMAGES, 1e-3)}
 """What is run of each task, and at which rate."""
 
 
+RATES = (1e-3, 2e-3, 4e-3, 8e-3)
+OF_RATES = (EXACT, local(16, 300), local(16), local(16, whole=True))
+"""What is run of the long text at each of ``RATES``, with the first seed."""
+
+
 @dataclass(frozen=True)
 class Peer:
     """A row of the table: rounds of ``every`` steps, exchanged as another method does."""
@@ -175,6 +180,9 @@ def todo() -> Iterator[Run]:
     for seed, (task, (ways, rate)) in product(SEEDS, TASKS.items()):
         for way in ways:
             yield Run(way, task, rate, seed)
+    for rate, way in product(RATES, OF_RATES):
+        if rate != TASKS[LONG][1]:
+            yield Run(way, LONG, rate, SEEDS[0])
 
 
 @cache
@@ -209,6 +217,15 @@ def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
         yield [way.text, f"{times:.0f}", text, f"{100 * means(way, 'accuracy'):.1f} %"]
 
 
+def _rate_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
+    """The loss of each way at each rate, its best one marked, and how far that is above the best one of exact Adam."""
+    losses = {way: [found[Run(way, LONG, rate, SEEDS[0])]["loss"] for rate in RATES] for way in OF_RATES}
+    for way, row in losses.items():
+        best, exact = min(row), min(losses[EXACT])
+        cells = [f"**{loss:.3f}**" if loss == best else f"{loss:.3f}" for loss in row]
+        yield [way.text, *cells, "" if way == EXACT else f"{100 * (best / exact - 1):+.1f} %"]
+
+
 def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     """Beside our own runs of the same seed."""
     rate = TASKS[LONG][1]
@@ -235,6 +252,10 @@ def run() -> str:
         text += [f"### {task}, rate {TASKS[task][1]:g}", report.table(head, _rows(found, task))]
     trials = pool.results(tried, TRIED)
     text += [
+        "### Other rates: long text, one seed",
+        report.table(
+            ["test loss at a rate of", *(f"{rate:g}" for rate in RATES), "best, above exact"], _rate_rows(found)
+        ),
         "### Other methods: long text, one seed",
         "DiLoCo (Douillard et al. 2023) averages in float32, with an outer learning rate of 0.7 and a momentum of 0.9. "
         "SparseLoCo (Sarfi et al. 2025) sends the largest 64 of each 4,096 elements in 14 bits each. Both have the "
