@@ -44,8 +44,11 @@ def compressed(
 
 
 def _begin(compressor: Compressor, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
-    """Begin the step, of the state before it, and take it if it is known what is ``finite``; a tensor that is there
-    when that is done."""
+    """Begin the step, of the state before it; a tensor that is there when that is done.
+
+    ``finite``: nothing, so that the step begins before the averages of ``small`` are there; or, where it is taken as it
+    begins, whether they are finite.
+    """
     indices, momenta, variances = _state(compressor, large)
     grads = [*(g for g, _ in large), _packed(small)] if compressor.wants_gradients else []
     sizes = _sizes(small)

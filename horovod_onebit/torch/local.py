@@ -346,7 +346,7 @@ class LocalSteps(Steps):
         try:
             taken = exchange()
         finally:
-            if self.rounds.under_way:  # steps that were not exchanged yet; or the workers did not agree
+            if self.rounds.under_way:  # an exchange, or steps without one; or the workers did not agree
                 parameters.push()
             else:
                 parameters.round()
