@@ -305,11 +305,13 @@ def step_rows() -> list[list[str]]:
 def keras_step_rows() -> list[list[str]]:
     found = load("step_keras")
     ways, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
-    milliseconds = between(*(1e3 * small[key] for key in ("median", "low", "high")), small)
+    alone = found["alone"]["ways"]["onebit"]["differences"]["plain"]
+    both = [between(*(1e3 * one[key] for key in ("median", "low", "high")), one) for one in (small, alone)]
     return [
         ["compressed step in a loop, time to Horovod fp32's", times(ways, "onebit", "horovod fp32"), "1.1"],
         ["the same in `fit`", times(ways, "onebit fit", "horovod fp32"), "1.1"],
-        ["a step of `fit` with 300 small variables, beyond plain Keras", f"{milliseconds} ms", "3 ms"],
+        ["a step of `fit` with 300 small variables, beyond plain Keras", f"{both[0]} ms", "3 ms"],
+        ["the same in one process, which waits for nobody", f"{both[1]} ms", "3 ms"],
     ]
 
 

@@ -4,7 +4,8 @@
 
 step    a whole step of 25 M parameters, to that of Horovod with float32
 small   the work of a step with 300 small tensors beyond the optimizer's: in PyTorch Python's own work and its calls of
-        functions, and those of a step with 300 compressed tensors; in Keras the time of a step of `fit`
+        functions, and those of a step with 300 compressed tensors; in Keras the time of a step of `fit`, with two
+        processes, and with one, which has nobody to wait for
 memory  peak bytes a parameter, beyond plain AdamW (PyTorch)
 """
 
@@ -20,17 +21,17 @@ from rich.table import Table
 
 from benchmarks import measure
 from benchmarks.link import ratio
-from jobs.processes import two_processes
+from jobs.processes import processes
 from studies import report
 
 RESULTS = Path(__file__).parent / "results"
 WORKERS = {"torch": "benchmarks/step_worker.py", "tf": "benchmarks/step_keras_worker.py"}
 
 
-def job(framework: str, *arguments: str, anyway: bool) -> dict[str, Any]:
-    """The result of a job on two processes over MPI. Raises ``measure.Loaded`` if other processes disturb it."""
+def job(framework: str, *arguments: str, anyway: bool, workers: int = 2) -> dict[str, Any]:
+    """The result of a job over MPI. Raises ``measure.Loaded`` if other processes disturb it."""
     measure.refuse(measure.look(), anyway=anyway)
-    found = two_processes(WORKERS[framework], *arguments, *(["--anyway"] if anyway else []))
+    found = processes(workers, WORKERS[framework], *arguments, *(["--anyway"] if anyway else []))
     if "refused" in found:
         raise measure.Loaded(found["refused"])
     return dict(found)
@@ -48,7 +49,13 @@ def rows(framework: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
     result = [("compressed step, time to Horovod fp32's", ratio(step["onebit"]["ratios"]["horovod fp32"]), wanted)]
     if framework == "tf":
         fit = ratio(step["onebit fit"]["ratios"]["horovod fp32"])
-        return [*result, ("the same in fit", fit, "1.1"), ("300 small variables, a step", milliseconds(small), "3 ms")]
+        alone = milliseconds(found["alone"]["ways"]["onebit"]["differences"]["plain"])
+        return [
+            *result,
+            ("the same in fit", fit, "1.1"),
+            ("300 small variables, a step", milliseconds(small), "3 ms"),
+            ("the same in one process", alone, "3 ms"),
+        ]
     memory = found["memory"]
     extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / memory[way]["parameters"] for way in memory}
     return [
@@ -76,7 +83,10 @@ def main() -> None:
             with console.status(f"{text} ..."):
                 seconds = ["--seconds", str(options.seconds)]
                 found[what] = job(options.framework, what, *seconds, anyway=options.anyway)
-        if options.framework == "torch":
+        if options.framework == "tf":
+            with console.status("300 small tensors in one process ..."):
+                found["alone"] = job("tf", "small", *seconds, anyway=options.anyway, workers=1)
+        else:
             with console.status("Memory ..."):
                 ways = ("plain", "horovod fp32", "onebit")
                 found["memory"] = {way: job("torch", "memory", "--way", way, anyway=options.anyway) for way in ways}
