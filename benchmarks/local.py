@@ -18,7 +18,7 @@ from rich.table import Table
 
 from benchmarks import measure
 from benchmarks.link import ratio
-from jobs.processes import two_processes
+from jobs.processes import horovodrun
 from studies import report
 
 RESULTS = Path(__file__).parent / "results" / "local.json"
@@ -28,7 +28,7 @@ def job(backend: str, *, anyway: bool, seconds: float) -> dict[str, Any]:
     """What two workers found. Raises ``measure.Loaded`` if other processes disturb them."""
     measure.refuse(measure.look(), anyway=anyway)
     arguments = ["--seconds", str(seconds), *(["--anyway"] if anyway else [])]
-    found = two_processes("benchmarks/local_worker.py", *arguments, backend=backend)
+    found = horovodrun(2, "benchmarks/local_worker.py", *arguments, backend=backend)
     if "refused" in found:
         raise measure.Loaded(found["refused"])
     return dict(found)

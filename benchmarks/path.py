@@ -64,10 +64,10 @@ def main() -> None:
     if options.follow:
         follow()
         return
-    from jobs.processes import two_processes  # of this clone: the other one may lack it
+    from jobs.processes import horovodrun  # of this clone: the other one may lack it
 
     path = f"{options.package.resolve()}:{ROOT}"
-    found = two_processes(Path(__file__).resolve(), "--follow", timeout=300, PYTHONPATH=path)
+    found = horovodrun(2, Path(__file__).resolve(), "--follow", timeout=300, PYTHONPATH=path)
     print(f"{len(found['files'])} files, {found['changes']} calls from one file into another, {found['calls']} in all")
     print("\n".join(found["files"]))
 

@@ -289,9 +289,8 @@ def step_rows() -> list[list[str]]:
     size, memory = step["memory"]["plain"]["parameters"], step["memory"]
     extra = (memory["onebit"]["peak"] - memory["plain"]["peak"]) / size
     if "ways" in step["step"]:
-        ways, small = step["step"]["ways"], step["small"]["ways"]["onebit"]["differences"]["plain"]
-        ratio = times(ways, "onebit", "horovod fp32")
-        milliseconds = between(*(1e3 * small[key] for key in ("median", "low", "high")), small)
+        ratio = times(step["step"]["ways"], "onebit", "horovod fp32")
+        milliseconds = _milliseconds(step["small"])
     else:
         ratio = _number(step["step"]["onebit"] / step["step"]["horovod fp32"])
         milliseconds = _number(1e3 * (step["small"]["onebit"] - step["small"]["plain"]))
@@ -302,16 +301,20 @@ def step_rows() -> list[list[str]]:
     ]
 
 
+def _milliseconds(found: dict[str, Any]) -> str:
+    """What a step of ours takes beyond plain training."""
+    difference = found["ways"]["onebit"]["differences"]["plain"]
+    return between(*(1e3 * difference[key] for key in ("median", "low", "high")), difference)
+
+
 def keras_step_rows() -> list[list[str]]:
     found = load("step_keras")
-    ways, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
-    alone = found["alone"]["ways"]["onebit"]["differences"]["plain"]
-    both = [between(*(1e3 * one[key] for key in ("median", "low", "high")), one) for one in (small, alone)]
+    ways = found["step"]["ways"]
     return [
         ["compressed step in a loop, time to Horovod fp32's", times(ways, "onebit", "horovod fp32"), "1.1"],
         ["the same in `fit`", times(ways, "onebit fit", "horovod fp32"), "1.1"],
-        ["a step of `fit` with 300 small variables, beyond plain Keras", f"{both[0]} ms", "3 ms"],
-        ["the same in one process, which waits for nobody", f"{both[1]} ms", "3 ms"],
+        ["a step of `fit` with 300 small variables, beyond plain Keras", f"{_milliseconds(found['small'])} ms", "3 ms"],
+        ["the same in one process, which waits for nobody", f"{_milliseconds(found['alone'])} ms", "3 ms"],
     ]
 
 

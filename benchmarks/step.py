@@ -21,7 +21,7 @@ from rich.table import Table
 
 from benchmarks import measure
 from benchmarks.link import ratio
-from jobs.processes import processes
+from jobs.processes import horovodrun
 from studies import report
 
 RESULTS = Path(__file__).parent / "results"
@@ -31,36 +31,36 @@ WORKERS = {"torch": "benchmarks/step_worker.py", "tf": "benchmarks/step_keras_wo
 def job(framework: str, *arguments: str, anyway: bool, workers: int = 2) -> dict[str, Any]:
     """The result of a job over MPI. Raises ``measure.Loaded`` if other processes disturb it."""
     measure.refuse(measure.look(), anyway=anyway)
-    found = processes(workers, WORKERS[framework], *arguments, *(["--anyway"] if anyway else []))
+    found = horovodrun(workers, WORKERS[framework], *arguments, *(["--anyway"] if anyway else []))
     if "refused" in found:
         raise measure.Loaded(found["refused"])
     return dict(found)
 
 
 def milliseconds(found: dict[str, Any]) -> str:
-    """Of a difference in seconds: median and interval."""
+    """What a step of ours takes beyond plain training: median and interval."""
+    found = found["ways"]["onebit"]["differences"]["plain"]
     return f"{1e3 * found['median']:.1f} [{1e3 * found['low']:.1f}, {1e3 * found['high']:.1f}] ms"
 
 
 def rows(framework: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
     """What was measured, and the target."""
-    step, small = found["step"]["ways"], found["small"]["ways"]["onebit"]["differences"]["plain"]
+    step, small = found["step"]["ways"], milliseconds(found["small"])
     wanted = "1.15" if framework == "torch" else "1.1"
     result = [("compressed step, time to Horovod fp32's", ratio(step["onebit"]["ratios"]["horovod fp32"]), wanted)]
     if framework == "tf":
         fit = ratio(step["onebit fit"]["ratios"]["horovod fp32"])
-        alone = milliseconds(found["alone"]["ways"]["onebit"]["differences"]["plain"])
         return [
             *result,
             ("the same in fit", fit, "1.1"),
-            ("300 small variables, a step", milliseconds(small), "3 ms"),
-            ("the same in one process", alone, "3 ms"),
+            ("300 small variables, a step", small, "3 ms"),
+            ("the same in one process", milliseconds(found["alone"]), "3 ms"),
         ]
     memory = found["memory"]
     extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / memory[way]["parameters"] for way in memory}
     return [
         *result,
-        ("300 small tensors, Python's work a step", milliseconds(small), "3 ms"),
+        ("300 small tensors, Python's work a step", small, "3 ms"),
         ("the same, calls of functions a step", f"{found['small']['calls']:,}", ""),
         ("300 compressed tensors, calls of functions a step", f"{found['small']['calls compressed']:,}", ""),
         ("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8"),

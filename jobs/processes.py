@@ -83,20 +83,15 @@ def when_stdin_ends(then: Callable[[], None]) -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def two_processes(script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str) -> Any:
-    """The ``result`` of a Python program that horovodrun starts twice on this machine; ``env`` is set besides."""
-    return processes(2, script, *arguments, backend=backend, timeout=timeout, **env)
-
-
-def processes(
+def horovodrun(
     count: int, script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str
 ) -> Any:
-    """As ``two_processes``, with ``count`` of them."""
+    """The ``result`` of a Python program in ``count`` processes on this machine; ``env`` is set besides."""
     python = Path(sys.executable)
     env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": packages()} | env
     path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    horovodrun = [str(python.with_name("horovodrun")), "-np", str(count), f"--{backend}"]
-    return result(run([*horovodrun, str(python), str(script), *arguments], os.environ | {"PATH": path} | env, timeout))
+    launcher = [str(python.with_name("horovodrun")), "-np", str(count), f"--{backend}"]
+    return result(run([*launcher, str(python), str(script), *arguments], os.environ | {"PATH": path} | env, timeout))
 
 
 def result(output: str) -> Any:

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import os
-import sys
-import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
@@ -13,7 +9,7 @@ from pathlib import Path
 from statistics import mean
 
 from horovod_onebit.recipe import PRESETS, Recipe
-from jobs.processes import run as run_job
+from jobs.processes import horovodrun
 from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
 from studies.rates import OTHERS, Cell, Result, beside, kept, network, train
@@ -97,14 +93,9 @@ def result(run: Run) -> Result:
 
 def of_processes(run: Run) -> Result:
     """The result of ``run`` by processes that horovodrun starts."""
-    tools = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder, "result.json")
-        worker = [sys.executable, "-m", "studies.language_worker", run.way.recipe.exchange, str(run.seed), str(file)]
-        run_job([str(tools / "horovodrun"), "-np", str(run.way.workers), "--gloo", *worker], env, timeout=7200)
-        found: Result = json.loads(file.read_text())
-    return found
+    exchange, workers = run.way.recipe.exchange, run.way.workers
+    script = Path(__file__).with_name("language_worker.py")
+    return dict(horovodrun(workers, script, exchange, str(run.seed), backend="gloo", timeout=7200))
 
 
 def fewer(way: Way, found: Result) -> float:
