@@ -171,10 +171,10 @@ def run() -> str:
         "## 7. Should the second moment be updated after the warm-up?",
         f"The task `text` of study 6, {WORKERS} workers, one seed. The table shows the test loss, and in brackets how "
         "far it is above exact Adam's at the same rate. Where workers keep second moments of their own, these are of "
-        "their own gradients, times the ratio of the mean gradient's power to that of theirs. In this study they know "
-        "that ratio exactly in each step, for blocks of 1,024, and what they average is not compressed. A one-bit "
-        "exchange cannot know the second moment of the mean gradient in each step. So these rows show the most that "
-        "such methods could gain.",
+        "their own gradients g, times sum(mean(g)^2) / mean(sum(g^2)): sums over blocks of 1,024 elements, means over "
+        "the workers. In this study they know that ratio exactly in each step, and what they average is not "
+        "compressed. A one-bit exchange cannot know the second moment of the mean gradient in each step. So these rows "
+        "show the most that such methods could gain.",
         report.table(["second moment", *(f"rate {rate:g}" for rate in RATES)], _rows(found)),
     ]
     return "\n\n".join(text) + "\n"

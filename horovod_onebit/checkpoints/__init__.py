@@ -1,7 +1,8 @@
 """Saving and loading of checkpoints, whatever the framework: all workers succeed, or all raise the same error.
 
 ``save`` and ``load`` are sequences of steps that every worker takes; after each, all learn whether it has failed
-anywhere. What is done with models and optimizers is a ``Face``; the files are those of ``checkpoints.files``.
+anywhere. ``load_alone`` is for one process. What is done with models and optimizers is a ``Face``; the files are those
+of ``checkpoints.files``.
 
 Nothing replaces a checkpoint before its files have been read back by the code that loads them, and nothing is put
 into a model or an optimizer before all workers have checked everything that is to be put there.
@@ -25,7 +26,7 @@ from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, Conf
 from horovod_onebit.feedback import of_kind
 from horovod_onebit.world import Residuals, total_residuals
 
-__all__ = ["FORMAT", "Face", "Shared", "load", "save"]
+__all__ = ["FORMAT", "Face", "Shared", "load", "load_alone", "save"]
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -199,12 +200,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     begun = _together(face, "load", "arguments", begin)
     place, history = begun[face.rank][0], begun[0][1]
 
-    def choose() -> Complete:
-        if previous and len(history) < 2:
-            raise FileNotFoundError(f"previous=True: {place} has one checkpoint, of step {history[0].step}")
-        return history[previous]
-
-    chosen: Complete = _together(face, "load", "choice", choose)[0]
+    chosen: Complete = _together(face, "load", "choice", lambda: _choose(place, history, previous))[0]
     same = chosen.workers == face.workers
     mine: list[Any] = []
 
@@ -230,7 +226,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
         if saved != face.kind:
             raise ConfigurationError(
                 f"the checkpoint was saved {of_kind(saved)}, and this optimizer is {of_kind(face.kind)}: build it as "
-                "it was, or load the weights alone"
+                "it was, or load the weights alone: load_weights()"
             )
         face.check(about, own["feedback"])
 
@@ -260,6 +256,28 @@ def _take_over(face: Face, shared: Shared | None, about: Any) -> None:
         raise
 
 
+def load_alone(
+    folder: Any, suffixes: tuple[str, str], read: Callable[[Path, Path, str], object], *, previous: bool
+) -> None:
+    """Call ``read`` with the shared file of a complete checkpoint, worker 0's own file, and the checkpoint's key.
+
+    Raises ``CheckpointError`` if that fails. Local.
+    """
+    try:
+        place = checks.folder(folder).absolute()
+        chosen = _choose(place, _history(place), checks.flag("previous", previous))
+        own, shared = worker_file(place, chosen.key, 0, suffixes[0]), files.shared_file(place, chosen.key, suffixes[1])
+        read(_checked(place, chosen, shared.name), _checked(place, chosen, own.name), chosen.key)
+    except Exception as error:
+        raise CheckpointError(f"cannot load the weights; {type(error).__name__}: {error}") from error
+
+
+def _choose(place: Path, history: Sequence[Complete], previous: bool) -> Complete:
+    if previous and len(history) < 2:
+        raise FileNotFoundError(f"previous=True: {place} has one checkpoint, of step {history[0].step}")
+    return history[previous]
+
+
 def _history(place: Path) -> list[Complete]:
     if found := files.history(place):
         return found
@@ -269,17 +287,8 @@ def _history(place: Path) -> list[Complete]:
 def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, Shared | None]:
     """This worker's share of the checkpoint ``chosen``, and on worker 0 what is for all."""
 
-    def checked(name: str) -> Path:
-        path = files.find(place, name)
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist: is this the folder that all workers saved to?")
-        if chosen.files and name not in chosen.files:
-            raise ValueError(f"{place / files.LATEST} is damaged: it has no digest of {name}")
-        files.check(path, chosen.files.get(name))
-        return path
-
     def own_file(rank: int) -> Path:
-        return checked(worker_file(place, chosen.key, rank, face.suffixes[0]).name)
+        return _checked(place, chosen, worker_file(place, chosen.key, rank, face.suffixes[0]).name)
 
     if chosen.workers == face.workers:
         own = face.read_own(own_file(face.rank), chosen.key)
@@ -287,8 +296,19 @@ def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, Shared 
         own = face.merge(face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers))
     if face.rank:
         return own, None
-    shared = checked(files.shared_file(place, chosen.key, face.suffixes[1]).name)
+    shared = _checked(place, chosen, files.shared_file(place, chosen.key, face.suffixes[1]).name)
     return own, face.read_shared(shared, own_file(0), chosen.key)
+
+
+def _checked(place: Path, chosen: Complete, name: str) -> Path:
+    """The path of a file of ``chosen``, which is as it was saved."""
+    path = files.find(place, name)
+    if not path.exists():
+        raise FileNotFoundError(f"{path} does not exist: is this the folder that all workers saved to?")
+    if chosen.files and name not in chosen.files:
+        raise ValueError(f"{place / files.LATEST} is damaged: it has no digest of {name}")
+    files.check(path, chosen.files.get(name))
+    return path
 
 
 def _together(face: Face, call: str, step: str, action: Callable[[], T]) -> list[T]:

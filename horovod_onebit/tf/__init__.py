@@ -10,7 +10,7 @@ model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 
 from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.tf import callbacks
-from horovod_onebit.tf.checkpoint import load_checkpoint, save_checkpoint
+from horovod_onebit.tf.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import DistributedOptimizer
@@ -25,5 +25,6 @@ __all__ = [
     "callbacks",
     "check_replicas",
     "load_checkpoint",
+    "load_weights",
     "save_checkpoint",
 ]

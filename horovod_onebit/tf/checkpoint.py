@@ -36,6 +36,10 @@ from horovod_onebit.world import Residuals, Weighing
 
 logger = logging.getLogger("horovod_onebit")
 CALL = "a checkpoint, saved or loaded"
+NOT_BUILT = "the model is not built: model.build(shape)"
+OF_OPTIMIZER = "optimizer/"
+OTHER_OPTIMIZER = ".*(Skipping variable loading|could not be loaded)"
+"""What Keras warns of when it cannot put an optimizer's variables into the model's."""
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra: Any = None) -> None:
@@ -69,6 +73,35 @@ def load_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, previ
     return checkpoints.load(face, folder, previous=previous)
 
 
+def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous: bool = False) -> None:
+    """Put the weights of the last complete checkpoint of ``folder`` into ``model``; nothing else is loaded.
+
+    Local: for inference in one process, which needs neither ``hvd.init()`` nor an optimizer; or for a new run from
+    these weights, with other settings, on worker 0 before the broadcasts. ``model`` is built as the one that was saved.
+    ``previous`` loads the checkpoint before the last one.
+
+    Raises ``CheckpointError`` if a file is missing, damaged or of something else, or does not fit the model (names,
+    shapes, dtypes). The model is unchanged then.
+    """
+
+    def read(path: Path, first: Path, key: str) -> None:
+        if not isinstance(model, keras.Model):
+            raise ConfigurationError(f"model is {type(model).__name__}: expected a keras.Model")
+        if not model.built:
+            raise ConfigurationError(NOT_BUILT)
+        own, of_optimizer = _described(model), getattr(getattr(model, "optimizer", None), "variables", [])
+        saved = _about(first, key).get("variables", own)  # versions before did not write them
+        others = [row for row in saved[len(own) :] if not row[0].startswith(OF_OPTIMIZER)]
+        _compare([*saved[: len(own)], *others], own)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", message=OTHER_OPTIMIZER)
+            values = _values_of(path, model, [*model.variables, *of_optimizer])
+        for variable, value in zip(model.variables, values, strict=False):
+            variable.assign(value)
+
+    checkpoints.load_alone(folder, _Keras.suffixes, read, previous=previous)
+
+
 class _Keras(checkpoints.Face):
     suffixes = ("npz", "keras")
 
@@ -97,7 +130,7 @@ class _Keras(checkpoints.Face):
         check_ours(self.optimizer)
         self.kind = self._compressor.kind
         if not self.model.built:
-            raise ConfigurationError("the model is not built: model.build(shape)")
+            raise ConfigurationError(NOT_BUILT)
         if not self.optimizer.built:
             self.optimizer.build(self.model.trainable_variables)
 
@@ -161,10 +194,8 @@ class _Keras(checkpoints.Face):
                 weights.unlink(missing_ok=True)
 
     def read_own(self, path: Path, key: str) -> Residuals:
+        about = _about(path, key)
         with np.load(path, allow_pickle=False) as file:
-            about = json.loads(str(file["about"]))
-            if about.get("format") != FORMAT or about.get("key") != key:
-                raise ValueError(f"{path} does not belong to this checkpoint")
             arrays = {name: file[name] for name in file.files if name != "about"}
         about["extra"] = unpack(about["extra"], lambda i: arrays[f"extra.{i}"])
         about["own"] = {int(name[4:]): value for name, value in arrays.items() if name.startswith("own.")}
@@ -195,27 +226,15 @@ class _Keras(checkpoints.Face):
         known = _described(self.model, self.optimizer)
         variables = own.get("variables", known)  # versions before did not write them
         _compare(variables, known)
-        values = self._values_of(path)
+        with warnings.catch_warnings():
+            # Keras only warns when an optimizer's variables are others.
+            warnings.filterwarnings("error", message=OTHER_OPTIMIZER)
+            values = _values_of(path, self.model, self._variables())
         for i, value in own["own"].items():
             values[i] = value
         about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}
         about["warmup"] = own.get("warmup", {})  # nor this
         return Shared(values, about, own["extra"])
-
-    def _values_of(self, path: Path) -> list[np.ndarray]:
-        """The values that Keras's file has for the variables. Keras puts them into the model: they are taken out of
-        it again, and the model keeps its own."""
-        variables = self._variables()
-        before = [np.array(v) for v in variables]
-        try:
-            with warnings.catch_warnings():
-                # Keras only warns when an optimizer's variables are others.
-                warnings.filterwarnings("error", message=".*(Skipping variable loading|could not be loaded)")
-                self.model.load_weights(path)
-            return [np.array(v) for v in variables]
-        finally:
-            for variable, value in zip(variables, before, strict=True):
-                variable.assign(value)
 
     def _own_variables(self) -> dict[int, Any]:
         """By position, what each worker has of its own: the states of random generators, which Keras's file lacks, and
@@ -256,10 +275,30 @@ def _never(value: Any) -> bool:
     return False
 
 
-def _described(model: Any, optimizer: Any) -> list[list[Any]]:
+def _about(path: Path, key: str) -> dict[str, Any]:
+    """What a worker's own file has besides arrays."""
+    with np.load(path, allow_pickle=False) as file:
+        about = json.loads(str(file["about"]))
+    if about.get("format") != FORMAT or about.get("key") != key:
+        raise ValueError(f"{path} does not belong to this checkpoint")
+    return about
+
+
+def _values_of(path: Path, model: Any, variables: Sequence[Any]) -> list[np.ndarray]:
+    """The values that Keras's file has for ``variables`` of ``model``. Keras puts them into the model: they are taken
+    out of it again, and the model keeps its own."""
+    before = [np.array(v) for v in variables]
+    try:
+        model.load_weights(path)
+        return [np.array(v) for v in variables]
+    finally:
+        for variable, value in zip(variables, before, strict=True):
+            variable.assign(value)
+
+
+def _described(model: Any, optimizer: Any = None) -> list[list[Any]]:
     """Name, shape and dtype of each variable. Layers' numbers are left out of the names: Keras counts the layers that
     this process has made before."""
-    trained = sorted((v.path.replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
     rows, seen = [], Counter[str]()
 
     def add(name: str, variable: Any) -> None:
@@ -269,9 +308,12 @@ def _described(model: Any, optimizer: Any) -> list[list[Any]]:
 
     for variable in model.variables:
         add("/".join(re.sub(r"_\d+$", "", part) for part in variable.path.split("/")[-2:]), variable)
+    if optimizer is None:
+        return rows
+    trained = sorted((v.path.replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
     for variable in optimizer.variables:
         of = next((path for path in trained if variable.name.startswith(path)), "")
-        add(f"optimizer/{variable.name.removeprefix(of).strip('_')}", variable)
+        add(f"{OF_OPTIMIZER}{variable.name.removeprefix(of).strip('_')}", variable)
     return rows
 
 

@@ -8,7 +8,7 @@ optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_
 
 from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.torch import elastic  # Horovod's own elastic state, too, must know these optimizers
-from horovod_onebit.torch.checkpoint import load_checkpoint, save_checkpoint
+from horovod_onebit.torch.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.lamb import LAMB
 from horovod_onebit.torch.monitor import Monitor
@@ -27,5 +27,6 @@ __all__ = [
     "broadcast_optimizer_state",
     "elastic",
     "load_checkpoint",
+    "load_weights",
     "save_checkpoint",
 ]

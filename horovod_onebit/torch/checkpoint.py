@@ -82,6 +82,32 @@ def load_checkpoint(
     return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)
 
 
+def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, previous: bool = False) -> None:
+    """Put the weights and buffers of the last complete checkpoint into ``model``; nothing else is loaded.
+
+    Local: for inference in one process, which needs neither ``hvd.init()`` nor an optimizer; or for a new run from
+    these weights, with other settings, on worker 0 before the broadcasts.
+
+    Args:
+        folder: where ``save_checkpoint`` saved.
+        model: built like the one that was saved, on any device.
+        previous: load the checkpoint before the last one.
+
+    Raises:
+        CheckpointError: if a file is missing, damaged or of something else, or does not fit the model (names, shapes,
+            dtypes). The model is unchanged then.
+    """
+
+    def read(path: Path, first: Path, key: str) -> None:
+        if not isinstance(model, torch.nn.Module):
+            raise ConfigurationError(f"model is {type(model).__name__}: expected a torch.nn.Module")
+        saved = unpack(_read(path, key)["model"], torch.Tensor.numpy)
+        check_model(model, saved)
+        model.load_state_dict(saved)
+
+    checkpoints.load_alone(folder, _Torch.suffixes, read, previous=previous)
+
+
 CALL = "save_checkpoint() or load_checkpoint"
 
 

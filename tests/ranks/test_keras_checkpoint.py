@@ -64,6 +64,41 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     assert_replicas_equal(again)
 
 
+@pytest.mark.parametrize("how", ["plain", "compiled"])
+def test_one_process_loads_the_weights_alone(folder, how):
+    """For inference: no other worker takes part. What fails changes nothing."""
+    model = compiled("adamw", "robust")
+    saved = []
+    for start in (0, 6):
+        fit(model, 6, start=start)
+        saved.append(weights(model))
+        onebit.save_checkpoint(folder, model)
+    if RANK == 0:
+        alone = build(5) if how == "plain" else compiled("sgd", "robust", seed=5)
+        if how == "compiled":
+            alone.optimizer.build(alone.trainable_variables)
+        onebit.load_weights(folder, alone)
+        np.testing.assert_array_equal(weights(alone), saved[1])
+        onebit.load_weights(str(folder), alone, previous=True)
+        np.testing.assert_array_equal(weights(alone), saved[0])
+        assert how == "plain" or int(alone.optimizer.iterations) == 0
+        with pytest.raises(CheckpointError, match=r"latest\.json does not exist"):
+            onebit.load_weights(folder / "other", alone)
+        other = keras.Sequential([keras.Input((3,)), keras.layers.Dense(3)])
+        before = weights(other)
+        with pytest.raises(CheckpointError, match="another model"):
+            onebit.load_weights(folder, other)
+        np.testing.assert_array_equal(weights(other), before)
+        with pytest.raises(CheckpointError, match="not built"):
+            onebit.load_weights(folder, keras.Sequential([keras.layers.Dense(3)]))
+        with pytest.raises(CheckpointError, match=r"expected a keras\.Model"):
+            onebit.load_weights(folder, model.optimizer)
+        next(folder.glob("*.shared.keras")).write_bytes(b"damaged")
+        with pytest.raises(CheckpointError, match="7 bytes"):
+            onebit.load_weights(folder, alone)
+        np.testing.assert_array_equal(weights(alone), saved[0])
+
+
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
 def test_a_run_goes_on_with_another_exchange(folder, since, to):
     """The residuals are redistributed: ``"auto"`` may mean another exchange than when it was saved."""

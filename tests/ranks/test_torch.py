@@ -261,6 +261,35 @@ def test_grad_scaler_with_an_infinity_on_one_rank():
     assert optimizer.stats().step == 10
 
 
+@pytest.mark.parametrize("synchronize", [True, False])
+def test_the_optimizers_clipping_with_a_grad_scaler(synchronize):
+    """A power of two as the loss's scale changes no bit."""
+
+    def run(scale):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=4)
+        scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        norms = []
+        for step in range(10):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            scaler.scale(cross_entropy(model(x), y)).backward()
+            if synchronize:
+                optimizer.synchronize()
+            scaler.unscale_(optimizer)
+            norms.append(optimizer.clip_grad_norm_(0.5))
+            with optimizer.skip_synchronize():
+                scaler.step(optimizer)
+            scaler.update()
+        assert_replicas_equal(model)
+        return norms, weights(model)
+
+    (norms, plain), (norms_scaled, scaled) = run(1.0), run(256.0)
+    assert norms == norms_scaled
+    assert max(norms) > 0.5
+    assert torch.equal(plain, scaled) or SIZE > 2  # the order of Horovod's sums
+
+
 def test_hooks_of_the_optimizer_run_once_a_step():
     model = Net()
     optimizer = wrap(model, warmup_steps=2)

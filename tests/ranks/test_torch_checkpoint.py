@@ -49,6 +49,36 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     assert_replicas_equal(again)
 
 
+def test_one_process_loads_the_weights_alone(folder):
+    """For inference: no other worker takes part. What fails changes nothing."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    saved = []
+    for start in (0, 4):
+        train(model, optimizer, 4, start=start)
+        saved.append(weights(model))
+        onebit.save_checkpoint(folder, model, optimizer)
+    if RANK == 0:
+        alone = Net(seed=5)
+        onebit.load_weights(folder, alone)
+        assert torch.equal(weights(alone), saved[1])
+        onebit.load_weights(str(folder), alone, previous=True)
+        assert torch.equal(weights(alone), saved[0])
+        with pytest.raises(CheckpointError, match=r"latest\.json does not exist"):
+            onebit.load_weights(folder / "other", alone)
+        other = torch.nn.Linear(3, 3)
+        before = weights(other)
+        with pytest.raises(CheckpointError, match="another model"):
+            onebit.load_weights(folder, other)
+        assert torch.equal(weights(other), before)
+        with pytest.raises(CheckpointError, match=r"expected a torch\.nn\.Module"):
+            onebit.load_weights(folder, optimizer)
+        next(folder.glob("*.shared.pt")).write_bytes(b"damaged")
+        with pytest.raises(CheckpointError, match="7 bytes"):
+            onebit.load_weights(folder, alone)
+        assert torch.equal(weights(alone), saved[0])
+
+
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
 def test_a_run_goes_on_with_another_exchange(folder, since, to):
     """The residuals are redistributed: ``"auto"`` may mean another exchange than when it was saved."""
