@@ -103,7 +103,12 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
             raise ConfigurationError(f"model is {type(model).__name__}: expected a torch.nn.Module")
         saved = unpack(_read(path, key)["model"], torch.Tensor.numpy)
         check_model(model, saved)
-        model.load_state_dict(saved)
+        before = _copy(model.state_dict())
+        try:
+            model.load_state_dict(saved)
+        except Exception:  # of a module's own set_extra_state, say
+            model.load_state_dict(before)
+            raise
 
     checkpoints.load_alone(folder, _Torch.suffixes, read, previous=previous)
 
