@@ -86,7 +86,7 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
     """Put the weights and buffers of the last complete checkpoint into ``model``; nothing else is loaded.
 
     Local: for inference in one process, which needs neither ``hvd.init()`` nor an optimizer; or for a new run from
-    these weights, with other settings, on worker 0 before the broadcasts.
+    these weights, with other settings, on all workers before the broadcasts.
 
     Args:
         folder: where ``save_checkpoint`` saved.
