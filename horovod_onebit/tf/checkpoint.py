@@ -77,7 +77,7 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
     """Put the weights of the last complete checkpoint of ``folder`` into ``model``; nothing else is loaded.
 
     Local: for inference in one process, which needs neither ``hvd.init()`` nor an optimizer; or for a new run from
-    these weights, with other settings, on all workers before the broadcasts. ``model`` is built as the one that was saved.
+    these weights, with other settings, on all workers before the broadcasts. ``model`` is built as the one saved.
     ``previous`` loads the checkpoint before the last one.
 
     Raises ``CheckpointError`` if a file is missing, damaged or of something else, or does not fit the model (names,
