@@ -49,6 +49,7 @@ ALL = [
     local(4),
     local(8),
     local(16),
+    local(16, 200),
     local(16, 300),
     local(4, whole=True),
     local(16, whole=True),

@@ -16,6 +16,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -212,11 +213,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     try:
         about, extra = _together(face, "load", "files", read)[0]
     except CheckpointError as error:
-        if previous or len(history) < 2:
-            raise
-        raise CheckpointError(
-            f"{error}. The checkpoint before, of step {history[1].step}, is kept: load_checkpoint(..., previous=True)"
-        ) from None
+        raise CheckpointError(f"{error}{_hint('load_checkpoint', history, previous)}") from None
     own, shared = mine
 
     def check() -> None:
@@ -257,19 +254,46 @@ def _take_over(face: Face, shared: Shared | None, about: Any) -> None:
 
 
 def load_alone(
-    folder: Any, suffixes: tuple[str, str], read: Callable[[Path, Path, str], object], *, previous: bool
+    folder: Any,
+    suffixes: tuple[str, str],
+    check_model: Callable[[], object],
+    read: Callable[[Path, Callable[[], Path], str], object],
+    *,
+    previous: bool,
 ) -> None:
-    """Call ``read`` with the shared file of a complete checkpoint, worker 0's own file, and the checkpoint's key.
+    """Call ``read`` with the shared file of a complete checkpoint, what finds worker 0's own file, and the key. Local.
 
-    Raises ``CheckpointError`` if that fails. Local.
+    Raises ``CheckpointArgumentError`` if an argument is wrong, and ``CheckpointError`` if anything else fails.
     """
     try:
         place = checks.folder(folder).absolute()
-        chosen = _choose(place, _history(place), checks.flag("previous", previous))
-        own, shared = worker_file(place, chosen.key, 0, suffixes[0]), files.shared_file(place, chosen.key, suffixes[1])
-        read(_checked(place, chosen, shared.name), _checked(place, chosen, own.name), chosen.key)
+        checks.flag("previous", previous)
+        check_model()
+    except ConfigurationError as error:
+        raise CheckpointArgumentError(f"cannot load the weights; {error}") from error
+    history: Sequence[Complete] = []
+    try:
+        for last in (False, False, True):
+            history = _history(place)
+            chosen = _choose(place, history, previous)
+            own = worker_file(place, chosen.key, 0, suffixes[0]).name
+            shared = files.shared_file(place, chosen.key, suffixes[1]).name
+            try:
+                read(_checked(place, chosen, shared), partial(_checked, place, chosen, own), chosen.key)
+                return
+            except FileNotFoundError:  # a job that saves may just have moved it
+                if last:
+                    raise
     except Exception as error:
-        raise CheckpointError(f"cannot load the weights; {type(error).__name__}: {error}") from error
+        text = f"cannot load the weights; {type(error).__name__}: {error}"
+        raise CheckpointError(f"{text}{_hint('load_weights', history, previous)}") from error
+
+
+def _hint(call: str, history: Sequence[Complete], previous: bool) -> str:
+    """What to do about a checkpoint that cannot be read."""
+    if previous or len(history) < 2:
+        return ""
+    return f". The checkpoint before, of step {history[1].step}, is kept: {call}(..., previous=True)"
 
 
 def _choose(place: Path, history: Sequence[Complete], previous: bool) -> Complete:

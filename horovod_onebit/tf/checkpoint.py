@@ -12,10 +12,11 @@ import json
 import logging
 import os
 import re
+import tempfile
 import warnings
 import zipfile
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,8 +39,8 @@ logger = logging.getLogger("horovod_onebit")
 CALL = "a checkpoint, saved or loaded"
 NOT_BUILT = "the model is not built: model.build(shape)"
 OF_OPTIMIZER = "optimizer/"
-OTHER_OPTIMIZER = ".*(Skipping variable loading|could not be loaded)"
-"""What Keras warns of when it cannot put an optimizer's variables into the model's."""
+NOT_LOADED = ".*(Skipping variable loading|could not be loaded|Skipping nested container)"
+"""What Keras warns of when it leaves variables of the model or its optimizer as they are."""
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra: Any = None) -> None:
@@ -80,26 +81,35 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
     these weights, with other settings, on all workers before the broadcasts. ``model`` is built as the one saved.
     ``previous`` loads the checkpoint before the last one.
 
-    Raises ``CheckpointError`` if a file is missing, damaged or of something else, or does not fit the model (names,
-    shapes, dtypes). The model is unchanged then.
+    Raises ``CheckpointArgumentError`` if an argument is of a wrong kind or the model is not built, and
+    ``CheckpointError`` if a file is missing, damaged or of something else, or does not fit the model (names, shapes,
+    dtypes). The model's variables are unchanged then.
     """
 
-    def read(path: Path, first: Path, key: str) -> None:
+    def check_model() -> None:
         if not isinstance(model, keras.Model):
             raise ConfigurationError(f"model is {type(model).__name__}: expected a keras.Model")
         if not model.built:
             raise ConfigurationError(NOT_BUILT)
-        own, of_optimizer = _described(model), getattr(getattr(model, "optimizer", None), "variables", [])
-        saved = _about(first, key).get("variables", own)  # versions before did not write them
+
+    def read(path: Path, first: Callable[[], Path], key: str) -> None:
+        about = _about(first(), key)
+        if "variables" not in about:
+            raise ValueError("it was saved by a version that kept no names: load_checkpoint() reads it")
+        own, saved = _described(model), about["variables"]
         others = [row for row in saved[len(own) :] if not row[0].startswith(OF_OPTIMIZER)]
         _compare([*saved[: len(own)], *others], own)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message=OTHER_OPTIMIZER)
-            values = _values_of(path, model, [*model.variables, *of_optimizer])
-        for variable, value in zip(model.variables, values, strict=False):
-            variable.assign(value)
+        with tempfile.TemporaryDirectory() as temporary, zipfile.ZipFile(path) as archive:
+            # Keras reads a file of this name alone without the optimizers.
+            weights = archive.extract("model.weights.h5", temporary)
+            before = [np.array(v) for v in model.variables]
+            try:
+                _read_into(model, weights, objects_to_skip=_optimizers(model))
+            except Exception:
+                _assign(model, model.variables, before)
+                raise
 
-    checkpoints.load_alone(folder, _Keras.suffixes, read, previous=previous)
+    checkpoints.load_alone(folder, _Keras.suffixes, check_model, read, previous=previous)
 
 
 class _Keras(checkpoints.Face):
@@ -226,10 +236,7 @@ class _Keras(checkpoints.Face):
         known = _described(self.model, self.optimizer)
         variables = own.get("variables", known)  # versions before did not write them
         _compare(variables, known)
-        with warnings.catch_warnings():
-            # Keras only warns when an optimizer's variables are others.
-            warnings.filterwarnings("error", message=OTHER_OPTIMIZER)
-            values = _values_of(path, self.model, self._variables())
+        values = _values_of(path, self.model, self._variables())
         for i, value in own["own"].items():
             values[i] = value
         about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}
@@ -258,14 +265,14 @@ class _Keras(checkpoints.Face):
 
     def take_over(self, shared: Shared | None, about: Any) -> None:
         if shared is not None:
-            for variable, value in zip(self._variables(), shared.content, strict=True):
-                variable.assign(value)
+            _assign(self.model, self._variables(), shared.content)
 
     def spread(self, about: Any, own: Residuals) -> None:
         variables = self._variables()
         broadcast_variables(shared(variables))
         for i, value in own["own"].items():
             variables[i].assign(value)
+        _finish(self.model)
         self._compressor.load_feedback(own["feedback"])
         self._compressor.engine.weigh(Weighing.saved(own))
         self._compressor.take_counts(about)
@@ -289,11 +296,44 @@ def _values_of(path: Path, model: Any, variables: Sequence[Any]) -> list[np.ndar
     out of it again, and the model keeps its own."""
     before = [np.array(v) for v in variables]
     try:
-        model.load_weights(path)
+        _read_into(model, path)
         return [np.array(v) for v in variables]
     finally:
-        for variable, value in zip(variables, before, strict=True):
-            variable.assign(value)
+        _assign(model, variables, before)
+
+
+def _read_into(model: Any, path: Path | str, **options: Any) -> None:
+    """Put all that Keras's file has into ``model``, or raise."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=NOT_LOADED)
+        model.load_weights(path, **options)
+
+
+def _assign(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    for variable, value in zip(variables, values, strict=True):
+        variable.assign(value)
+    _finish(model)
+
+
+def _finish(model: Any) -> None:
+    """``Normalization`` computes with constants that it makes of its variables."""
+    for layer in _layers(model):
+        if isinstance(layer, keras.layers.Normalization):
+            layer.finalize_state()
+
+
+def _optimizers(model: Any) -> list[Any]:
+    """Those that the model keeps, under whatever name."""
+    kept = [value for layer in _layers(model) for value in vars(layer).values()]
+    return [value for value in kept if isinstance(value, keras.optimizers.Optimizer)]
+
+
+def _layers(model: Any) -> list[Any]:
+    """The model, its layers, and theirs."""
+    found: list[Any] = [model]
+    for layer in found:
+        found += [one for one in getattr(layer, "layers", []) if all(one is not known for known in found)]
+    return found
 
 
 def _described(model: Any, optimizer: Any = None) -> list[list[Any]]:

@@ -6,10 +6,12 @@ what it does not know by itself (NumPy's values, paths) is stored in plain types
 
 from __future__ import annotations
 
+import copy
 import io
 import os
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,23 +96,23 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
         previous: load the checkpoint before the last one.
 
     Raises:
+        CheckpointArgumentError: if an argument is of a wrong kind.
         CheckpointError: if a file is missing, damaged or of something else, or does not fit the model (names, shapes,
             dtypes). The model is unchanged then.
     """
 
-    def read(path: Path, first: Path, key: str) -> None:
-        if not isinstance(model, torch.nn.Module):
-            raise ConfigurationError(f"model is {type(model).__name__}: expected a torch.nn.Module")
+    def read(path: Path, first: Callable[[], Path], key: str) -> None:
         saved = unpack(_read(path, key)["model"], torch.Tensor.numpy)
-        check_model(model, saved)
+        check_model(model, saved, extra_state=False)
         before = _copy(model.state_dict())
         try:
             model.load_state_dict(saved)
         except Exception:  # of a module's own set_extra_state, say
-            model.load_state_dict(before)
+            with suppress(Exception):
+                _give_back(model, before)
             raise
 
-    checkpoints.load_alone(folder, _Torch.suffixes, read, previous=previous)
+    checkpoints.load_alone(folder, _Torch.suffixes, lambda: _check_kind(model), read, previous=previous)
 
 
 CALL = "save_checkpoint() or load_checkpoint"
@@ -142,8 +144,7 @@ class _Torch(checkpoints.Face):
 
     def check_arguments(self) -> None:
         self.kind = check_ours(self.optimizer)._compressor.kind
-        if not isinstance(self.model, torch.nn.Module):
-            raise ConfigurationError(f"model is {type(self.model).__name__}: expected a torch.nn.Module")
+        _check_kind(self.model)
 
     def check_saving(self, extra: Any) -> None:
         if self.optimizer._gradients.where is not Where.NOWHERE:
@@ -216,7 +217,7 @@ class _Torch(checkpoints.Face):
             optimizer.load_feedback_state_dict(residuals)
             optimizer._parameters.lineage = lineage  # which the others compare
 
-        return [lambda: model.load_state_dict(before), give_back]
+        return [lambda: _give_back(model, before), give_back]
 
     def take_over(self, shared: Shared | None, about: Any) -> None:
         if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
@@ -236,6 +237,19 @@ class _Torch(checkpoints.Face):
             {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         )
         self.optimizer._compressor.weigh(Weighing.saved(own))
+
+
+def _check_kind(model: Any) -> None:
+    if not isinstance(model, torch.nn.Module):
+        raise ConfigurationError(f"model is {type(model).__name__}: expected a torch.nn.Module")
+
+
+def _give_back(model: torch.nn.Module, before: Mapping[str, Any]) -> None:
+    """Tensors first: what a module keeps besides them may be refused."""
+    for name, value in model.state_dict().items():
+        if isinstance(value, torch.Tensor) and value.shape == getattr(before[name], "shape", None):
+            value.copy_(before[name])
+    model.load_state_dict(before)
 
 
 def _others(state: Mapping[str, Any]) -> dict[str, Any]:
@@ -300,11 +314,13 @@ def _read(path: Path, key: str) -> dict[str, Any]:
 
 
 def _copy(value: Any) -> Any:
-    """A copy in the host's memory."""
+    """A copy, whose tensors are in the host's memory."""
     if isinstance(value, torch.Tensor):
         return value.detach().to("cpu", copy=True)
-    if isinstance(value, dict):
-        return {key: _copy(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)([_copy(item) for item in value])
-    return value
+    if type(value) in (dict, OrderedDict):
+        copied = copy.copy(value)  # with a state's ``_metadata``
+        copied.update((key, _copy(item)) for key, item in value.items())
+        return copied
+    if type(value) in (list, tuple):
+        return type(value)(map(_copy, value))
+    return copy.deepcopy(value)

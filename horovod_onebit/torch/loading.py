@@ -17,15 +17,19 @@ from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS
 
 
-def check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
-    """Raise ``ConfigurationError`` unless ``saved`` has the names, shapes and dtypes of the model's state."""
+def check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, extra_state: bool = True) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` has the names, shapes and dtypes of the model's state.
+
+    Without ``extra_state``, what modules return from ``get_extra_state`` may differ: that of a new model is often
+    empty. (Workers that broadcast it need it in one shape.)
+    """
     own = model.state_dict()
     for what, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
         if names:
             raise ConfigurationError(f"it is of another model: it {what} {_some(names)}")
     for name, value in own.items():
         found, expected = _described(saved[name]), _described(value)
-        if found != expected:
+        if found != expected and (extra_state or name.rpartition(".")[2] != "_extra_state"):
             raise ConfigurationError(f"it is of another model: {name} is {found} there, expected {expected}")
 
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, Recipe
+from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, DesyncError, Recipe
 from horovod_onebit.checkpoints import files
 from horovod_onebit.world import total_residuals
 from tests.ranks.disks import another_job, fill, no_space, small_disk
@@ -89,14 +89,59 @@ def test_one_process_loads_the_weights_alone(folder, how):
         with pytest.raises(CheckpointError, match="another model"):
             onebit.load_weights(folder, other)
         np.testing.assert_array_equal(weights(other), before)
-        with pytest.raises(CheckpointError, match="not built"):
+        with pytest.raises(CheckpointArgumentError, match="not built"):
             onebit.load_weights(folder, keras.Sequential([keras.layers.Dense(3)]))
-        with pytest.raises(CheckpointError, match=r"expected a keras\.Model"):
-            onebit.load_weights(folder, model.optimizer)
+        for wrong in ((folder, model.optimizer), (3, alone), (folder, alone, 1)):
+            with pytest.raises(CheckpointArgumentError, match=r"expected (a|True)"):
+                onebit.load_weights(wrong[0], wrong[1], **({"previous": wrong[2]} if wrong[2:] else {}))
         next(folder.glob("*.shared.keras")).write_bytes(b"damaged")
-        with pytest.raises(CheckpointError, match="7 bytes"):
+        with pytest.raises(CheckpointError, match=r"7 bytes.*of step 6, is kept: load_weights.*previous=True"):
             onebit.load_weights(folder, alone)
         np.testing.assert_array_equal(weights(alone), saved[0])
+
+
+class WithItsOwnOptimizer(keras.Model):
+    """Keeps an optimizer besides the one it is compiled with, as a GAN does, and normalises what it is given."""
+
+    def __init__(self):
+        super().__init__()
+        self.normalization, self.dense = keras.layers.Normalization(), keras.layers.Dense(3)
+        self.of_generator = keras.optimizers.Adam()
+
+    def call(self, x):
+        return self.dense(self.normalization(x))
+
+
+def adapted(mean):
+    model = WithItsOwnOptimizer()
+    model.normalization.adapt(np.array([[mean - 1.0] * 4, [mean + 1.0] * 4]))
+    model(np.zeros((1, 4), np.float32))
+    model.of_generator.build(model.trainable_variables)
+    model.compile(optimizer=wrap(OPTIMIZERS["adam"]()), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def test_normalization_computes_with_what_was_loaded_and_other_optimizers_stay(folder):
+    model, x = adapted(5.0), np.ones((1, 4), np.float32)
+    model.of_generator.iterations.assign(7)
+    onebit.save_checkpoint(folder, model)
+    again = adapted(100.0 + RANK)
+    onebit.load_checkpoint(folder, again)
+    assert_replicas_equal(again)
+    np.testing.assert_array_equal(again.normalization.mean, model.normalization.mean)
+    other, stays = adapted(100.0), adapted(100.0)
+    if RANK == 0:
+        np.testing.assert_array_equal(again(x), model(x))
+        other.of_generator.iterations.assign(9)
+        onebit.load_weights(folder, other)
+        np.testing.assert_array_equal(other(x), model(x))
+        assert int(other.of_generator.iterations) == 9
+        stays.dense.load_own_variables = lambda store: 1 / 0
+        before = np.array(stays(x))
+        with pytest.raises(CheckpointError, match="cannot load the weights"):
+            onebit.load_weights(folder, stays)
+        np.testing.assert_array_equal(stays(x), before)
 
 
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])

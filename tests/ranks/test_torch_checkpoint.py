@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import CheckpointError, ConfigurationError, Recipe, world
+from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, world
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from tests.ranks.disks import another_job, fill, no_space, small_disk
@@ -71,12 +71,66 @@ def test_one_process_loads_the_weights_alone(folder):
         with pytest.raises(CheckpointError, match="another model"):
             onebit.load_weights(folder, other)
         assert torch.equal(weights(other), before)
-        with pytest.raises(CheckpointError, match=r"expected a torch\.nn\.Module"):
-            onebit.load_weights(folder, optimizer)
+        for wrong in ((folder, optimizer), (3, alone), (folder, alone, 1)):
+            with pytest.raises(CheckpointArgumentError, match=r"expected (a|True)"):
+                onebit.load_weights(wrong[0], wrong[1], **({"previous": wrong[2]} if wrong[2:] else {}))
+        next(folder.glob("*.worker-0000.pt")).unlink()  # it has nothing that is needed
+        onebit.load_weights(folder, alone)
         next(folder.glob("*.shared.pt")).write_bytes(b"damaged")
-        with pytest.raises(CheckpointError, match="7 bytes"):
+        with pytest.raises(CheckpointError, match=r"7 bytes.*of step 4, is kept: load_weights.*previous=True"):
             onebit.load_weights(folder, alone)
-        assert torch.equal(weights(alone), saved[0])
+        assert torch.equal(weights(alone), saved[1])
+
+
+def test_weights_are_loaded_while_a_job_saves(folder):
+    """Its files move to another folder: they are looked for again."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    onebit.save_checkpoint(folder, model, optimizer)
+    if RANK == SIZE - 1:
+        for _ in range(50):
+            alone = Net(seed=5)
+            onebit.load_weights(folder, alone)
+            assert torch.equal(weights(alone), weights(model))
+    for _ in range(10):
+        onebit.save_checkpoint(folder, model, optimizer)
+
+
+def test_weights_that_a_module_refuses_leave_it_as_it_was(folder):
+    """Though it refuses its own again, and what it keeps has another shape."""
+
+    class Scaled(torch.nn.BatchNorm1d):
+        def __init__(self, size):
+            super().__init__(3)
+            self.history, self.asked = torch.arange(float(size)), 0
+
+        def get_extra_state(self):
+            return self.history
+
+        def set_extra_state(self, found):
+            self.asked += 1
+            if len(self.history):
+                raise ValueError("not this one")
+            self.history = found
+
+    def built(size):
+        return torch.nn.Sequential(Scaled(size), torch.nn.Linear(3, 3))
+
+    model = built(2)
+    optimizer = wrap(model, warmup_steps=2)
+    onebit.save_checkpoint(folder, model, optimizer)
+    if RANK == 0:
+        fresh, refusing = built(0), built(3)
+        onebit.load_weights(folder, fresh)
+        assert torch.equal(weights(fresh), weights(model))
+        assert torch.equal(fresh[0].history, torch.arange(2.0))
+        before = weights(refusing)
+        assert not torch.equal(before, weights(model))
+        with pytest.raises(CheckpointError, match="ValueError: not this one"):
+            onebit.load_weights(folder, refusing)
+        assert torch.equal(weights(refusing), before)
+        assert refusing[0].asked == 2
 
 
 @pytest.mark.parametrize(("since", "to"), [("direct", "two_stage"), ("two_stage", "direct")])
