@@ -439,7 +439,7 @@ def instructions(counts: dict[str, Any]) -> str:
             "kernel",
             "bytes an element",
             "instructions",
-            "that an H200 starts in the bytes' time",
+            "instructions that an H200 starts while its memory moves the bytes",
         ],
         rows,
     )
