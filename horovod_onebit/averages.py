@@ -33,6 +33,38 @@ def start_mean(
     return arrive
 
 
+def second_moments(
+    variances: Sequence[Array],
+    gradients: Sequence[Array],
+    block_size: Callable[[int], int],
+    collectives: Collectives,
+    name: str,
+    traffic: Traffic,
+) -> list[Array]:
+    """The second moments of the workers' mean gradient, from this worker's own. Collective; 8 bytes an element travel.
+
+    ``variances`` are moving averages, their bias corrected, of the squares of gradients of which ``gradients`` are the
+    last, flat float32, finite, of the same shapes on all workers. What is returned is ``r`` times the mean over the
+    workers of ``variances``: in each block of ``block_size(elements)``, r is the power of the mean gradient over the
+    workers' mean power of theirs, now, which is between 1 (all have the same) and 1/n (all is noise).
+    """
+    found = []
+    for number, (variance, gradient) in enumerate(zip(variances, gradients, strict=True)):
+        block = block_size(gradient.size)
+        own = [variance, gradient, _powers(gradient, block)]
+        mean, of_all, power = start_mean(own, collectives, f"{name}.{number}", traffic)()
+        ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=power > 0)
+        ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
+        found.append(mean * np.repeat(ratio, block)[: mean.size])
+    return found
+
+
+def _powers(gradient: Array, block: int) -> Array:
+    """The sum of squares of each block."""
+    squares = np.square(gradient, dtype=np.float64)
+    return np.add.reduceat(squares, np.arange(0, squares.size, block)).astype(np.float32)
+
+
 def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
     """The root mean square, over the workers, of norms whose ``squares`` this worker has, (k,). Collective.
 

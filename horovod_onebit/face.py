@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.warmup import Warmup
+from horovod_onebit.warmup import AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -82,7 +82,9 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | N
             f"total_steps={total_steps!r}, schedule={schedule!r}: leave total_steps out; it is only for a warmup_steps "
             "that is a share of it"
         )
-    return make_warmup(schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1)
+    if isinstance(schedule, Local):
+        return AfterRise(schedule.freeze) if schedule.shares_moments else make_warmup(1)
+    return make_warmup(schedule.var_update_scaler)
 
 
 def host_number() -> int:

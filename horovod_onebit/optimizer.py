@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, start_mean
+from horovod_onebit.averages import all_finite, second_moments, start_mean
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
@@ -22,6 +22,7 @@ from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.schedule import Kind, Local, ZeroOne, kind_of
 from horovod_onebit.warmup import Phase
 
@@ -73,11 +74,15 @@ class NumpyOptimizer:
         self.rule = rule
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
         self.schedule = schedule if isinstance(schedule, ZeroOne) else None
-        self.rounds = Rounds(self.engine, schedule) if isinstance(schedule, Local) else None
+        self.rounds: Rounds | None = None
+        if isinstance(schedule, Local):
+            freezes = schedule.shares_moments and type(rule) is Adam
+            self.rounds = Rounds(self.engine, schedule, warmups.AfterRise(schedule.freeze) if freezes else None)
         if schedule is not None:
             warmup_steps = schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1
         self.warmup = warmups.make(warmup_steps, total_steps)
         self.step_count = 0
+        self._frozen = False  # the second moments, which all workers have in common then
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
@@ -182,16 +187,45 @@ class NumpyOptimizer:
             for tensor in outer.values():
                 rounds.rule.init(tensor)
             rounds.begin([outer[t.name] for t in self._large], [outer[t.name] for t in self._small])
-        taken = all_finite(flat.values())
+        taken, context = all_finite(flat.values()), self.engine.context
+        frozen = FrozenAdam(adam=self._adam()) if self._frozen else None
         if taken:
+            step = self.rule.exact_step if frozen is None else frozen.local_step
             for tensor in self._tensors:
-                self.rule.exact_step(tensor, flat[tensor.name], self.engine.context)
+                step(tensor, flat[tensor.name], context)
         else:
             rounds.skip()
+        if frozen is not None:
+            for tensor in self._tensors:
+                frozen.count_step(tensor)
         self.step_count += 1
-        if rounds.stepped(self.step_count):
-            return rounds.exchange() and taken
+        if rounds.stepped(self.step_count, self.rule.lr):
+            taken = rounds.exchange() and taken
+            if rounds.freezes:
+                self._freeze(rounds, flat)
+            return taken
         return rounds.take_over() and taken if rounds.due else taken
+
+    def _adam(self) -> Adam:
+        if type(self.rule) is not Adam:
+            raise ConfigurationError(f"the second moment of Adam is frozen, and the rule is {self.rule.name}")
+        return self.rule
+
+    def _freeze(self, rounds: Rounds, flat: Mapping[str, Array]) -> None:
+        """The second moments become those of all workers, and stay so. Collective."""
+        engine, adam, own = self.engine, self._adam(), list[Array]()
+        for tensor in self._tensors:
+            assert tensor.variance is not None
+            own.append(tensor.variance * np.float32(adam.correction(tensor)))
+        grads = [np.nan_to_num(flat[t.name], nan=0.0, posinf=0.0, neginf=0.0) for t in self._tensors]
+        name, size = f"{engine.name}.second", engine.recipe.block_size_for
+        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic)
+        for tensor, variance in zip(self._tensors, found, strict=True):
+            tensor.step = tensor.variance_steps = self.step_count
+            tensor.variance = variance / np.float32(adam.correction(tensor))
+            FrozenAdam(adam=adam).init(tensor)
+        self._frozen = True
+        rounds.begin(self._large, self._small, rules=[FrozenAdam(adam=adam)] * len(self._tensors))
 
     def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
         engine, step = self.engine, self.engine.exchanges + 1

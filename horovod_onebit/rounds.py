@@ -17,10 +17,12 @@ from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.rules import Tensor, finish_step
+from horovod_onebit.rules import Rule, Tensor, finish_step
+from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Kind, Local
 from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.warmup import AfterRise
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -51,17 +53,21 @@ class Rounds:
         large, small: the tensors, whose ``weight`` is this worker's own; small ones are averaged exactly. Their
             ``anchor`` is what all workers have in common: all exchanges that have arrived.
         length: steps of this round so far.
+        freezes: whether the optimizer's second moments are to be frozen now that the round has ended.
     """
 
-    def __init__(self, engine: Engine, schedule: Local) -> None:
+    def __init__(self, engine: Engine, schedule: Local, freezing: AfterRise | None = None) -> None:
         self.engine = engine
         self.schedule = schedule
+        self._freezing = freezing
+        self.freezes = False
         self.rule = Delta(schedule.momentum, delay=schedule.delay)
         engine.sent = "weights after local steps"
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
+        self._rules: list[Rule] = []  # by tensor, first of the large ones
         self._under_way: _UnderWay | None = None
         self._skipped = False  # a step of this round
         self._details: Sequence[str] | None = None
@@ -70,15 +76,24 @@ class Rounds:
     def tensors(self) -> list[Tensor]:
         return [*self.large, *self.small]
 
-    def begin(self, large: Sequence[Tensor], small: Sequence[Tensor], details: Sequence[str] | None = None) -> None:
+    def begin(
+        self,
+        large: Sequence[Tensor],
+        small: Sequence[Tensor],
+        details: Sequence[str] | None = None,
+        rules: Sequence[Rule] | None = None,
+    ) -> None:
         """Begin a round with the weights that these tensors have now. Collective.
 
-        Raises ``DesyncError`` on all workers if they do not have the same. For ``details`` see ``Engine.prepare``.
+        ``rules`` are those that end the round, by tensor, if it is not ``rule`` for all. Raises ``DesyncError`` on all
+        workers if they do not have the same weights. For ``details`` see ``Engine.prepare``.
         """
+        self._rules = [self.rule] * (len(large) + len(small)) if rules is None else list(rules)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
         self._under_way, self._details = None, details
         for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
+            forget_steps(tensor)
         try:
             self._check_replicas([*large, *small], f"{self.engine.name}.begin")
         except DesyncError as error:
@@ -89,7 +104,7 @@ class Rounds:
     def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> None:
         """The same tensors in another memory. Local; collective when a round begins."""
         common = [_common(tensor) for tensor in large]
-        self.engine.prepare(common, [self.rule] * len(common), self._details)
+        self.engine.prepare(common, self._rules[: len(common)], self._details)
         self.large, self.small = list(large), list(small)
         self._common = [_common(tensor) for tensor in small]
 
@@ -117,10 +132,12 @@ class Rounds:
         found = {tensor.name: replicas.checksum(host(tensor.anchor)) for tensor in tensors}
         replicas.check(found, self.engine.collectives, name)
 
-    def stepped(self, step: int) -> bool:
+    def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
-        if self.schedule.ends_round(step):
+        due = self._freezing is not None and self._freezing.reached(step, learning_rate)
+        self.freezes = due and not any(isinstance(rule, FrozenAdam) for rule in self._rules)
+        if self.freezes or self.schedule.ends_round(step):
             return True
         if self.hidden:
             self.engine.progress()
@@ -178,7 +195,7 @@ class Rounds:
             for tensor in self.tensors:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
-        plan = engine.plan(Kind.ONEBIT, [self.rule] * len(self.large))
+        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)])
         means = start_mean(self._moved(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
         self._under_way = _UnderWay(plan, weights, means, skipped)
@@ -206,10 +223,11 @@ class Rounds:
         if not taken:
             self.fold()
             return False
-        for tensor, mean in zip(self._common, means, strict=True):
-            engine.context.kernels.move(*self.rule.motion(tensor, engine.context), tensor.arrays(mean))
+        rules = self._rules[len(self.large) :]
+        for rule, tensor, mean in zip(rules, self._common, means, strict=True):
+            engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
             engine.context.kernels.write(tensor.residual, 0.0)
-        finish_step([self.rule] * len(self._common), self._common, engine.context)
+        finish_step(rules, self._common, engine.context)
         with engine.context.kernels.batch():
             for tensor in self.tensors:
                 self._follow(tensor, stepped=stepped)
@@ -256,6 +274,7 @@ class Rounds:
             if keeps:
                 write(tensor.residual, residual)
             write(tensor.weight, host(tensor.anchor))
+            forget_steps(tensor)
 
 
 def _common(tensor: Tensor) -> Tensor:

@@ -86,16 +86,22 @@ class Local:
         delay: how many steps of the next round are taken while the exchange is under way, at most ``every``. Its result
             is then applied, and each worker keeps these steps. This hides the exchange behind the steps, needs one more
             copy of the weights, and costs quality: more with each step. 0 waits for the exchange.
+        freeze: with Adam and AdamW, how many steps after the learning rate has last risen (with a constant one, after
+            the start) the second moment is averaged over the workers, and then kept as it is. The momentum is common
+            from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``). 0: all
+            moments stay each worker's own, as they do with ``momentum``, with ``delay`` and in any other optimizer.
     """
 
     every: int = 16
     doubling: int = 200
     momentum: float = 0.0
     delay: int = 0
+    freeze: int = 400
 
     def __post_init__(self) -> None:
         whole("every", self.every)
         whole("doubling", self.doubling, least=0)
+        whole("freeze", self.freeze, least=0)
         if whole("delay", self.delay, least=0) > self.every:
             raise ConfigurationError(f"delay={self.delay}: expected at most every={self.every}")
         if not finite("momentum", self.momentum) < 1:
@@ -107,8 +113,13 @@ class Local:
         return min(self.every, 2 ** min(doublings, 30))
 
     def ends_round(self, step: int) -> bool:
-        """Whether the workers exchange after step number ``step`` (from 1)."""
+        """Whether the workers exchange after step number ``step`` (from 1). They do when moments are frozen, too."""
         return step % self.interval(step) == 0
+
+    @property
+    def shares_moments(self) -> bool:
+        """Whether Adam's moments become those of all workers."""
+        return self.freeze > 0 and not (self.momentum or self.delay)
 
 
 @functools.cache

@@ -103,6 +103,36 @@ class AutoWarmup(Warmup):
         self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)
 
 
+@dataclass
+class AfterRise(Warmup):
+    """Local steps: Adam's second moments are frozen ``after`` steps after the last one at which the learning rate rose.
+
+    Attributes:
+        steps: the number of the step after which they are, once it was taken.
+    """
+
+    after: int
+    steps: int = field(default=NEVER, repr=False)
+    peak: float = field(default=math.inf, repr=False)
+    peak_step: int = field(default=0, repr=False)
+
+    def reached(self, step: int, learning_rate: float) -> bool:
+        """Whether they are to be frozen, if they are not yet, after step number ``step``; to be asked after each."""
+        if learning_rate > self.peak * (1 + 1e-6):
+            self.peak_step = step
+        self.peak = learning_rate if math.isinf(self.peak) else max(self.peak, learning_rate)
+        if self.steps == NEVER and step - self.peak_step >= self.after:
+            self.steps = step
+        return step >= self.steps
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self.steps, self.peak = state.get("steps", NEVER), state.get("peak", math.inf)
+        self.peak_step = state.get("peak_step", 0)
+
+
 def unbiased(norm: float, beta2: float, seen: int) -> float:
     """What ``observe`` wants: ``norm``, that of second moments after ``seen`` steps, with their bias corrected."""
     return norm / (1 - beta2 ** max(seen, 1))

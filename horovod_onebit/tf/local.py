@@ -1,4 +1,8 @@
-"""``schedule=Local(...)`` for Keras 3: any optimizer takes its own steps, and what rounds of them move is exchanged."""
+"""``schedule=Local(...)`` for Keras 3: any optimizer takes its own steps, and what rounds of them move is exchanged.
+
+Adam's second moment is frozen after some steps (``rules.frozen``). The wrapped optimizer then takes its steps with
+``update`` in place of its own formula, in the graph, where its variables are.
+"""
 
 from __future__ import annotations
 
@@ -10,24 +14,57 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.errors import ConfigurationError, NonFiniteError
+from horovod_onebit.averages import second_moments
+from horovod_onebit.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from horovod_onebit.formulas import bound
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
+from horovod_onebit.rules.adam import Scalars
+from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import Delta
+from horovod_onebit.rules.zero_one_adam import local
+from horovod_onebit.schedule import Local
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
-from horovod_onebit.tf.rules import Adapter
+from horovod_onebit.tf.rules import AdamAdapter, Adapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
+from horovod_onebit.warmup import AfterRise
+
+STEP = bound(
+    local,
+    {
+        "maximum": tf.maximum,
+        "minimum": tf.minimum,
+        "sqrt": tf.sqrt,
+        "where": tf.where,
+        "absolute": tf.abs,
+        "sign": tf.sign,
+    },
+    lambda formula: formula,
+)
+"""A local step of 0/1 Adam as operations of a graph."""
 
 
 class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched. The momentum of rounds becomes variables beside it."""
+    """Any optimizer: of its state, nothing is touched. The momentum of rounds becomes variables beside it.
 
-    def __init__(self) -> None:
+    Attributes:
+        adam: how ``optimizer`` keeps its moments, if it is Adam or AdamW and the ``schedule`` freezes its second ones.
+            A variable then says by how many steps their bias is corrected; 0 if they are not frozen yet.
+    """
+
+    def __init__(self, schedule: Local, optimizer: Any) -> None:
         super().__init__(Wraps("Local", Delta, momentum=""))
+        self.adam = _adam(optimizer) if schedule.shares_moments else None
+
+    def frozen(self, optimizer: Any) -> int:
+        """By how many steps the bias of the second moments is corrected, if they are frozen; else 0. Eager."""
+        return 0 if self.adam is None else int(optimizer._frozen.value)
 
     def build(self, optimizer: Any) -> None:
+        if self.adam is not None:
+            optimizer._frozen = optimizer.add_variable((), dtype="int64", name="onebit_frozen")
         if not optimizer._wrapping.local.momentum:
             return
         optimizer._round_momenta = [
@@ -36,20 +73,38 @@ class LocalAdapter(Adapter):
         ]
 
     def momentum(self, optimizer: Any, index: int) -> Any:
+        if self.frozen(optimizer):
+            assert self.adam is not None
+            return self.adam.momentum(optimizer, index)
         return optimizer._round_momenta[index] if optimizer._wrapping.local.momentum else None
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
         return Delta(lr=learning_rate)  # for the agreement
 
 
+def _adam(optimizer: Any) -> AdamAdapter | None:
+    try:
+        adapter = adapter_for(optimizer)
+        adapter.check(optimizer)
+    except UnsupportedError:
+        return None
+    return adapter if type(adapter) is AdamAdapter else None
+
+
 class LocalSteps(Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
     host's memory; at the first step, and after a checkpoint was loaded, they are taken again."""
 
+    adapter: LocalAdapter
+
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         assert wrapping.local is not None
-        self.rounds = Rounds(self.engine, wrapping.local)
+        warmup = wrapping.warmup
+        freezing = warmup if isinstance(warmup, AfterRise) and self.adapter.adam is not None else None
+        self.rounds = Rounds(self.engine, wrapping.local, freezing)
+        self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
+        self.second: list[Any] = []  # the second moments of all workers, when they have just been averaged
         self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
@@ -80,16 +135,45 @@ class LocalSteps(Compressor):
             residual = self.engine.feedback.residual(name, math.prod(variable.shape))
             weight = self._memory.copy(view(value))
             tensor = Tensor(name, weight, np.zeros_like(weight), None, residual)
-            self.rounds.rule.init(tensor)
+            self._rule_of(tensor, i).init(tensor)
             self.tensors.append(tensor)
         both = list(zip(variables, self.tensors, strict=True))
         large = [tensor for variable, tensor in both if self.is_compressed(variable)]
-        self.rounds.begin(large, [tensor for variable, tensor in both if not self.is_compressed(variable)])
+        small = [tensor for variable, tensor in both if not self.is_compressed(variable)]
+        self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
         self.indices = indices
 
-    def stepped(self, steps: Any) -> bool:
-        """A step was taken or skipped, by this worker alone; whether the round ends."""
-        ends = self.rounds.stepped(int(steps))
+    def frozen_rule(self) -> FrozenAdam | None:
+        """What ends a round, if the second moments are frozen."""
+        frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
+        if not frozen or adam is None:
+            return None
+        rule: Any = adam.rule(self.optimizer, 1.0, 0.0, frozen, 1.0)
+        return FrozenAdam(adam=rule)
+
+    def _rule_of(self, tensor: Tensor, index: int) -> Rule:
+        """What ends a round of ``tensor``, which gets Adam's moments if the second one is frozen."""
+        rule = self.frozen_rule()
+        if rule is None:
+            return self.rounds.rule
+        assert self.adapter.adam is not None
+        tensor.momentum, tensor.variance = (
+            self._memory.copy(_host(get(self.optimizer, index)))
+            for get in (self.adapter.adam.momentum, self.adapter.adam.variance)
+        )
+        tensor.variance_steps = self.adapter.frozen(self.optimizer)
+        return rule
+
+    def stepped(self, steps: Any, learning_rate: Any, number: Any) -> bool:
+        """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
+        optimizer; whether the round ends."""
+        if (frozen := self.adapter.frozen(self.optimizer)) and self.adapter.adam is not None:
+            for variable, tensor in zip(self.bound(), self.tensors, strict=True):
+                decay = self.optimizer.weight_decay if self.decays(variable) else 0.0
+                rule: Any = self.adapter.adam.rule(self.optimizer, float(learning_rate), decay, frozen, 1.0)
+                tensor.step = int(number) - 1
+                FrozenAdam(adam=rule).count_step(tensor)
+        ends = self.rounds.stepped(int(steps), float(learning_rate))
         if not ends:
             self.engine.end_step()
         return ends
@@ -119,6 +203,17 @@ class LocalSteps(Compressor):
             raise
         finally:
             self.engine.end_step()
+
+    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any]) -> None:
+        """Average the second moments, after step ``number`` of the optimizer; the next step begins a round. Runs in
+        ``coroutine``; collective."""
+        engine, correction = self.engine, np.float32(1 - self.optimizer.beta_2**number)
+        own = [np.nan_to_num(view(one) / correction) for one in variances]
+        last = [np.nan_to_num(view(one), nan=0.0, posinf=0.0, neginf=0.0) for one in grads]
+        name, size = f"{engine.name}.second", engine.recipe.block_size_for
+        found = second_moments(own, last, size, engine.collectives, name, engine.traffic)
+        self.second = [self._memory.copy(one * correction) for one in found]
+        self.indices = ()
 
     def say(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""
@@ -164,11 +259,71 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
     with in_order():
         cond(host_value(lambda: steps.begun(indices), [], tf.bool), lambda: None, begin)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in pairs])
-        cond(finite, own_step, skip)
+        rate, number = (
+            tf.convert_to_tensor(optimizer.learning_rate),
+            tf.convert_to_tensor(optimizer._iterations.value) + 1,
+        )
+        cond(finite, lambda: _step(optimizer, own_step), skip)
         optimizer._compressed_steps.assign_add(1)
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
-        ends = host_value(steps.stepped, [count], tf.bool)
+        ends = host_value(steps.stepped, [count, rate, number], tf.bool)
         cond(ends, lambda: _exchange(optimizer, indices, variables))
+        if steps.adapter.adam is not None:
+            freezes = host_value(lambda _: steps.rounds.freezes, [count], tf.bool)
+            cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs]))
+
+
+def _step(optimizer: Any, own_step: Callable[[], None]) -> None:
+    """The wrapped optimizer's step, by ``update`` once its second moments are frozen."""
+    steps: LocalSteps = optimizer._compressor
+
+    def frozen_step() -> None:
+        steps.takes_frozen = True
+        try:
+            own_step()
+        finally:
+            steps.takes_frozen = False
+
+    if steps.adapter.adam is None:
+        own_step()
+    else:
+        cond(tf.convert_to_tensor(optimizer._frozen.value) > 0, frozen_step, own_step, whole=True)
+
+
+def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
+    """Adam's ``update_step`` with a second moment that is frozen: all that Keras does besides stays."""
+    steps: LocalSteps = optimizer._compressor
+    adam, index, f32 = steps.adapter.adam, optimizer._get_variable_index(variable), tf.float32
+    assert adam is not None
+    momentum, variance = adam.momentum(optimizer, index), adam.variance(optimizer, index)
+    frozen, number = (tf.cast(v.value, f32) for v in (optimizer._frozen, optimizer._iterations))
+    correction = 1 / (1 - tf.pow(optimizer.beta_2, frozen))
+    inside, context = steps.engine.recipe.eps_inside_sqrt, steps.engine.context
+    eps = optimizer.epsilon * tf.sqrt(correction)
+    p = Scalars(
+        beta1=optimizer.beta_1, grad=1 - optimizer.beta_1, l2=0.0, correction=correction,
+        eps_inside=eps if inside else 0.0, eps=0.0 if inside else eps, clip=context.recipe.clip_for(context.workers),
+        decay=1.0, step=tf.cast(learning_rate, f32) / (1 - tf.pow(optimizer.beta_1, number + 1)),
+    )  # fmt: skip
+    values = [tf.cast(tf.convert_to_tensor(v), f32) for v in (gradient, momentum, variance, variable)]
+    new_momentum, _, new = STEP(p, *values, values[-1])
+    momentum.assign(tf.cast(new_momentum, momentum.dtype))
+    variable.assign(tf.cast(new, variable.dtype))
+
+
+def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequence[Any]) -> None:
+    steps: LocalSteps = optimizer._compressor
+    assert steps.adapter.adam is not None
+    variances = [steps.adapter.adam.variance(optimizer, i) for i in indices]
+
+    def work(number: Any, *values: Any) -> None:
+        steps.freeze(int(number), values[: len(indices)], values[len(indices) :])
+
+    inputs = [number, *_flat(variances), *_flat(grads)]
+    done = in_rounds(steps.coroutine, steps.collectives, work, inputs)
+    new = host_values(lambda _: [adopt(one) for one in steps.second], [done], [tf.float32] * len(indices))
+    _put(variances, new)
+    optimizer._frozen.assign(tf.cast(number, tf.int64))
 
 
 def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:

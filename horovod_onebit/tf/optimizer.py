@@ -32,7 +32,7 @@ from horovod_onebit.tf.graph import (
     outside,
     run_independently,
 )
-from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step
+from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.rules import adapter_for, kinds
@@ -196,6 +196,12 @@ class _DistributedOptimizer(_Wrapped):
 
         cond(finite, take, lambda: host_call(self._compressor.skip), whole=True)
         return finite, factors[len(means) :]
+
+    def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+        if getattr(self._compressor, "takes_frozen", False):
+            update(self, gradient, variable, learning_rate)
+        else:
+            super().update_step(gradient, variable, learning_rate)
 
     def _observe(self, warmup: AutoWarmup) -> None:
         """Show the run to the automatic warm-up, which may set the number of exact steps."""
@@ -475,7 +481,8 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
             f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "
             "can be under way between two steps: leave delay out"
         )
-    adapter = LocalAdapter() if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
+    local = isinstance(schedule, Local)
+    adapter = LocalAdapter(schedule, optimizer) if local else adapter_for(optimizer, schedule)  # type: ignore[arg-type]
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")

@@ -14,8 +14,7 @@ from horovod_onebit.checks import flag
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.warmup import AutoWarmup, Warmup
-from horovod_onebit.warmup import make as make_warmup
+from horovod_onebit.warmup import FixedWarmup, Warmup
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,7 +55,7 @@ class Wrapping(face.Arguments):
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""
         return {
-            "warmup_steps": "auto" if isinstance(self.warmup, AutoWarmup) else self.warmup.steps,
+            "warmup_steps": self.warmup.steps if isinstance(self.warmup, FixedWarmup) else "auto",
             "recipe": dataclasses.asdict(self.recipe),
             "fp16": self.compression is hvd.Compression.fp16,
             "sparse_as_dense": self.sparse_as_dense,
@@ -73,10 +72,11 @@ class Wrapping(face.Arguments):
     def of_config(cls, config: dict[str, Any]) -> Wrapping:
         """What ``to_config`` was made from, in the whole world's process set."""
         config = dict(config)
-        config["warmup"] = make_warmup(config.pop("warmup_steps"))
+        steps = config.pop("warmup_steps")
         config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         schedule = config.pop("schedule", None)  # earlier versions had none
         config["schedule"] = schedule and (Local if "every" in schedule else ZeroOne)(**schedule)
+        config["warmup"] = face.warmup_of(None if schedule else steps, None, config["schedule"])
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)

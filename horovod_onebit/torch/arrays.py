@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, MutableMapping
 from typing import Any, Literal
 
 import numpy as np
@@ -115,7 +115,7 @@ class Binding:
         self,
         name: str,
         p: torch.Tensor,
-        state: dict[str, Any],
+        state: MutableMapping[str, Any],
         adapter: Adapter,
         feedback: ErrorFeedback,
         place: Place | None = None,

@@ -1,4 +1,7 @@
-"""``schedule=Local(...)`` for PyTorch: any optimizer takes its own steps, and what rounds of them move is exchanged."""
+"""``schedule=Local(...)`` for PyTorch: any optimizer takes its own steps, and what rounds of them move is exchanged.
+
+Adam's second moment is frozen after some steps (``rules.frozen``); the steps are then taken here, by its rule.
+"""
 
 from __future__ import annotations
 
@@ -6,29 +9,33 @@ import atexit
 import hashlib
 import time
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import suppress
+from collections import ChainMap
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
+from horovod_onebit.averages import second_moments
 from horovod_onebit.checks import whole
 from horovod_onebit.engine import Engine
+from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
-from horovod_onebit.rules import Wraps
+from horovod_onebit.rules import Rule, Wraps
+from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
 from horovod_onebit.torch.arguments import Arguments
-from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.hooks import Where, all_finite, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
-from horovod_onebit.torch.rules import HYPERPARAMETERS, Adapter
+from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
 from horovod_onebit.torch.steps import Steps
-from horovod_onebit.warmup import Phase
-from horovod_onebit.warmup import make as make_warmup
+from horovod_onebit.warmup import AfterRise, Phase, Warmup
 from horovod_onebit.world import Weighing
 
 MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
@@ -36,13 +43,42 @@ MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 
 
 class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched. What rounds keep is stored apart from it."""
+    """Any optimizer: of its state, nothing is touched. What rounds keep is stored apart from it.
+
+    Attributes:
+        adam: how ``optimizer`` keeps its moments, if it is Adam or AdamW and the ``schedule`` freezes its second ones.
+    """
 
     anchor_key = ANCHOR
 
-    def __init__(self, schedule: Local) -> None:
+    def __init__(self, schedule: Local, optimizer: torch.optim.Optimizer) -> None:
         super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
         self.sent_key = SENT if schedule.delay else None
+        self.adam = _adam(optimizer) if schedule.shares_moments else None
+
+
+class FrozenAdapter(Adapter):
+    """Adam with a second moment that is frozen: its moments are those that the steps and rounds look at."""
+
+    anchor_key = ANCHOR
+
+
+class _Both(ChainMap[str, Any]):
+    """The state of a parameter whose second moment is frozen: the wrapped optimizer's, and what is ``kept`` besides."""
+
+    def __setitem__(self, key: str, value: Any) -> None:
+        next(one for one in self.maps if key in one)[key] = value
+
+
+def _adam(optimizer: torch.optim.Optimizer) -> AdamAdapter | None:
+    """How ``optimizer`` keeps its moments, if it is Adam or AdamW, as its rule has it."""
+    try:
+        adapter = adapter_for(optimizer)
+        for group in optimizer.param_groups:
+            adapter.check(group)
+    except UnsupportedError:
+        return None
+    return adapter if type(adapter) is AdamAdapter else None
 
 
 def _plain(value: Any) -> Any:
@@ -56,12 +92,18 @@ class LocalParameters(Parameters):
     """All trained parameters are bound, the small ones, too. What the wrapped optimizer keeps is each worker's own."""
 
     def __init__(
-        self, optimizer: Any, names: dict[torch.Tensor, str], engine: Engine, local: Local, **options: Any
+        self,
+        optimizer: Any,
+        adapter: LocalAdapter,
+        names: dict[torch.Tensor, str],
+        engine: Engine,
+        local: Local,
+        **options: Any,
     ) -> None:
-        no_warmup: dict[str, Any] = {"warmup": make_warmup(1), "schedule": None, "sum_gradients": False}
-        super().__init__(optimizer, LocalAdapter(local), names, engine, **no_warmup, **options)
+        super().__init__(optimizer, adapter, names, engine, schedule=None, sum_gradients=False, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
+        self.adam = adapter.adam
 
     @property
     def phase(self) -> Phase:
@@ -74,6 +116,11 @@ class LocalParameters(Parameters):
         """Whether parameters that are bound were taken out of the groups."""
         here = {id(p) for p in self.ordered()}
         return any(id(p) not in here for p in self.bindings)
+
+    @property
+    def frozen(self) -> list[Binding]:
+        """Those whose second moment is frozen."""
+        return [binding for binding in self.bindings.values() if _is_frozen(binding)]
 
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
@@ -102,15 +149,102 @@ class LocalParameters(Parameters):
 
     def _bind_one(self, p: torch.Tensor) -> None:
         needed = {ANCHOR: True, MOMENTUM: self.local.momentum, SENT: self.local.delay}
-        state = self.kept.setdefault(p, {})
+        kept = self.kept.setdefault(p, {})
         for key in needed:
-            if needed[key] and key not in state:
-                state[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
+            if needed[key] and key not in kept:
+                kept[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
-        self.bindings[p] = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
+        before, own = self.bindings.get(p), self._frozen_state(p)
+        if own is None or self.adam is None:
+            binding = Binding(self.names[p], p, kept, self.adapter, self.engine.feedback, place)
+        else:
+            both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
+            binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
+            again = before is not None and _is_frozen(before)
+            counted = before.tensor.layer if before is not None and again else np.array([0, 1], np.float32)
+            binding.tensor.layer = counted
+            binding.tensor.variance_steps, binding.tensor.step = self.variance_steps[p], self.steps
+        self.bindings[p] = binding
         self.changed()
+
+    def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
+        """The wrapped optimizer's state of ``p``, if its second moment is frozen: it was there at the freeze."""
+        if self.adam is None or p not in self.variance_steps:
+            return None
+        state: dict[str, Any] = self.optimizer.state.get(p, {})
+        return state if self.adam.variance_key in state else None
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of the groups'."""
+        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=0.0)
+
+    def rules(self) -> dict[torch.Tensor, FrozenAdam]:
+        """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
+        found: dict[torch.Tensor, FrozenAdam] = {}
+        for group in self.optimizer.param_groups:
+            members = [p for p in group["params"] if p in self.bindings and _is_frozen(self.bindings[p])]
+            if members and self.adam is not None:
+                adam: Any = self.adam.rule(group, 1.0)
+                found |= dict.fromkeys(members, FrozenAdam(adam=adam))
+        return found
+
+    def step_frozen(self) -> None:
+        """Take a step of those whose second moment is frozen."""
+        context = self.engine.context
+        with context.kernels.batch():
+            for p, rule in self.rules().items():
+                binding = self.bindings[p]
+                binding.pull()
+                rule.local_step(binding.tensor, binding.grad(), context)
+                binding.push()
+        torch._foreach_add_([binding.state["step"] for binding in self.frozen], 1)
+
+    def count_frozen(self) -> None:
+        """A step was taken or skipped."""
+        for p, rule in self.rules().items():
+            rule.count_step(self.bindings[p].tensor)
+
+    @contextmanager
+    def without_frozen(self) -> Iterator[bool]:
+        """The wrapped optimizer passes over those whose second moment is frozen; whether any others are left."""
+        grads = {binding.p: binding.p.grad for binding in self.frozen}
+        for p in grads:
+            p.grad = None
+        try:
+            yield len(grads) < len(self.bindings)
+        finally:
+            for p, grad in grads.items():
+                p.grad = grad
+
+    def freeze(self) -> None:
+        """Make the second moments those of all workers. Collective; the next step begins a round."""
+        assert self.adam is not None
+        key, moments, grads = str(self.adam.variance_key), list[Any](), list[Any]()
+        for group, _, p in self.enumerated():
+            if not p.requires_grad:
+                continue
+            state = self.optimizer.state[p]
+            self.adam.init_state(group, p, state)  # on a worker whose gradients never reached it
+            steps, beta2 = int(state["step"]), float(group["betas"][1])
+            own = state[key].detach().to("cpu", torch.float32).reshape(-1)
+            moments.append((p, 1 - beta2**self.steps, own / (1 - beta2 ** max(steps, 1))))
+            grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
+            grads.append(grad.to("cpu", torch.float32).nan_to_num(0.0, 0.0, 0.0).reshape(-1).numpy())
+        engine = self.engine
+        name, size = f"{engine.name}.second", engine.recipe.block_size_for
+        own = [one.nan_to_num(0.0).numpy() for _, _, one in moments]
+        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic)
+        for (p, share, _), value in zip(moments, found, strict=True):
+            self.optimizer.state[p][key].copy_(torch.from_numpy(value).view(p.shape) * share)
+            self.variance_steps[p] = self.steps
+        self.unbind()
+
+    def taken(self, p: torch.Tensor) -> int:
+        """Nothing that others could compare: a worker skips steps alone."""
+        return 0
 
     def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
@@ -161,6 +295,8 @@ class LocalParameters(Parameters):
         if not keep_feedback:
             self.engine.feedback.reset()
         self.steps = progress.steps
+        self.warmup.load_state_dict(progress.warmup)
+        self.variance_steps = {p: seen for p, seen in self._by_position(progress.variance_steps).items() if seen}
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
@@ -168,6 +304,10 @@ class LocalParameters(Parameters):
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
                 found = saved.get(p, {}).get(MOMENTUM)
                 self.kept[p] = {MOMENTUM: momentum if found is None else found.to(p.device, torch.float32, copy=True)}
+
+
+def _is_frozen(binding: Binding) -> bool:
+    return isinstance(binding.state, _Both)
 
 
 class OwnGradients:
@@ -230,14 +370,16 @@ class LocalSteps(Steps):
         name: str,
         recipe: Recipe,
         schedule: Local,
-        placement: Placement,
+        adapter: LocalAdapter,
+        warmup: Warmup,
         names: dict[torch.Tensor, str],
-        exact: Any,
         check_replicas_every: int | None,
+        **options: Any,
     ) -> None:
         super().__init__(arguments, name, recipe, check_replicas_every)
-        self.rounds = Rounds(self.engine, schedule)
-        parameters = LocalParameters(optimizer, names, self.engine, schedule, placement=placement, exact=exact)
+        freezing = warmup if isinstance(warmup, AfterRise) and adapter.adam is not None else None
+        self.rounds = Rounds(self.engine, schedule, freezing)
+        parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.engine, arguments))
         self._checked = 0  # the step after which replicas were compared last
         if schedule.delay:
@@ -286,14 +428,24 @@ class LocalSteps(Steps):
             try:
                 if closure is None:
                     computed()
-                result = own_step(closure and computed)
+                if parameters.frozen:
+                    result = closure and computed()
+                    parameters.step_frozen()
+                    with parameters.without_frozen() as others:
+                        if others:
+                            own_step(None)
+                else:
+                    result = own_step(closure and computed)
             except _NotFinite as found:
                 result = found.args[0]
                 self.rounds.skip()
+        parameters.count_frozen()
         parameters.steps += 1
         try:
-            if self.rounds.stepped(parameters.steps):
+            if self.rounds.stepped(parameters.steps, parameters.learning_rate):
                 self._end_round("step")
+                if self.rounds.freezes:
+                    parameters.freeze()
             elif self.rounds.due:
                 self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
         finally:
@@ -322,10 +474,10 @@ class LocalSteps(Steps):
         parameters.pull()
         device = self.engine.collectives.gathers_on_device
         large, small = parameters.bound()
+        frozen, details = parameters.rules(), [b.detail(device=device) for b in large]
+        rules: list[Rule] = [frozen.get(b.p, self.rounds.rule) for b in (*large, *small)]
         try:
-            self.rounds.begin(
-                [b.tensor for b in large], [b.tensor for b in small], [b.detail(device=device) for b in large]
-            )
+            self.rounds.begin([b.tensor for b in large], [b.tensor for b in small], details, rules)
         except BaseException:
             parameters.unbind()
             raise

@@ -414,7 +414,8 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
-    adapter = LocalAdapter(schedule) if isinstance(schedule, Local) else adapter_for(optimizer, schedule)
+    local = LocalAdapter(schedule, optimizer) if isinstance(schedule, Local) else None
+    adapter = local or adapter_for(optimizer, schedule)  # type: ignore[arg-type]
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
@@ -428,10 +429,10 @@ def DistributedOptimizer(
         "name": next_name(process_set), "recipe": chosen, "check_replicas_every": check_replicas_every, "names": names,
         "schedule": schedule, "placement": placement, "exact": patterns or (),
     }  # fmt: skip
-    if isinstance(schedule, Local):
+    if local is not None:
         arguments.check_local()
         wrapped = _instance(optimizer, _LocalOptimizer)
-        wrapped._compressor = LocalSteps(wrapped, arguments, **options)
+        wrapped._compressor = LocalSteps(wrapped, arguments, adapter=local, warmup=warmup, **options)
     else:
         wrapped = _instance(optimizer, _DistributedOptimizer)
         own: dict[str, Any] = {"overlap": overlap, "adapter": adapter, "warmup": warmup}

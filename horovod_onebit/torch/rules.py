@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from pkgutil import resolve_name
 from typing import Any
 
@@ -77,7 +77,7 @@ class Adapter:
         """See ``plain.factor``."""
         return 1.0
 
-    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its variance has seen."""
 
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
@@ -96,7 +96,7 @@ class AdamAdapter(Adapter):
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         return factor(float(group["betas"][1]), taken, seen)
 
-    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         # Adam corrects both moments by one count; the momentum's is higher, so it would be corrected too much.
         beta1 = float(group["betas"][0])
         taken = float(state["step"])
@@ -129,7 +129,7 @@ class LAMBAdapter(AdamAdapter):
     def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
         return super().variance_factor(group, taken, seen) if group["bias_correction"] else 1.0
 
-    def rewind(self, group: ParamGroup, state: dict[str, Any], steps: int) -> None:
+    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         if group["bias_correction"]:
             super().rewind(group, state, steps)
 

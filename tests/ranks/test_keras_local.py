@@ -17,7 +17,7 @@ from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, scaled_step
 
-GROWING = onebit.Local(every=4, doubling=8)
+GROWING = onebit.Local(every=4, doubling=8, freeze=10)
 SHORT = onebit.Local(every=4, doubling=0)
 
 

@@ -23,9 +23,9 @@ from tests.ranks.torch_common import (
     weights,
 )
 
-GROWING = onebit.Local(every=4, doubling=8)
+GROWING = onebit.Local(every=4, doubling=8, freeze=10)
 HIDDEN = onebit.Local(every=4, doubling=0, delay=2)
-FOURS = [onebit.Local(every=4, doubling=0), HIDDEN]
+FOURS = [onebit.Local(every=4, doubling=0, freeze=8), HIDDEN]
 
 
 class Own(torch.optim.Optimizer):

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, simulation
+from horovod_onebit.averages import second_moments
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
@@ -16,6 +17,7 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Local
+from horovod_onebit.stats import Traffic
 
 f32 = np.float32
 SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
@@ -28,7 +30,7 @@ def gradients(weights, rng):
 
 def make(collectives, *, recipe=RECIPE, rule=None, schedule=None, kernels="cpu", sizes=SIZES):
     weights = {name: np.zeros(size, f32) for name, size in sizes.items()}
-    schedule = schedule or Local(every=4, doubling=6)
+    schedule = schedule or Local(every=4, doubling=6, freeze=9)
     optimizer = NumpyOptimizer(
         weights, rule or Adam(lr=0.01), collectives=collectives, schedule=schedule, recipe=recipe, kernels=kernels
     )
@@ -64,6 +66,7 @@ def test_rounds_grow_and_every_step_is_in_one():
         {"momentum": "a"},
         {"delay": -1},
         {"delay": 17},
+        {"freeze": -1},
     ],
 )
 def test_bad_schedules(wrong):
@@ -77,7 +80,7 @@ def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange
     if exchange == "hierarchical" and workers not in (4, 8):
         pytest.skip("several hosts of two")
     recipe = dataclasses.replace(RECIPE, exchange=exchange)
-    schedule = Local(every=4, doubling=6, delay=delay)
+    schedule = Local(every=4, doubling=6, delay=delay, freeze=9)
     per_host = 2 if exchange == "hierarchical" else 1
     run = functools.partial(simulation.run, workers=workers, workers_per_host=per_host)
     fast, slow = (
@@ -109,8 +112,12 @@ def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum, delay):
     exact = functools.partial(train_exactly, steps=400, rule=rule)
     assert np.abs(weights - 1).mean() < 1.1 * np.abs(simulation.run(exact, 4)[0] - 1).mean() + 0.02
     traffic = local.engine.traffic
-    assert traffic.total == 110 * traffic.step
-    assert traffic.fp32_total == 100 * traffic.fp32_step  # of a round of 4
+    # With Adam, the second moments and the last gradients travel once.
+    once = (
+        1.5 * sum(8 * size + 4 * -(-size // 16) for size in SIZES.values()) if schedule.freeze and local._frozen else 0
+    )
+    assert traffic.total == 110 * traffic.step + once
+    assert traffic.fp32_total - once == 100 * traffic.fp32_step  # of a round of 4
 
 
 def train_exactly(collectives, steps, rule):
@@ -153,6 +160,148 @@ def test_a_round_is_what_the_rule_says(momentum):
         common = common - (x + f32(momentum) * m)
     for weights in simulation.run(worker, workers):
         np.testing.assert_allclose(weights, common, atol=2e-6)
+
+
+def freezing(every=1, freeze=5):
+    """Local steps whose messages are exact."""
+    return {"schedule": Local(every=every, doubling=0, freeze=freeze), "exact": ["*"]}
+
+
+@pytest.mark.parametrize("decay", [0.0, 0.1])
+def test_after_the_freeze_exact_rounds_of_one_step_are_adam_of_the_mean_gradient(decay):
+    """But for its second moment, which is frozen."""
+    size, workers, steps, freeze, lr = 300, 3, 30, 5, 0.01
+    pushes = np.random.default_rng(1).standard_normal((steps, workers, size)) * np.logspace(-3, 3, size)
+    start = np.linspace(-1, 1, size).astype(f32)
+
+    def worker(collectives):
+        weights = {"w": start.copy()}
+        rule = Adam(lr=lr, weight_decay=decay)
+        recipe = dataclasses.replace(RECIPE, clip=None)
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=recipe, **freezing(freeze=freeze))
+        seen = []
+        for grads in pushes:
+            optimizer.step({"w": grads[collectives.rank].astype(f32)})
+            seen.append((weights["w"].copy(), optimizer._tensors[0].momentum.copy()))
+        return seen, optimizer._tensors[0].variance
+
+    results = simulation.run(worker, workers)
+    for seen, variance in results:
+        np.testing.assert_array_equal(variance, results[0][1])
+        np.testing.assert_array_equal(seen[-1], results[0][0][-1])
+    weights, momentum = map(np.float64, results[0][0][freeze][:2])
+    denominator = np.sqrt(np.float64(results[0][1]) / (1 - 0.999**freeze)) + 1e-8
+    for step in range(freeze + 1, steps):
+        momentum = 0.9 * momentum + 0.1 * pushes[step].mean(axis=0)
+        weights = weights * (1 - lr * decay) - lr / (1 - 0.9 ** (step + 1)) * momentum / denominator
+    np.testing.assert_allclose(results[0][0][-1][0], weights, atol=3e-5)
+    np.testing.assert_allclose(results[0][0][-1][1] / denominator, momentum / denominator, atol=1e-3)
+
+
+def test_a_round_of_frozen_adam_is_what_the_rule_says():
+    """Against the formulas of ``rules.frozen``, with messages in float32."""
+    size, workers, every, freeze, lr, decay = 50, 3, 4, 8, 0.01, 0.05
+    pushes = np.random.default_rng(2).standard_normal((28, workers, size))
+    start = np.linspace(-1, 1, size).astype(f32)
+
+    def worker(collectives):
+        weights, rule = {"w": start.copy()}, Adam(lr=lr, weight_decay=decay)
+        optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=RECIPE, **freezing(every, freeze))
+        tensor, seen = optimizer._tensors[0], []
+        for step, grads in enumerate(pushes):
+            optimizer.rule = dataclasses.replace(rule, lr=lr * (1 + step % 3))
+            optimizer.step({"w": grads[collectives.rank].astype(f32)})
+            seen.append((weights["w"].copy(), tensor.momentum.copy()))
+        return seen, tensor.variance
+
+    results = simulation.run(worker, workers)
+    clip, denominator = RECIPE.clip_for(workers), np.sqrt(np.float64(results[0][1]) / (1 - 0.999**freeze)) + 1e-8
+    common = np.float64(results[0][0][freeze - 1][0])
+    momenta = [np.float64(seen[freeze - 1][1]) for seen, _ in results]
+    for first in range(freeze, len(pushes), every):
+        rates, kept, own = 0.0, 1.0, [common.copy() for _ in results]
+        for step in range(first, first + every):
+            rate = lr * (1 + step % 3)
+            rates, kept = rates + rate / (1 - 0.9 ** (step + 1)), kept * (1 - rate * decay)
+            for i in range(workers):
+                momenta[i] = 0.9 * momenta[i] + 0.1 * pushes[step, i]
+                moved = np.clip(momenta[i] / denominator, -clip, clip)
+                own[i] = own[i] * (1 - rate * decay) - rate / (1 - 0.9 ** (step + 1)) * moved
+        momenta = [(kept * common - np.mean(own, axis=0)) * denominator / rates] * workers
+        common = np.mean(own, axis=0)
+        for seen, _ in results:
+            np.testing.assert_allclose(seen[first + every - 1][0], common, atol=1e-5)
+            np.testing.assert_allclose(seen[first + every - 1][1], momenta[0], atol=1e-3)
+
+
+def test_second_moments_of_the_mean_gradient():
+    """The ratio is 1 where all workers have the same gradient, 1/n where theirs cancel, block by block."""
+    noise = np.random.default_rng(0).standard_normal((4, 2048)).astype(f32)
+
+    def worker(collectives):
+        same, alone = noise[0], noise[collectives.rank]
+        gradient = np.concatenate([same, alone, np.zeros(8, f32), f32([3.0])])
+        own = np.arange(gradient.size, dtype=f32) * (1 + collectives.rank)
+        traffic = Traffic()
+        return second_moments([own], [gradient], lambda size: 8, collectives, "second", traffic)[0], traffic.total
+
+    results = simulation.run(worker, 4)
+    for found, sent in results:
+        np.testing.assert_array_equal(found, results[0][0])
+        assert sent == 1.5 * 4 * (2 * found.size + -(-found.size // 8))
+    ratio = results[0][0][1:] / (2.5 * np.arange(1, results[0][0].size))
+    np.testing.assert_allclose(ratio[:2047], 1, rtol=1e-6)
+    assert ratio[2048:4095].min() >= 0.25 - 1e-6
+    assert ratio[2048:4095].mean() == pytest.approx(0.27, abs=0.03)
+    np.testing.assert_allclose(ratio[-9:], 1, rtol=1e-6)  # of no gradients at all, and of one that all have
+
+
+@pytest.mark.parametrize(
+    "options", [{"momentum": 0.5}, {"delay": 1}, {"freeze": 0}, {"rule": SGD(lr=0.01, momentum=0.9)}]
+)
+def test_moments_stay_each_workers_own(options):
+    options = {"every": 4, "doubling": 6, "freeze": 9, "rule": Adam(lr=0.01)} | options
+    rule = options.pop("rule")
+    schedule = Local(**options)
+    results = simulation.run(functools.partial(train, rule=rule, schedule=schedule), 2)
+    assert not any(optimizer._frozen for optimizer, _ in results)
+    assert not all((a.momentum == b.momentum).all() for a, b in zip(*(o._tensors for o, _ in results), strict=True))
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_a_bad_gradient_in_the_step_of_the_freeze(value):
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives)
+        for step in range(40):
+            wrong = collectives.rank == 1 and step == 8
+            optimizer.step(bad(weights, rng, value) if wrong else gradients(weights, rng))
+        optimizer.flush()
+        return np.concatenate([np.concatenate([t.weight, t.momentum, t.variance]) for t in optimizer._tensors])
+
+    results = simulation.run(worker, 3)
+    assert all((found == results[0]).all() and np.isfinite(found).all() for found in results)
+
+
+def test_after_a_lost_round_the_momentum_is_that_of_the_next_one():
+    """What was counted in the lost round is forgotten."""
+
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, schedule=Local(every=4, doubling=0, freeze=8))
+        for step in range(24):
+            if step == 14 and collectives.rank == 1:
+                weights["odd"][3] = np.nan
+            optimizer.step(gradients(weights, rng))
+            if step == 15:
+                counted = [tensor.layer.copy() for tensor in optimizer._tensors]
+        momenta = np.concatenate([tensor.momentum for tensor in optimizer._tensors])
+        return counted, momenta
+
+    results = simulation.run(worker, 3)
+    for counted, momenta in results:
+        np.testing.assert_array_equal(counted, [[0, 1]] * len(SIZES))
+        np.testing.assert_array_equal(momenta, results[0][1])
 
 
 @pytest.mark.parametrize("delay", [1, 3, 5])

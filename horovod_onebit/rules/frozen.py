@@ -1,0 +1,92 @@
+"""Local steps of Adam with one second moment for all workers, and one momentum (``schedule.Local(freeze=...)``).
+
+Adam divides by the size of the gradients. Of the gradients of one worker's few examples much is noise, so that workers
+which divide by their own second moments take shorter steps than Adam with all examples, and not in its direction. Once
+the second moment is that of the workers' mean gradient (``averages.second_moments``) and frozen, a step is linear in
+the gradient, as in 1-bit Adam: the mean of the workers' moves is Adam's move of the mean gradient, but for what they
+move apart within a round. With D = sqrt(v) + eps, worker i steps alone,
+
+    m_i <- beta1 m_i + (1 - beta1) g_i;   w_i <- w_i - lr clip(m_i / D, -k, k)            0/1 Adam's lines 4 to 6
+
+and the end of the round is that of ``rules.local``, with x the mean of what the workers have moved:
+
+    m   <- x D / (sum of lr)                  the mean momentum of the round, as in 0/1 Adam's line 8
+    w, a <- a - x
+
+Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
+exactly.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from horovod_onebit.formulas import Number, denominator, f32, where
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Context, Tensor, Use, scalars
+from horovod_onebit.rules.adam import ZERO, Adam
+from horovod_onebit.rules.local import Delta
+from horovod_onebit.rules.zero_one_adam import DECAY, RATES, local
+
+
+class Scalars(NamedTuple):
+    """``decay`` is what the round's steps have left of a weight, ``rates`` the sum of their step sizes."""
+
+    correction: Number
+    eps_inside: Number
+    eps: Number
+    decay: Number
+    rates: Number
+
+
+def take_over(p: Scalars, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
+    moved = x - (f32(1) - p.decay) * a
+    return where(p.rates > ZERO, moved * denominator(p, v) / p.rates, m), None, a - x
+
+
+NO_STEP = Adam(lr=0.0)
+
+
+@dataclass(frozen=True)
+class FrozenAdam(Delta):
+    """The end of a round, as ``Delta``, and the steps in it.
+
+    A tensor's momentum and second moment are Adam's; its ``layer`` counts what the steps since the last exchange were,
+    its ``step`` those of the run, and its ``variance_steps`` by how many the bias of the second moment is corrected.
+    Steps that a worker skips count, too: momenta are the same on all workers only if their counts are.
+    """
+
+    name: str = "local_adam"
+    adam: Adam = NO_STEP
+
+    def init(self, tensor: Tensor) -> None:
+        super().init(tensor)
+        tensor.layer = np.array([0, 1], f32)
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        assert tensor.layer is not None
+        values = {"correction": self.adam.correction(tensor), **self.adam.epsilons(context)}
+        rates, decay = float(tensor.layer[RATES]), float(tensor.layer[DECAY])
+        return Use(take_over, scalars(Scalars, decay=decay, rates=rates, **values))
+
+    def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
+        context.kernels.move(local, self.adam.scalars(tensor, context), tensor.arrays(grad))
+
+    def count_step(self, tensor: Tensor) -> None:
+        """A step was taken or skipped."""
+        assert tensor.layer is not None
+        tensor.layer[RATES] += f32(self.adam.step_size(tensor))
+        tensor.layer[DECAY] *= f32(self.adam.decay)
+        tensor.step += 1
+
+    def finish(self, tensor: Tensor, sums: Any, context: Context) -> None:
+        forget_steps(tensor)
+
+
+def forget_steps(tensor: Tensor) -> None:
+    """A round begins, or was lost."""
+    if tensor.layer is not None:
+        tensor.layer[:] = 0, 1
