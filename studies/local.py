@@ -182,8 +182,8 @@ TRIED = {
     "16-hidden-1": Trial("the same, hidden behind 1 step", own(16, delay=1)),
     "16-hidden-16": Trial("hidden behind 16 steps", own(16, delay=16)),
     **{
-        f"4-frozen-{freeze}": Trial(f"rounds of 4, moments frozen after {RISE + freeze} steps", Local(4, 0, freeze=freeze))
-        for freeze in (20, 50, 100, 200, 400)
+        f"4-frozen-{after}": Trial(f"rounds of 4, moments frozen after {RISE + after} steps", Local(4, 0, freeze=after))
+        for after in (20, 50, 100, 200, 400)
     },
 }
 TRIED_AT = 4e-3

@@ -202,7 +202,8 @@ class LocalSteps(Compressor):
             self.engine.restore_all()
             raise
         finally:
-            self.engine.end_step()
+            if not self.rounds.freezes:
+                self.engine.end_step()
 
     def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any]) -> None:
         """Average the second moments, after step ``number`` of the optimizer; the next step begins a round. Runs in
@@ -214,6 +215,7 @@ class LocalSteps(Compressor):
         found = second_moments(own, last, size, engine.collectives, name, engine.traffic)
         self.second = [self._memory.copy(one * correction) for one in found]
         self.indices = ()
+        engine.end_step()
 
     def say(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""

@@ -12,13 +12,14 @@ from horovod.tensorflow.functions import broadcast_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, scaled_step
 
 GROWING = onebit.Local(every=4, doubling=8, freeze=10)
-SHORT = onebit.Local(every=4, doubling=0)
+SHORT = onebit.Local(every=4, doubling=0, freeze=6)
 
 
 @keras.saving.register_keras_serializable("tests")
@@ -134,11 +135,11 @@ def test_weights_that_were_set_between_rounds_are_where_the_next_one_begins():
 
 def test_a_round_with_damaged_weights_is_lost_and_training_goes_on():
     model, optimizer = build(), local(keras.optimizers.Adam(3e-3), SHORT)
-    train(model, optimizer, 6)
+    train(model, optimizer, 7)
     if RANK == SIZE - 1:
         model.trainable_variables[0].assign(model.trainable_variables[0] * float("nan"))
         optimizer._velocities[0].assign(optimizer._velocities[0] * float("nan"))
-    train(model, optimizer, 14, start=6)
+    train(model, optimizer, 14, start=7)
     assert_replicas_equal(model)
 
 
@@ -226,6 +227,56 @@ def test_a_saved_model_goes_on(folder):
         again.train_on_batch(*batch(step))
     again.optimizer.flush()
     assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize("how", ["graph", "eager"])
+@pytest.mark.parametrize("make", [keras.optimizers.Adam, keras.optimizers.AdamW])
+def test_the_weights_are_those_of_numpy_with_frozen_moments(make, how):
+    """Messages are exact, so that rounding is not magnified."""
+    model = build()
+    optimizer = local(make(3e-3, epsilon=1e-12), SHORT, exact=["*"])
+    optimizer.build(model.trainable_variables)
+    arrays = {str(i): np.array(v) for i, v in enumerate(model.trainable_variables)}
+    rule = Adam(lr=3e-3, eps=1e-12, weight_decay=0.004 if make is keras.optimizers.AdamW else 0.0)
+    other = NumpyOptimizer(arrays, rule, collectives=HorovodCollectives(name="numpy"), schedule=SHORT, exact=["*"])
+
+    def apply(*grads):
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    step_of = tf.function(apply, autograph=False) if how == "graph" else apply
+    for step in range(24):
+        grads = [tf.convert_to_tensor(g) for g in gradients(model, *batch(step))[0]]
+        step_of(*grads)
+        other.step({str(i): np.array(g) for i, g in enumerate(grads)})
+    assert_replicas_equal(model)
+    for i, v in enumerate(model.trainable_variables):
+        np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=5e-5)
+    assert optimizer.stats().bytes_sent == other.engine.traffic.total
+    assert int(optimizer._frozen.value) == 6
+
+
+@pytest.mark.parametrize("bad", [(), (9,), (13, 14)])
+def test_moments_are_those_of_all_workers_after_the_freeze(bad):
+    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0)."""
+    model, optimizer = build(), local(keras.optimizers.AdamW(3e-3, weight_decay=0.1))
+    frozen = []
+    for step in range(32):
+        if step in bad:
+            nan_on(0, model, optimizer, step)
+        else:
+            train(model, optimizer, 1, start=step)
+        second = [np.array(v) for v in optimizer._velocities]
+        if step == 9:
+            frozen = second
+        if step >= 9:
+            for one, other in zip(second, frozen, strict=True):
+                np.testing.assert_array_equal(one, other)
+        if step > 9 and GROWING.ends_round(step + 1):
+            for v in (*optimizer._velocities, *optimizer._momentums):
+                gathered = hvd.allgather(np.array(v)[None])
+                assert np.all(gathered == gathered[:1])
+    assert optimizer.stats().skipped_steps == (RANK == 0) * len(bad)
+    assert_replicas_equal(model)
 
 
 def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():

@@ -10,6 +10,9 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.torch.collectives import HorovodCollectives
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,
@@ -89,6 +92,114 @@ def test_any_optimizer_trains_and_all_are_equal_after_each_round(kind, arguments
             apart += not torch.equal(gathered[0], gathered[-1])
     assert apart == sum(not GROWING.ends_round(step + 1) for step in range(1, 60))
     assert loss < 0.9 * start
+
+
+def moments(model, optimizer):
+    """Adam's, of all parameters that are trained, as all workers have them."""
+    own = [optimizer.state[p][key].float() for key in MOMENTS for p in model.parameters() if p in optimizer.state]
+    return hvd.allgather(torch.cat([one.reshape(-1) for one in own])[None], name="moments")
+
+
+MOMENTS = ("exp_avg_sq", "exp_avg")
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", [(), (9,), (13, 14)])
+def test_moments_are_those_of_all_workers_after_the_freeze(bad, dtype):
+    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0)."""
+    model = Net().to(dtype)
+    optimizer = local(model, weight_decay=0.1)
+    frozen = None
+    for step in range(32):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x.to(dtype)).float(), y).backward()
+        if RANK == 0 and step in bad:
+            model.second.weight.grad[0, 0] = float("nan")
+        optimizer.step()
+        every, half = moments(model, optimizer), len(moments(model, optimizer)[0]) // 2
+        if step == 8:
+            assert not torch.equal(every[0, :half], every[-1, :half])
+        if step == 9:
+            frozen = every[0, :half]
+        if step >= 9:
+            assert all(torch.equal(one[:half], frozen) for one in every)
+        if step > 9 and GROWING.ends_round(step + 1):
+            assert all(torch.equal(one, every[0]) for one in every)
+    assert float(optimizer.state[model.second.weight]["step"]) == 32 - (RANK == 0) * len(bad)
+    assert optimizer.stats().skipped_steps == (RANK == 0) * len(bad)
+
+
+@pytest.mark.parametrize("arguments", [{}, {"weight_decay": 0.1}, {"maximize": True}, {"eps": 1e-3, "fused": True}])
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.AdamW])
+def test_the_weights_are_those_of_numpy(kind, arguments):
+    """Adam with frozen moments; messages are exact, so that rounding is not magnified."""
+    schedule = onebit.Local(every=4, doubling=0, freeze=6)
+    model = Net()
+    optimizer = local(model, kind, schedule, wrapping={"exact": ["*"]}, **arguments)
+    cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    named = {name: p for name, p in model.named_parameters() if p.grad is not None}
+    arrays = {name: p.detach().clone().numpy() for name, p in named.items()}
+    options = dict(arguments)
+    options.pop("fused", None)
+    scale = -1.0 if options.pop("maximize", False) else 1.0
+    decay = options.pop("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
+    decoupled = kind is torch.optim.AdamW
+    rule = Adam(lr=3e-3, weight_decay=decay, decoupled=decoupled, grad_scale=scale, **options)
+    other = NumpyOptimizer(
+        arrays, rule, collectives=HorovodCollectives(hvd.global_process_set), schedule=schedule, exact=["*"]
+    )
+    for step in range(24):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        grads = {name: p.grad.clone().numpy() for name, p in named.items()}
+        optimizer.step()
+        other.step(grads)
+    for name, p in named.items():
+        torch.testing.assert_close(p.detach(), torch.from_numpy(arrays[name]), atol=2e-5, rtol=0)
+
+
+def test_a_parameter_that_comes_after_the_freeze_keeps_moments_of_its_own():
+    model = Net()
+    optimizer = local(model)
+    train(model, optimizer, 12)
+    late = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer.add_param_group({"params": [late]})
+    for step in range(12, 40):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (cross_entropy(model(x), y) + (late * x.mean()).square().sum()).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))
+    assert float(late.detach().mean()) < 0.97
+    assert float(optimizer.state[late]["step"]) == 28
+    second = hvd.allgather(optimizer.state[late]["exp_avg_sq"][None], name="second")
+    assert not torch.equal(second[0], second[-1])
+
+
+def test_optimizers_with_moments_that_the_rule_does_not_know_keep_their_own():
+    model = Net()
+    optimizer = local(model, amsgrad=True)
+    train(model, optimizer, 24)
+    every = moments(model, optimizer)
+    assert not torch.equal(every[0], every[-1])
+    assert_replicas_equal(model)
+
+
+def test_a_learning_rate_that_rises_puts_the_freeze_off(folder):
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=1, freeze=4))
+    for step in range(12):
+        optimizer.param_groups[0]["lr"] = 1e-3 * min(step + 1, 6)
+        train(model, optimizer, 1, start=step)
+        every = moments(model, optimizer)
+        assert torch.equal(every[0], every[-1]) == (step >= 10)
+        if step == 7:  # what was seen of the rate goes along
+            onebit.save_checkpoint(folder, model, optimizer)
+            optimizer = local(model, schedule=onebit.Local(every=1, freeze=4))
+            onebit.load_checkpoint(folder, model, optimizer)
 
 
 def test_muon_on_the_matrices_and_adam_on_the_rest():
@@ -385,7 +496,7 @@ def test_a_round_with_damaged_weights_is_lost_and_training_goes_on(schedule):
 @pytest.mark.parametrize("steps", [3, 13, 16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum, delay):
-    schedule = onebit.Local(every=8, doubling=4, momentum=momentum, delay=delay)
+    schedule = onebit.Local(every=8, doubling=4, momentum=momentum, delay=delay, freeze=6)
     arguments = {"momentum": 0.9} if kind is torch.optim.SGD else {}
     model = Net()
     optimizer = local(model, kind, schedule, **arguments)
@@ -506,19 +617,19 @@ def test_a_parameter_that_is_taken_out_in_the_middle_of_a_round(schedule):
     assert stats.compressed_parameters == without.compressed_parameters
 
 
-@pytest.mark.parametrize("delay", [0, 1])
-def test_the_kernels_of_a_gpu_do_the_same(delay):
+@pytest.mark.parametrize("options", [{"momentum": 0.3}, {"momentum": 0.3, "delay": 1}, {"freeze": 2}])
+def test_the_kernels_of_a_gpu_do_the_same(options):
     """Small enough for Numba's simulator: NUMBA_ENABLE_CUDASIM=1."""
 
     def trained(kernels):
         torch.manual_seed(0)
         model = torch.nn.Linear(16, 16)
         schedule, recipe = (
-            onebit.Local(every=2, doubling=0, momentum=0.3, delay=delay),
+            onebit.Local(every=2, doubling=0, **options),
             Recipe(block_size=64, min_compressed_size=64),
         )
         optimizer = local(model, schedule=schedule, recipe=recipe, wrapping={"kernels": kernels})
-        for step in range(4):
+        for step in range(6):
             optimizer.zero_grad()
             model(batch(step)[0][:, :16]).square().mean().backward()
             optimizer.step()
