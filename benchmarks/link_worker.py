@@ -104,7 +104,7 @@ def ours(**options: Any) -> Make:
 def local(every: int, *, exact: Any = None, **options: Any) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
-        schedule = onebit.Local(every=every, doubling=0, **options)
+        schedule = onebit.Local(every=every, freeze=0, **options)
         optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), schedule=schedule, exact=exact)
         found = whole_rounds(model, optimizer, data, every)
         optimizer.flush()

@@ -57,7 +57,7 @@ crashes with more than one bucket, so it has one. Three and four hosts share two
 
 {keras}## Local steps on slow links
 
-On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is `schedule=Local(every=16, doubling=0)`;
+On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 16` is `schedule=Local(every=16, freeze=0)`;
 `diloco 16` is DiLoCo in float32 with rounds of 16 steps (Douillard et al. 2023: AdamW inside, Nesterov's SGD outside
 with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce. Milliseconds and
 megabytes are those of one step, averaged over a round of local steps. `hidden` adds `delay=4`: the exchange runs

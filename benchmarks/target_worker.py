@@ -69,7 +69,7 @@ def every_step(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
 
 def local(every: int, **options: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-        schedule = onebit.Local(every=every, doubling=0, **options)
+        schedule = onebit.Local(every=every, freeze=0, **options)
         optimizer = onebit.DistributedOptimizer(optimizer, named(name, module), schedule=schedule)
         return Trained(module, module, optimizer, every)
 

@@ -136,8 +136,9 @@ class Rounds:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
-        self.freezes = due and not any(isinstance(rule, FrozenAdam) for rule in self._rules)
-        if self.freezes or self.schedule.ends_round(step):
+        first = self._freezing is not None and not any(isinstance(rule, FrozenAdam) for rule in self._rules)
+        self.freezes = due and first
+        if self.freezes or self.schedule.ends_round(step, first=first):
             return True
         if self.hidden:
             self.engine.progress()

@@ -71,6 +71,10 @@ class ZeroOne:
         return min(self.local_step_clipper, 2 ** min(doublings, 30))
 
 
+FIRST = 4
+"""Steps of a round, at most, as long as workers divide by second moments of their own and will not do so later."""
+
+
 @dataclass(frozen=True)
 class Local:
     """Local steps: each worker takes its own optimizer's steps; after some, they exchange the changes of the weights.
@@ -81,19 +85,20 @@ class Local:
     Args:
         every: H, the number of steps of a round.
         doubling: rounds have 1 step at first, and twice as many after every ``doubling`` steps until they have
-            ``every``, because workers that move apart lose most at the beginning of a run. 0: ``every`` at once.
+            ``every``. 0: ``every`` at once.
         momentum: Nesterov's momentum of the mean of the workers' changes (DiLoCo's outer momentum); 0 is none.
         delay: how many steps of the next round are taken while the exchange is under way, at most ``every``. Its result
             is then applied, and each worker keeps these steps. This hides the exchange behind the steps, needs one more
             copy of the weights, and costs quality: more with each step. 0 waits for the exchange.
         freeze: with Adam and AdamW, how many steps after the learning rate has last risen (with a constant one, after
             the start) the second moment is averaged over the workers, and then kept as it is. The momentum is common
-            from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``). 0: all
-            moments stay each worker's own, as they do with ``momentum``, with ``delay`` and in any other optimizer.
+            from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``). Until
+            then rounds have at most ``FIRST`` steps. 0: all moments stay each worker's own, as they do with
+            ``momentum``, with ``delay`` and in any other optimizer.
     """
 
-    every: int = 16
-    doubling: int = 200
+    every: int = 8
+    doubling: int = 0
     momentum: float = 0.0
     delay: int = 0
     freeze: int = 400
@@ -107,14 +112,14 @@ class Local:
         if not finite("momentum", self.momentum) < 1:
             raise ConfigurationError(f"momentum={self.momentum}: expected 0 <= momentum < 1")
 
-    def interval(self, step: int) -> int:
-        """How many steps the round of step number ``step`` (from 1) has."""
+    def interval(self, step: int, *, first: bool = False) -> int:
+        """How many steps the round of step number ``step`` (from 1) has; ``first``: before moments are frozen."""
         doublings = (step - 1) // self.doubling if self.doubling else 30
-        return min(self.every, 2 ** min(doublings, 30))
+        return min(self.every, 2 ** min(doublings, 30), FIRST if first else self.every)
 
-    def ends_round(self, step: int) -> bool:
+    def ends_round(self, step: int, *, first: bool = False) -> bool:
         """Whether the workers exchange after step number ``step`` (from 1). They do when moments are frozen, too."""
-        return step % self.interval(step) == 0
+        return step % self.interval(step, first=first) == 0
 
     @property
     def shares_moments(self) -> bool:

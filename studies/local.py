@@ -58,6 +58,7 @@ ALL = [
     local(16),
     local(16, 200),
     local(4, whole=True),
+    local(8, whole=True),
     local(16, whole=True),
     *(local(every, own=True) for every in (1, 4, 8, 16)),
     local(16, own=True, whole=True),
@@ -220,7 +221,8 @@ def fewer(way: Way, task: str, exact_steps: float) -> float:
     one_bit = 32 * small + (1 + 32 / 1024) * (1 - small)
     if (schedule := way.schedule_of(task)) is not None:
         freeze = RISE + schedule.freeze if schedule.shares_moments else 0
-        ends = {step for step in range(1, steps + 1) if schedule.ends_round(step)} | {steps}  # by flush()
+        ends = {step for step in range(1, steps + 1) if schedule.ends_round(step, first=step <= freeze)}
+        ends |= {steps}  # by flush()
         rounds, once = len(ends | {freeze} - {0}), 2 * 32 if freeze else 0
         return 32 * steps / (rounds * (32 if way.whole else one_bit) + once)
     return 32 * steps / (32 * exact_steps + one_bit * (steps - exact_steps))
@@ -270,8 +272,8 @@ def run() -> str:
         "## 9. Local steps",
         f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. The bytes "
         "are those of a whole run, from one worker to another, its exact steps and the averages of second moments "
-        "included, compared with float32 gradients in every step. `rounds of 4` is `Local(every=4, doubling=0)`, and "
-        "`rounds of 1 to 16, doubled every 200 steps` is `Local()`. Moments are frozen "
+        "included, compared with float32 gradients in every step. `rounds of 8` is `Local(every=8)`, and "
+        "`rounds of 1 to 16, doubled every 200 steps` is `Local(every=16, doubling=200)`. Moments are frozen "
         f"{FREEZE[LONG]} steps after the learning rate has risen ({FREEZE['vgg']} with vgg, {FREEZE['digits']} with "
         "digits, whose runs are shorter), and never in the rows with own moments (`freeze=0`). In the rows with "
         "float32, the changes of the weights are averaged exactly. The text is that of study 6, in 2,000 steps.",

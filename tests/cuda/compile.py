@@ -20,8 +20,10 @@ from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam, move_by_new_update, move_by_update, update
+from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
+from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Kind
 
@@ -75,6 +77,16 @@ def uses():
         if isinstance(rule, zero_one_adam.ZeroOneAdam):
             rule.local_step(tensor, numbers, context)
             rule.settle(tensor, numbers, context)
+    for rule in (Delta(), Delta(0.3, delay=1), *(FrozenAdam(adam=one) for one in adam)):
+        context, tensor = Context(backend, Recipe(), 2), Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+        rule.init(tensor)
+        rule.encode(tensor, numbers, sent, 0, 8, context)
+        rule.restore(tensor, numbers, sent, 0, 8, context)
+        rule.apply(tensor, sent[None], 0, context.coding(8), context)
+        backend.move(*rule.motion(tensor, context), tensor.arrays(numbers))
+        backend.move(*rule.catch_up(), tensor.arrays(numbers))
+        if isinstance(rule, FrozenAdam):
+            rule.local_step(tensor, numbers, context)
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
 

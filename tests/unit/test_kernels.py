@@ -11,7 +11,7 @@ from horovod_onebit import codecs
 from horovod_onebit.codecs import GUARD, NO_GUARD
 from horovod_onebit.kernels import cpu, reference
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
-from horovod_onebit.rules import adam, lamb, lion, scalars, sgd, zero_one_adam
+from horovod_onebit.rules import adam, frozen, lamb, lion, scalars, sgd, zero_one_adam
 
 f32 = np.float32
 LENGTHS = [0, 1, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 3000, 200_001]
@@ -133,6 +133,14 @@ MOTIONS = {
     "sync of nothing": (
         zero_one_adam.take_over_scaled,
         scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
+    ),
+    "frozen": (
+        frozen.take_over,
+        scalars(frozen.Scalars, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03),
+    ),
+    "frozen, no step": (
+        frozen.take_over,
+        scalars(frozen.Scalars, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
     ),
     "lamb": (lamb.take_over_update, of_adam()),
     "new update": (adam.move_by_new_update, of_adam()),

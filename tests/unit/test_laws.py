@@ -50,7 +50,7 @@ ALLOWED = {
         "schedule",
         "world",
     },
-    "rounds": {"averages", "engine", "kernels", "replicas", "rules", "schedule", "stats"},
+    "rounds": {"averages", "engine", "kernels", "replicas", "rules", "schedule", "stats", "warmup"},
     "optimizer": {"averages", "schedule", "engine", "kernels", "recipe", "rounds", "rules", "exchange", "warmup"},
     "simulation": set(),
     "checkpoints": {"feedback", "world"},
