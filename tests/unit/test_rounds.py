@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import numpy as np
 import pytest
@@ -18,6 +19,7 @@ from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Local
 from horovod_onebit.stats import Traffic
+from horovod_onebit.warmup import AfterRise
 
 f32 = np.float32
 SIZES = {"scalar": 1, "nine": 9, "odd": 1025, "even": 2048, "long": 5003}
@@ -53,6 +55,19 @@ def test_rounds_grow_and_every_step_is_in_one():
     assert np.diff(ends).max() == 12
     assert [step for step in range(1, 50) if Local(every=16, doubling=0).ends_round(step)] == [16, 32, 48]
     assert all(Local(every=1).ends_round(step) for step in range(1, 1000))
+    assert [step for step in range(1, 30) if Local(every=16).ends_round(step, first=True)] == [4, 8, 12, 16, 20, 24, 28]
+
+
+def test_moments_are_frozen_after_the_learning_rate_has_risen():
+    freezing = AfterRise(5)
+    rates = [1.0, 2.0, 2.0, 3.0, 3.0, *[2.0] * 10, 9.0]
+    due = [step for step, rate in enumerate(rates, 1) if freezing.reached(step, rate)]
+    assert due == list(range(9, 17))
+    again = AfterRise(5)
+    again.load_state_dict(json.loads(json.dumps(freezing.state_dict())))
+    assert again == freezing
+    constant = AfterRise(5)
+    assert [step for step in range(1, 10) if constant.reached(step, 0.1)] == [5, 6, 7, 8, 9]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +121,7 @@ def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange
     ],
 )
 def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum, delay):
-    schedule = Local(every=4, doubling=10, momentum=momentum, delay=delay)
+    schedule = Local(every=4, doubling=10, momentum=momentum, delay=delay, freeze=100)
     [(local, weights), *others] = simulation.run(functools.partial(train, steps=400, rule=rule, schedule=schedule), 4)
     assert all((weights == other).all() for _, other in others)
     exact = functools.partial(train_exactly, steps=400, rule=rule)
@@ -204,12 +219,15 @@ def test_a_round_of_frozen_adam_is_what_the_rule_says():
     pushes = np.random.default_rng(2).standard_normal((28, workers, size))
     start = np.linspace(-1, 1, size).astype(f32)
 
+    def rate_at(step):
+        return lr * (3 if step < freeze else 1 + step % 3)
+
     def worker(collectives):
         weights, rule = {"w": start.copy()}, Adam(lr=lr, weight_decay=decay)
         optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=RECIPE, **freezing(every, freeze))
         tensor, seen = optimizer._tensors[0], []
         for step, grads in enumerate(pushes):
-            optimizer.rule = dataclasses.replace(rule, lr=lr * (1 + step % 3))
+            optimizer.rule = dataclasses.replace(rule, lr=rate_at(step))
             optimizer.step({"w": grads[collectives.rank].astype(f32)})
             seen.append((weights["w"].copy(), tensor.momentum.copy()))
         return seen, tensor.variance
@@ -221,7 +239,7 @@ def test_a_round_of_frozen_adam_is_what_the_rule_says():
     for first in range(freeze, len(pushes), every):
         rates, kept, own = 0.0, 1.0, [common.copy() for _ in results]
         for step in range(first, first + every):
-            rate = lr * (1 + step % 3)
+            rate = rate_at(step)
             rates, kept = rates + rate / (1 - 0.9 ** (step + 1)), kept * (1 - rate * decay)
             for i in range(workers):
                 momenta[i] = 0.9 * momenta[i] + 0.1 * pushes[step, i]
