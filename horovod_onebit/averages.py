@@ -40,20 +40,28 @@ def second_moments(
     collectives: Collectives,
     name: str,
     traffic: Traffic,
-) -> list[Array]:
+    *,
+    usable: bool = True,
+) -> list[Array] | None:
     """The second moments of the workers' mean gradient, from this worker's own. Collective; 8 bytes an element travel.
 
     ``variances`` are moving averages, their bias corrected, of the squares of gradients of which ``gradients`` are the
-    last, flat float32, finite, of the same shapes on all workers. What is returned is ``r`` times the mean over the
-    workers of ``variances``: in each block of ``block_size(elements)``, r is the power of the mean gradient over the
-    workers' mean power of theirs, now, which is between 1 (all have the same) and 1/n (all is noise).
+    last, flat float32, of the same shapes on all workers. What is returned is ``r`` times the mean over the workers of
+    ``variances``: in each block of ``block_size(elements)``, r is the power of the mean gradient over the workers' mean
+    power of theirs, now, which is between 1 (all have the same) and 1/n (all is noise).
+
+    None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
+    usable = usable and all_finite(variances) and all_finite(gradients)
+    if collectives.allreduce(np.array([not usable], np.float32), f"{name}.usable").wait().any():
+        return None
     found = []
     for number, (variance, gradient) in enumerate(zip(variances, gradients, strict=True)):
         block = block_size(gradient.size)
         own = [variance, gradient, _powers(gradient, block)]
         mean, of_all, power = start_mean(own, collectives, f"{name}.{number}", traffic)()
-        ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=power > 0)
+        known = (power > 0) & np.isfinite(power)
+        ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=known)
         ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
         found.append(mean * np.repeat(ratio, block)[: mean.size])
     return found
@@ -62,7 +70,8 @@ def second_moments(
 def _powers(gradient: Array, block: int) -> Array:
     """The sum of squares of each block."""
     squares = np.square(gradient, dtype=np.float64)
-    return np.add.reduceat(squares, np.arange(0, squares.size, block)).astype(np.float32)
+    with np.errstate(over="ignore"):
+        return np.add.reduceat(squares, np.arange(0, squares.size, block)).astype(np.float32)
 
 
 def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:

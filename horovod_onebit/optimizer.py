@@ -202,7 +202,7 @@ class NumpyOptimizer:
         if rounds.stepped(self.step_count, self.rule.lr):
             taken = rounds.exchange() and taken
             if rounds.freezes:
-                self._freeze(rounds, flat)
+                self._freeze(rounds, flat, usable=taken)
             return taken
         return rounds.take_over() and taken if rounds.due else taken
 
@@ -211,15 +211,18 @@ class NumpyOptimizer:
             raise ConfigurationError(f"the second moment of Adam is frozen, and the rule is {self.rule.name}")
         return self.rule
 
-    def _freeze(self, rounds: Rounds, flat: Mapping[str, Array]) -> None:
-        """The second moments become those of all workers, and stay so. Collective."""
+    def _freeze(self, rounds: Rounds, flat: Mapping[str, Array], *, usable: bool) -> None:
+        """The second moments become those of all workers, and stay so; or nothing, if those of some worker are not
+        ``usable``. Collective."""
         engine, adam, own = self.engine, self._adam(), list[Array]()
         for tensor in self._tensors:
             assert tensor.variance is not None
             own.append(tensor.variance * np.float32(adam.correction(tensor)))
-        grads = [np.nan_to_num(flat[t.name], nan=0.0, posinf=0.0, neginf=0.0) for t in self._tensors]
+        grads = [flat[tensor.name] for tensor in self._tensors]
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic)
+        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable)
+        if found is None:
+            return
         for tensor, variance in zip(self._tensors, found, strict=True):
             tensor.step = tensor.variance_steps = self.step_count
             tensor.variance = variance / np.float32(adam.correction(tensor))

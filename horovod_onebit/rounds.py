@@ -68,6 +68,7 @@ class Rounds:
         self.length = 0
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
+        self._first = False  # whether moments will be frozen, and are not
         self._under_way: _UnderWay | None = None
         self._skipped = False  # a step of this round
         self._details: Sequence[str] | None = None
@@ -89,6 +90,8 @@ class Rounds:
         workers if they do not have the same weights. For ``details`` see ``Engine.prepare``.
         """
         self._rules = [self.rule] * (len(large) + len(small)) if rules is None else list(rules)
+        frozen = any(isinstance(rule, FrozenAdam) for rule in self._rules)
+        self._first = self._freezing is not None and not frozen
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
         self._under_way, self._details = None, details
         for tensor in (*large, *small):
@@ -136,9 +139,8 @@ class Rounds:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
-        first = self._freezing is not None and not any(isinstance(rule, FrozenAdam) for rule in self._rules)
-        self.freezes = due and first
-        if self.freezes or self.schedule.ends_round(step, first=first):
+        self.freezes = due and self._first
+        if self.freezes or self.schedule.ends_round(step, first=self._first):
             return True
         if self.hidden:
             self.engine.progress()

@@ -72,7 +72,7 @@ class ZeroOne:
 
 
 FIRST = 4
-"""Steps of a round, at most, as long as workers divide by second moments of their own and will not do so later."""
+"""Steps of a round, at most, until moments are frozen, if they will be."""
 
 
 @dataclass(frozen=True)

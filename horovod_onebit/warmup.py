@@ -118,9 +118,9 @@ class AfterRise(Warmup):
 
     def reached(self, step: int, learning_rate: float) -> bool:
         """Whether they are to be frozen, if they are not yet, after step number ``step``; to be asked after each."""
-        if learning_rate > self.peak * (1 + 1e-6):
-            self.peak_step = step
-        self.peak = learning_rate if math.isinf(self.peak) else max(self.peak, learning_rate)
+        if math.isinf(self.peak) or learning_rate > self.peak * (1 + 1e-6):
+            self.peak_step = step - 1 if math.isinf(self.peak) else step  # the run may have begun before
+            self.peak = learning_rate
         if self.steps == NEVER and step - self.peak_step >= self.after:
             self.steps = step
         return step >= self.steps

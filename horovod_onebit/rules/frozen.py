@@ -14,7 +14,8 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
     w, a <- a - x
 
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
-exactly.
+exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the
+recipe, k is the default one.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ import numpy as np
 
 from horovod_onebit.formulas import Number, denominator, f32, where
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor, Use, scalars
 from horovod_onebit.rules.adam import ZERO, Adam
 from horovod_onebit.rules.local import Delta
@@ -73,7 +75,8 @@ class FrozenAdam(Delta):
         return Use(take_over, scalars(Scalars, decay=decay, rates=rates, **values))
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
-        context.kernels.move(local, self.adam.scalars(tensor, context), tensor.arrays(grad))
+        p = self.adam.scalars(tensor, context, clip=clip_of(context))
+        context.kernels.move(local, p, tensor.arrays(grad))
 
     def count_step(self, tensor: Tensor) -> None:
         """A step was taken or skipped."""
@@ -84,6 +87,12 @@ class FrozenAdam(Delta):
 
     def finish(self, tensor: Tensor, sums: Any, context: Context) -> None:
         forget_steps(tensor)
+
+
+def clip_of(context: Context) -> float:
+    """The bound on a step in units of its size."""
+    recipe = context.recipe if context.recipe.clip is not None else Recipe()
+    return recipe.clip_for(context.workers)
 
 
 def forget_steps(tensor: Tensor) -> None:

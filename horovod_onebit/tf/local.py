@@ -20,7 +20,7 @@ from horovod_onebit.formulas import bound
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
 from horovod_onebit.rules.adam import Scalars
-from horovod_onebit.rules.frozen import FrozenAdam
+from horovod_onebit.rules.frozen import FrozenAdam, clip_of
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.zero_one_adam import local
 from horovod_onebit.schedule import Local
@@ -104,7 +104,7 @@ class LocalSteps(Compressor):
         freezing = warmup if isinstance(warmup, AfterRise) and self.adapter.adam is not None else None
         self.rounds = Rounds(self.engine, wrapping.local, freezing)
         self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
-        self.second: list[Any] = []  # the second moments of all workers, when they have just been averaged
+        self.second: tuple[int, list[Any]] = 0, []  # see ``freeze``
         self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
@@ -205,16 +205,24 @@ class LocalSteps(Compressor):
             if not self.rounds.freezes:
                 self.engine.end_step()
 
-    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any]) -> None:
-        """Average the second moments, after step ``number`` of the optimizer; the next step begins a round. Runs in
-        ``coroutine``; collective."""
+    def marks(self) -> int:
+        """What workers must have alike besides counts of steps."""
+        return 2 * self.adapter.frozen(self.optimizer) + self.rounds.freezes
+
+    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool) -> None:
+        """Average the second moments, after step ``number`` of the optimizer: ``second`` is then that number and these
+        moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
+        ``usable``. Runs in ``coroutine``; collective."""
         engine, correction = self.engine, np.float32(1 - self.optimizer.beta_2**number)
-        own = [np.nan_to_num(view(one) / correction) for one in variances]
-        last = [np.nan_to_num(view(one), nan=0.0, posinf=0.0, neginf=0.0) for one in grads]
+        own, last = [view(one) / correction for one in variances], [view(one) for one in grads]
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        found = second_moments(own, last, size, engine.collectives, name, engine.traffic)
-        self.second = [self._memory.copy(one * correction) for one in found]
-        self.indices = ()
+        usable = usable and not self.lost
+        found = second_moments(own, last, size, engine.collectives, name, engine.traffic, usable=usable)
+        if found is None:
+            self.second = 0, [self._memory.copy(view(one)) for one in variances]
+        else:
+            self.second = number, [self._memory.copy(one * correction) for one in found]
+            self.indices = ()
         engine.end_step()
 
     def say(self) -> None:
@@ -272,7 +280,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         cond(ends, lambda: _exchange(optimizer, indices, variables))
         if steps.adapter.adam is not None:
             freezes = host_value(lambda _: steps.rounds.freezes, [count], tf.bool)
-            cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs]))
+            cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs], finite))
 
 
 def _step(optimizer: Any, own_step: Callable[[], None]) -> None:
@@ -304,7 +312,7 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     eps = optimizer.epsilon * tf.sqrt(correction)
     p = Scalars(
         beta1=optimizer.beta_1, grad=1 - optimizer.beta_1, l2=0.0, correction=correction,
-        eps_inside=eps if inside else 0.0, eps=0.0 if inside else eps, clip=context.recipe.clip_for(context.workers),
+        eps_inside=eps if inside else 0.0, eps=0.0 if inside else eps, clip=clip_of(context),
         decay=1.0, step=tf.cast(learning_rate, f32) / (1 - tf.pow(optimizer.beta_1, number + 1)),
     )  # fmt: skip
     values = [tf.cast(tf.convert_to_tensor(v), f32) for v in (gradient, momentum, variance, variable)]
@@ -313,24 +321,25 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     variable.assign(tf.cast(new, variable.dtype))
 
 
-def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequence[Any]) -> None:
+def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequence[Any], usable: Any) -> None:
     steps: LocalSteps = optimizer._compressor
     assert steps.adapter.adam is not None
     variances = [steps.adapter.adam.variance(optimizer, i) for i in indices]
 
-    def work(number: Any, *values: Any) -> None:
-        steps.freeze(int(number), values[: len(indices)], values[len(indices) :])
+    def work(number: Any, usable: Any, *values: Any) -> None:
+        steps.freeze(int(number), values[: len(indices)], values[len(indices) :], usable=bool(usable))
 
-    inputs = [number, *_flat(variances), *_flat(grads)]
+    inputs = [number, usable, *_flat(variances), *_flat(grads)]
     done = in_rounds(steps.coroutine, steps.collectives, work, inputs)
-    new = host_values(lambda _: [adopt(one) for one in steps.second], [done], [tf.float32] * len(indices))
+    new = host_values(lambda _: [adopt(one) for one in steps.second[1]], [done], [tf.float32] * len(indices))
     _put(variances, new)
-    optimizer._frozen.assign(tf.cast(number, tf.int64))
+    optimizer._frozen.assign(host_value(lambda _: np.int64(steps.second[0]), [done], tf.int64))
 
 
 def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
     count = tf.convert_to_tensor(optimizer._compressed_steps.value)
-    return optimizer._agreement.reach(indices, [tf.convert_to_tensor(optimizer.learning_rate), *[count] * 3])
+    marks = host_value(lambda: np.int64(optimizer._compressor.marks()), [], tf.int64)
+    return optimizer._agreement.reach(indices, [tf.convert_to_tensor(optimizer.learning_rate), *[count] * 3, marks])
 
 
 def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) -> Any:

@@ -76,7 +76,10 @@ class Wrapping(face.Arguments):
         config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         schedule = config.pop("schedule", None)  # earlier versions had none
-        config["schedule"] = schedule and (Local if "every" in schedule else ZeroOne)(**schedule)
+        if schedule:  # earlier versions froze nothing
+            local = "every" in schedule
+            schedule = Local(**{"freeze": 0, **schedule}) if local else ZeroOne(**schedule)
+        config["schedule"] = schedule
         config["warmup"] = face.warmup_of(None if schedule else steps, None, config["schedule"])
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)

@@ -10,7 +10,7 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -29,6 +29,7 @@ from horovod_onebit.rules import Rule, Wraps
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
+from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.hooks import Where, all_finite, unscale
@@ -104,6 +105,7 @@ class LocalParameters(Parameters):
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
         self.adam = adapter.adam
+        self.moments = adapter.adam or adapter
 
     @property
     def phase(self) -> Phase:
@@ -116,11 +118,6 @@ class LocalParameters(Parameters):
         """Whether parameters that are bound were taken out of the groups."""
         here = {id(p) for p in self.ordered()}
         return any(id(p) not in here for p in self.bindings)
-
-    @property
-    def frozen(self) -> list[Binding]:
-        """Those whose second moment is frozen."""
-        return [binding for binding in self.bindings.values() if _is_frozen(binding)]
 
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
@@ -187,40 +184,25 @@ class LocalParameters(Parameters):
         for group in self.optimizer.param_groups:
             members = [p for p in group["params"] if p in self.bindings and _is_frozen(self.bindings[p])]
             if members and self.adam is not None:
+                self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
                 found |= dict.fromkeys(members, FrozenAdam(adam=adam))
         return found
 
-    def step_frozen(self) -> None:
-        """Take a step of those whose second moment is frozen."""
-        context = self.engine.context
+    def step_frozen(self, rules: Mapping[torch.Tensor, FrozenAdam]) -> None:
+        """Take a step by these rules; without a gradient there is none, as in the wrapped optimizer."""
+        context, trained = self.engine.context, [self.bindings[p] for p in rules if p.grad is not None]
         with context.kernels.batch():
-            for p, rule in self.rules().items():
-                binding = self.bindings[p]
+            for binding in trained:
                 binding.pull()
-                rule.local_step(binding.tensor, binding.grad(), context)
+                rules[binding.p].local_step(binding.tensor, binding.grad(), context)
                 binding.push()
-        torch._foreach_add_([binding.state["step"] for binding in self.frozen], 1)
+        if trained:
+            torch._foreach_add_([binding.state["step"] for binding in trained], 1)
 
-    def count_frozen(self) -> None:
-        """A step was taken or skipped."""
-        for p, rule in self.rules().items():
-            rule.count_step(self.bindings[p].tensor)
-
-    @contextmanager
-    def without_frozen(self) -> Iterator[bool]:
-        """The wrapped optimizer passes over those whose second moment is frozen; whether any others are left."""
-        grads = {binding.p: binding.p.grad for binding in self.frozen}
-        for p in grads:
-            p.grad = None
-        try:
-            yield len(grads) < len(self.bindings)
-        finally:
-            for p, grad in grads.items():
-                p.grad = grad
-
-    def freeze(self) -> None:
-        """Make the second moments those of all workers. Collective; the next step begins a round."""
+    def freeze(self, *, usable: bool) -> None:
+        """Make the second moments those of all workers, if they are ``usable`` on all; the next step then begins a
+        round. Collective."""
         assert self.adam is not None
         key, moments, grads = str(self.adam.variance_key), list[Any](), list[Any]()
         for group, _, p in self.enumerated():
@@ -232,19 +214,23 @@ class LocalParameters(Parameters):
             own = state[key].detach().to("cpu", torch.float32).reshape(-1)
             moments.append((p, 1 - beta2**self.steps, own / (1 - beta2 ** max(steps, 1))))
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            grads.append(grad.to("cpu", torch.float32).nan_to_num(0.0, 0.0, 0.0).reshape(-1).numpy())
+            grads.append(grad.to("cpu", torch.float32).reshape(-1).numpy())
         engine = self.engine
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        own = [one.nan_to_num(0.0).numpy() for _, _, one in moments]
-        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic)
+        own = [one.numpy() for _, _, one in moments]
+        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable)
+        if found is None:
+            return
         for (p, share, _), value in zip(moments, found, strict=True):
-            self.optimizer.state[p][key].copy_(torch.from_numpy(value).view(p.shape) * share)
-            self.variance_steps[p] = self.steps
+            if value.any():  # others have had no gradient yet, on any worker: they keep moments of their own
+                second = plain.coarsen(torch.from_numpy(value) * share).view(p.shape)
+                self.optimizer.state[p][key] = second.to(p.device)
+                self.variance_steps[p] = self.steps
         self.unbind()
 
     def taken(self, p: torch.Tensor) -> int:
-        """Nothing that others could compare: a worker skips steps alone."""
-        return 0
+        """Optimizer steps that ``p`` has had on this worker, which may have skipped others."""
+        return int(self.optimizer.state.get(p, {}).get("step", 0))
 
     def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
@@ -275,7 +261,8 @@ class LocalParameters(Parameters):
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """Of its progress alone, without the steps that it has skipped: the rest is each worker's own."""
         own = dict(state_dict["param_groups"][0].get(STATE_KEY) or {}) if state_dict["param_groups"] else {}
-        own.pop("skipped", None)
+        for name in ("skipped", "taken"):
+            own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
     def export(self, state: dict[str, Any]) -> None:
@@ -296,7 +283,7 @@ class LocalParameters(Parameters):
             self.engine.feedback.reset()
         self.steps = progress.steps
         self.warmup.load_state_dict(progress.warmup)
-        self.variance_steps = {p: seen for p, seen in self._by_position(progress.variance_steps).items() if seen}
+        self._load_frozen(progress, whole)
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
@@ -305,9 +292,43 @@ class LocalParameters(Parameters):
                 found = saved.get(p, {}).get(MOMENTUM)
                 self.kept[p] = {MOMENTUM: momentum if found is None else found.to(p.device, torch.float32, copy=True)}
 
+    def _load_frozen(self, progress: Progress, whole: Mapping[str, Any] | None) -> None:
+        """Second moments that are frozen; the state has them as in ``plain``."""
+        self.variance_steps.clear()
+        if self.adam is None:
+            return
+        key = str(self.adam.variance_key)
+        if whole is None:  # Horovod has received into what it got from ``state_dict``
+            for p, value in self._exported.items():
+                self.optimizer.state[p][key] = value
+        saved = {} if whole is None else dict(self._saved(whole))
+        seen = self._by_position(progress.variance_steps)
+        for group, _, p in self.enumerated():
+            state = self.optimizer.state.get(p, {})
+            # A plain optimizer that has gone on from there has taken more steps than this run.
+            if not seen[p] or key not in state or self.taken(p) > progress.steps:
+                continue
+            if p in saved:
+                self.adam.keep_float32(p, saved[p], state, compressed=True)
+            state[key] = plain.restored(state[key], self.adam.variance_factor(group, self.taken(p), seen[p]))
+            self.variance_steps[p] = seen[p]
+
 
 def _is_frozen(binding: Binding) -> bool:
     return isinstance(binding.state, _Both)
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The wrapped optimizer passes over ``parameters``."""
+    grads = {p: p.grad for p in parameters}
+    for p in grads:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in grads.items():
+            p.grad = grad
 
 
 class OwnGradients:
@@ -413,7 +434,7 @@ class LocalSteps(Steps):
         """
         parameters, result = self.parameters, None
         self._follow()
-        trained = parameters.trained()
+        trained, rules, skipped = parameters.trained(), parameters.rules(), False
         parameters.forget_frozen()
 
         def computed() -> Any:
@@ -428,24 +449,25 @@ class LocalSteps(Steps):
             try:
                 if closure is None:
                     computed()
-                if parameters.frozen:
+                if rules:
                     result = closure and computed()
-                    parameters.step_frozen()
-                    with parameters.without_frozen() as others:
-                        if others:
+                    parameters.step_frozen(rules)
+                    if len(rules) < len(parameters.bindings):
+                        with without_gradients(rules):
                             own_step(None)
                 else:
                     result = own_step(closure and computed)
             except _NotFinite as found:
-                result = found.args[0]
+                result, skipped = found.args[0], True
                 self.rounds.skip()
-        parameters.count_frozen()
+        for p, rule in rules.items():
+            rule.count_step(parameters.bindings[p].tensor)
         parameters.steps += 1
         try:
             if self.rounds.stepped(parameters.steps, parameters.learning_rate):
-                self._end_round("step")
+                taken = self._end_round("step")
                 if self.rounds.freezes:
-                    parameters.freeze()
+                    parameters.freeze(usable=taken and not skipped)
             elif self.rounds.due:
                 self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
         finally:
@@ -458,6 +480,7 @@ class LocalSteps(Steps):
         self.check_groups()
         bound = self.parameters.bindings
         if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
+            self._rebind()
             if self.rounds.under_way or not self.parameters.moved_since():
                 return
         elif bound and self.rounds.under_way:
@@ -484,15 +507,20 @@ class LocalSteps(Steps):
         self.share_out()
 
     def _agree(self, call: str) -> None:
-        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length}")
+        freezes = "freezes" if self.rounds.freezes else ""
+        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length} {freezes}")
         self.agreement.finish()
 
-    def _exchange(self, exchange: Callable[[], bool]) -> None:
-        """Let ``exchange``, one of ``rounds``, change weights."""
-        parameters = self.parameters
-        if parameters.rebind():
-            large, small = parameters.bound()
+    def _rebind(self) -> None:
+        """Follow parameters whose memory was replaced. Local."""
+        if self.parameters.rebind():
+            large, small = self.parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
+
+    def _exchange(self, exchange: Callable[[], bool]) -> bool:
+        """Let ``exchange``, one of ``rounds``, change weights; returns what it does."""
+        parameters = self.parameters
+        self._rebind()
         parameters.pull()
         taken = False
         try:
@@ -504,13 +532,16 @@ class LocalSteps(Steps):
                 parameters.round()
             if not taken:
                 self._heal()
+        return taken
 
-    def _end_round(self, call: str, *, flush: bool = False) -> None:
-        self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
+    def _end_round(self, call: str, *, flush: bool = False) -> bool:
+        """Whether the round was not lost. Collective."""
+        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
         every, steps = self._check_replicas_every, self.parameters.steps
         if every and steps // every > self._checked // every:
             self._checked = steps
             self.check_replicas()
+        return taken
 
     def _heal(self) -> None:
         """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""

@@ -40,6 +40,7 @@ class Parameters:
 
     Attributes:
         names: of all parameters that have been seen.
+        moments: how the wrapped optimizer keeps its moments.
         exact_steps: the trained parameters, and how many exact steps each has had.
         variance_steps: of those that are compressed, or were: the steps that their second moment has seen.
         bindings: the compressed ones, in the order of the groups.
@@ -64,7 +65,7 @@ class Parameters:
         exact: Sequence[str],
     ) -> None:
         self.optimizer = optimizer
-        self.adapter = adapter
+        self.adapter = self.moments = adapter
         self.names = names
         self.engine = engine
         self.warmup = warmup
@@ -427,13 +428,13 @@ class Parameters:
 
         Second moments are then new tensors, where they are others: those of the running optimizer stay what they are.
         """
-        key, packed = self.adapter.variance_key, state["state"]
+        key, packed = self.moments.variance_key, state["state"]
         self._exported = {}
         for group, position, p in self.enumerated():
             seen = self.variance_steps.get(p)
             if key is None or seen is None or key not in packed.get(position, ()):
                 continue
-            by = self.adapter.variance_factor(group, self.taken(p), seen)
+            by = self.moments.variance_factor(group, self.taken(p), seen)
             if by != 1.0:
                 self._exported[p] = packed[position][key] * by
                 packed[position] = {**packed[position], key: self._exported[p]}

@@ -146,12 +146,12 @@ def test_a_round_with_damaged_weights_is_lost_and_training_goes_on():
 def test_what_is_trained_may_change_between_rounds_only():
     model, optimizer = build(hidden=(64, 64)), local(keras.optimizers.Adam(3e-3), SHORT)
     optimizer.build(model.trainable_variables)
-    train(model, optimizer, 6, eager=True)
+    train(model, optimizer, 7, eager=True)
     model.layers[0].trainable = False
     with pytest.raises(ConfigurationError, match="in the middle of a round"):
-        train(model, optimizer, 1, start=6, eager=True)
+        train(model, optimizer, 1, start=7, eager=True)
     optimizer.flush()
-    train(model, optimizer, 4, start=6, eager=True)
+    train(model, optimizer, 4, start=7, eager=True)
     optimizer.flush()
     assert_replicas_equal(model)
 
@@ -257,7 +257,9 @@ def test_the_weights_are_those_of_numpy_with_frozen_moments(make, how):
 
 @pytest.mark.parametrize("bad", [(), (9,), (13, 14)])
 def test_moments_are_those_of_all_workers_after_the_freeze(bad):
-    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0)."""
+    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0); if it
+    skips that of the freeze, the next one has it."""
+    last = 10 if 9 in bad else 9
     model, optimizer = build(), local(keras.optimizers.AdamW(3e-3, weight_decay=0.1))
     frozen = []
     for step in range(32):
@@ -266,17 +268,37 @@ def test_moments_are_those_of_all_workers_after_the_freeze(bad):
         else:
             train(model, optimizer, 1, start=step)
         second = [np.array(v) for v in optimizer._velocities]
-        if step == 9:
+        if step == last:
             frozen = second
-        if step >= 9:
+        if step >= last:
             for one, other in zip(second, frozen, strict=True):
                 np.testing.assert_array_equal(one, other)
-        if step > 9 and GROWING.ends_round(step + 1):
+        if step > last and GROWING.ends_round(step + 1):
             for v in (*optimizer._velocities, *optimizer._momentums):
                 gathered = hvd.allgather(np.array(v)[None])
                 assert np.all(gathered == gathered[:1])
     assert optimizer.stats().skipped_steps == (RANK == 0) * len(bad)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("eager", [False, True])
+def test_workers_that_disagree_about_the_freeze_are_told(eager):
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), SHORT)
+
+    def trained():
+        for step in range(20):
+            optimizer.learning_rate = 1.5e-3 if RANK == 1 and step == 2 else 1e-3
+            train(model, optimizer, 1, start=step, eager=eager)
+
+    with pytest.raises((DesyncError, tf.errors.OpError), match="differ"):
+        trained()
+
+
+def test_models_of_earlier_versions_freeze_nothing():
+    optimizer = local(keras.optimizers.Adam(3e-3), SHORT)
+    config = optimizer.get_config()
+    del config["horovod_onebit"]["schedule"]["freeze"]
+    assert type(optimizer).from_config(config)._wrapping.schedule == onebit.Local(every=4, doubling=0, freeze=0)
 
 
 def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():

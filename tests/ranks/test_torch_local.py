@@ -106,7 +106,9 @@ MOMENTS = ("exp_avg_sq", "exp_avg")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", [(), (9,), (13, 14)])
 def test_moments_are_those_of_all_workers_after_the_freeze(bad, dtype):
-    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0)."""
+    """After each round; the second ones do not change any more. One worker skips the steps ``bad`` (from 0); if it
+    skips that of the freeze, the next one has it."""
+    last = 10 if 9 in bad else 9
     model = Net().to(dtype)
     optimizer = local(model, weight_decay=0.1)
     frozen = None
@@ -120,11 +122,11 @@ def test_moments_are_those_of_all_workers_after_the_freeze(bad, dtype):
         every, half = moments(model, optimizer), len(moments(model, optimizer)[0]) // 2
         if step == 8:
             assert not torch.equal(every[0, :half], every[-1, :half])
-        if step == 9:
+        if step == last:
             frozen = every[0, :half]
-        if step >= 9:
+        if step >= last:
             assert all(torch.equal(one[:half], frozen) for one in every)
-        if step > 9 and GROWING.ends_round(step + 1):
+        if step > last and GROWING.ends_round(step + 1):
             assert all(torch.equal(one, every[0]) for one in every)
     assert float(optimizer.state[model.second.weight]["step"]) == 32 - (RANK == 0) * len(bad)
     assert optimizer.stats().skipped_steps == (RANK == 0) * len(bad)
@@ -158,6 +160,87 @@ def test_the_weights_are_those_of_numpy(kind, arguments):
         other.step(grads)
     for name, p in named.items():
         torch.testing.assert_close(p.detach(), torch.from_numpy(arrays[name]), atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("when", [12, 14])
+def test_parameters_whose_memory_was_replaced_after_the_freeze_go_on(when):
+    model, other = Net(), Net()
+    two = [local(one) for one in (model, other)]
+    for step in range(24):
+        for one, optimizer in zip((model, other), two, strict=True):
+            train(one, optimizer, 1, start=step)
+            if step == when and one is model:
+                for p in one.parameters():
+                    p.data = p.data.clone()
+    assert torch.equal(weights(model), weights(other)) or not REPEATABLE
+
+
+@pytest.mark.parametrize("recipe", ["robust", "paper"])
+def test_a_parameter_without_gradients_before_the_freeze_is_trained_later(recipe):
+    model = Net()
+    late = torch.nn.Parameter(torch.ones(64, 64))
+    model.register_parameter("late", late)
+    optimizer = local(model, recipe=recipe)
+    train(model, optimizer, 13)
+    assert "exp_avg" in optimizer.state[late]  # as on workers that had gradients
+    for step in range(13, 60):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (cross_entropy(model(x), y) + (late * x.mean()).square().sum()).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert 0.5 < float(late.detach().mean()) < 0.95
+
+
+@pytest.mark.parametrize("how", ["plain", "ours", "rewrapped"])
+def test_a_state_with_frozen_moments_has_the_second_moment_that_adam_corrects(how):
+    model = Net()
+    optimizer = local(model, lr=1e-4)
+    train(model, optimizer, 24)
+    state = copy.deepcopy(optimizer.state_dict())
+    p = model.second.weight
+    corrected = optimizer.state[p]["exp_avg_sq"] / (1 - 0.999**10)
+    again = Net()
+    again.load_state_dict(model.state_dict())
+    plain = torch.optim.AdamW(again.parameters(), lr=1e-4)
+    if how == "ours":
+        plain = local(again, lr=1e-4)
+    plain.load_state_dict(state)
+    own = plain.state[again.second.weight]
+    if how == "ours":
+        assert torch.equal(own["exp_avg_sq"], optimizer.state[p]["exp_avg_sq"])
+        return
+    torch.testing.assert_close(own["exp_avg_sq"] / (1 - 0.999**24), corrected, rtol=1e-5, atol=0)
+    if how == "rewrapped":  # and what a plain optimizer has gone on with is averaged again
+        for step in range(24, 60):
+            plain.zero_grad()
+            x, y = batch(step)
+            cross_entropy(again(x), y).backward()
+            plain.step()
+        hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+        optimizer = onebit.DistributedOptimizer(plain, list(again.named_parameters()), schedule=GROWING)
+        train(again, optimizer, 2)
+        every = moments(again, optimizer)
+        half = len(every[0]) // 2
+        assert torch.equal(every[0, :half], every[-1, :half])
+        seen = optimizer._parameters.variance_steps[again.second.weight]
+        assert seen == optimizer._parameters.steps - 1 or seen == optimizer._parameters.steps
+        found = optimizer.state[again.second.weight]["exp_avg_sq"] / (1 - 0.999**seen)
+        assert 0.2 < float(found.mean() / corrected.mean()) < 5
+
+
+def test_workers_that_disagree_about_the_freeze_are_told():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, freeze=8))
+
+    def trained():
+        for step in range(20):
+            optimizer.param_groups[0]["lr"] = 1.5e-3 if RANK == 1 and step == 2 else 1e-3
+            train(model, optimizer, 1, start=step)
+
+    with pytest.raises(DesyncError):
+        trained()
 
 
 def test_a_parameter_that_comes_after_the_freeze_keeps_moments_of_its_own():

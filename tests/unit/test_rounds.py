@@ -192,7 +192,7 @@ def test_after_the_freeze_exact_rounds_of_one_step_are_adam_of_the_mean_gradient
     def worker(collectives):
         weights = {"w": start.copy()}
         rule = Adam(lr=lr, weight_decay=decay)
-        recipe = dataclasses.replace(RECIPE, clip=None)
+        recipe = dataclasses.replace(RECIPE, clip=1e6)
         optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=recipe, **freezing(freeze=freeze))
         seen = []
         for grads in pushes:
@@ -272,6 +272,28 @@ def test_second_moments_of_the_mean_gradient():
     assert ratio[2048:4095].min() >= 0.25 - 1e-6
     assert ratio[2048:4095].mean() == pytest.approx(0.27, abs=0.03)
     np.testing.assert_allclose(ratio[-9:], 1, rtol=1e-6)  # of no gradients at all, and of one that all have
+
+
+@pytest.mark.parametrize("size", [1e19, 1e38])
+def test_second_moments_of_gradients_whose_squares_overflow(size):
+    def worker(collectives):
+        own = [np.full(16, 2.0, f32)]
+        return second_moments(own, [np.full(16, size, f32)], lambda _: 8, collectives, "second", Traffic())
+
+    for found in simulation.run(worker, 2):
+        np.testing.assert_array_equal(found, [np.full(16, 2.0, f32)])
+
+
+@pytest.mark.parametrize("how", ["skipped", "variance", "gradient"])
+def test_second_moments_that_one_worker_cannot_use(how):
+    def worker(collectives):
+        variance, gradient, bad = np.ones(16, f32), np.ones(16, f32), collectives.rank == 1
+        if bad and how != "skipped":
+            (variance if how == "variance" else gradient)[3] = np.inf
+        usable = not (bad and how == "skipped")
+        return second_moments([variance], [gradient], lambda _: 8, collectives, "s", Traffic(), usable=usable)
+
+    assert simulation.run(worker, 3) == [None] * 3
 
 
 @pytest.mark.parametrize(
