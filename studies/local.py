@@ -92,6 +92,11 @@ PEERS = [
 PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
 
 
+MANY = 16
+OF_MANY = (local(4), local(8), local(8, own=True))
+"""What is run of the long text with ``MANY`` workers, with the first seed; exact Adam is the same for any number."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the study."""
@@ -100,13 +105,15 @@ class Run:
     task: str
     rate: float
     seed: int
+    workers: int = WORKERS
 
 
 def result(run: Run) -> Result:
     """The result of ``run``."""
     way = run.way
-    cell = Cell(run.task, WORKERS, run.rate, way.warmup, run.seed)
+    cell = Cell(run.task, run.workers, run.rate, way.warmup, run.seed)
     name = f"local/{run.task.replace(' ', '-')}-{way.text.replace(' ', '-').replace(',', '')}-{run.rate:g}-{run.seed}"
+    name += f"-{run.workers}" if run.workers != WORKERS else ""
     exact = ["*"] if way.whole else None
     return kept(name, lambda: train(cell, ROBUST, schedule=way.schedule_of(run.task), exact=exact))
 
@@ -206,6 +213,8 @@ def todo() -> Iterator[Run]:
     for rate, way in product(RATES, OF_RATES):
         if rate != TASKS[LONG][1]:
             yield Run(way, LONG, rate, SEEDS[0])
+    for way in OF_MANY:
+        yield Run(way, LONG, TASKS[LONG][1], SEEDS[0], MANY)
 
 
 @cache
@@ -251,6 +260,15 @@ def _rate_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
         yield [way.text, *cells, "" if way == EXACT else f"{100 * (best / exact - 1):+.1f} %"]
 
 
+def _many_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
+    """The loss with few and with many workers."""
+    rate = TASKS[LONG][1]
+    exact = found[Run(EXACT, LONG, rate, SEEDS[0])]["loss"]
+    for way in OF_MANY:
+        few, many = (found[Run(way, LONG, rate, SEEDS[0], workers)]["loss"] for workers in (WORKERS, MANY))
+        yield [way.text, beside(few, exact, digits=4), beside(many, exact, digits=4)]
+
+
 def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     """Beside our own runs of the same seed."""
     rate = TASKS[LONG][1]
@@ -287,6 +305,10 @@ def run() -> str:
         report.table(
             ["test loss at a rate of", *(f"{rate:g}" for rate in RATES), "best, above exact"], _rate_rows(found)
         ),
+        f"### {MANY} workers: long text, one seed",
+        "With the direct exchange; the workers' batches have the same size together, so that each has a quarter of the "
+        "examples.",
+        report.table(["test loss, above exact", f"{WORKERS} workers", f"{MANY} workers"], _many_rows(found)),
         "### Other methods: long text, one seed",
         "DiLoCo (Douillard et al. 2023) averages in float32, with an outer learning rate of 0.7 and a momentum of 0.9. "
         "SparseLoCo (Sarfi et al. 2025) sends the largest 64 of each 4,096 elements in 14 bits each. Both have the "

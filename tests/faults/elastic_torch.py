@@ -1,9 +1,9 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
-elastic_torch.py FOLDER STEPS EXCHANGE, or "local" in its place for local steps that hide their exchange: each worker
-leaves its process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their weights. A
-worker that finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one every 50
-steps, and goes on from the last one.
+elastic_torch.py FOLDER STEPS EXCHANGE, or in its place "local" for local steps that hide their exchange, or "frozen"
+for those with one second moment for all workers: each worker leaves its process id and its host in FOLDER, worker 0 how
+far it is, and all of them, at the end, their weights. A worker that finds a file HOST.nan there gives one NaN. With a
+file "checkpoints" there, the job saves one every 50 steps, and goes on from the last one.
 """
 
 import os
@@ -24,12 +24,16 @@ hvd.init()
 torch.manual_seed(hvd.rank())
 model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
 teacher = torch.from_numpy(np.random.default_rng(0).standard_normal((24, 8)).astype(np.float32))
-local = exchange == "local"
+LOCAL = {
+    "local": onebit.Local(every=8, doubling=5, delay=4),
+    "frozen": onebit.Local(every=8, freeze=6),
+}
+schedule = LOCAL.get(exchange)
 optimizer = onebit.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3),
     named_parameters=model.named_parameters(),
-    **({"schedule": onebit.Local(every=8, doubling=5, delay=4)} if local else {"warmup_steps": 5}),
-    recipe=Recipe(block_size=64, min_compressed_size=64, exchange="direct" if local else exchange),
+    **({"schedule": schedule} if schedule else {"warmup_steps": 5}),
+    recipe=Recipe(block_size=64, min_compressed_size=64, exchange="direct" if schedule else exchange),
     check_replicas_every=1,
     overlap=False,  # a NaN is put in after backward()
 )

@@ -10,7 +10,12 @@ pytestmark = pytest.mark.horovodrun
 
 @pytest.mark.parametrize(
     ("script", "exchange"),
-    [("elastic_torch.py", "two_stage"), ("elastic_torch.py", "local"), ("elastic_keras.py", "direct")],
+    [
+        ("elastic_torch.py", "two_stage"),
+        ("elastic_torch.py", "local"),
+        ("elastic_torch.py", "frozen"),
+        ("elastic_keras.py", "direct"),
+    ],
 )
 def test_training_goes_on_when_a_worker_is_killed_and_another_joins(script, exchange, tmp_path):
     first, second, third = HOSTS
