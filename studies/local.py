@@ -89,7 +89,7 @@ PEERS = [
     *(Peer(f"DiLoCo, rounds of {every}", every, peers.DiLoCo) for every in (4, 16)),
     *(Peer(f"SparseLoCo, rounds of {every}", every, peers.SparseLoCo) for every in (1, 4, 16)),
 ]
-PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3)
+PEER_RATES = (5e-4, 1e-3, 2e-3, 4e-3, 8e-3)
 
 
 MANY = 16
