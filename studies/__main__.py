@@ -59,7 +59,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 200 steps after the rate has risen |
 | 7 | Should the second moment be updated later? | No |
 | 8 | What does a second stage cost? | 0.2 to 0.3 % of the loss |
-| 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; runs of 300 steps lose accuracy |
+| 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
 """
