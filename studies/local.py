@@ -316,6 +316,7 @@ def run() -> str:
         f"{', '.join(f'{rate:g}' for rate in PEER_RATES)}; ours have the one of the first table.",
         report.table(["", "rate", "times fewer bytes", "test loss, above exact", "right"], _peer_rows(found)),
         f"### What else was tried: the text in 1,000 steps, rate {TRIED_AT:g}, one seed",
+        "Each worker keeps its own moments, unless they are frozen.",
         report.table(["", "test loss"], ([TRIED[name].text, f"{one['loss']:.3f}"] for name, one in trials.items())),
     ]
     return "\n\n".join(text) + "\n"
