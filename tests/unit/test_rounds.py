@@ -66,6 +66,8 @@ def test_moments_are_frozen_after_the_learning_rate_has_risen():
     again = AfterRise(5)
     again.load_state_dict(json.loads(json.dumps(freezing.state_dict())))
     assert again == freezing
+    late = AfterRise(5)  # a run that has begun before, and whose rate still rises
+    assert [step for step in range(64, 80) if late.reached(step, min(step, 66))] == list(range(71, 80))
     constant = AfterRise(5)
     assert [step for step in range(1, 10) if constant.reached(step, 0.1)] == [5, 6, 7, 8, 9]
 
