@@ -21,7 +21,7 @@ recipe, k is the default one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -31,20 +31,10 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor, Use, scalars
 from horovod_onebit.rules.adam import ZERO, Adam
 from horovod_onebit.rules.local import Delta
-from horovod_onebit.rules.zero_one_adam import DECAY, RATES, local
+from horovod_onebit.rules.zero_one_adam import DECAY, RATES, Sync, local
 
 
-class Scalars(NamedTuple):
-    """``decay`` is what the round's steps have left of a weight, ``rates`` the sum of their step sizes."""
-
-    correction: Number
-    eps_inside: Number
-    eps: Number
-    decay: Number
-    rates: Number
-
-
-def take_over(p: Scalars, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
+def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
     moved = x - (f32(1) - p.decay) * a
     return where(p.rates > ZERO, moved * denominator(p, v) / p.rates, m), None, a - x
 
@@ -66,13 +56,13 @@ class FrozenAdam(Delta):
 
     def init(self, tensor: Tensor) -> None:
         super().init(tensor)
-        tensor.layer = np.array([0, 1], f32)
+        tensor.layer = no_steps()
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         assert tensor.layer is not None
         values = {"correction": self.adam.correction(tensor), **self.adam.epsilons(context)}
         rates, decay = float(tensor.layer[RATES]), float(tensor.layer[DECAY])
-        return Use(take_over, scalars(Scalars, decay=decay, rates=rates, **values))
+        return Use(take_over, scalars(Sync, decay=decay, rates=rates, **values))
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         p = self.adam.scalars(tensor, context, clip=clip_of(context))
@@ -95,7 +85,12 @@ def clip_of(context: Context) -> float:
     return recipe.clip_for(context.workers)
 
 
+def no_steps() -> Array:
+    """What ``Tensor.layer`` is before any step: the sum of step sizes, and what they have left of a weight."""
+    return np.array([0, 1], f32)
+
+
 def forget_steps(tensor: Tensor) -> None:
     """A round begins, or was lost."""
     if tensor.layer is not None:
-        tensor.layer[:] = 0, 1
+        tensor.layer[:] = no_steps()

@@ -168,11 +168,11 @@ class LocalSteps(Compressor):
         """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
         optimizer; whether the round ends."""
         if (frozen := self.adapter.frozen(self.optimizer)) and self.adapter.adam is not None:
+            rule, decays = self.adapter.adam.rule, (0.0, self.optimizer.weight_decay or 0.0)
+            adam: list[Any] = [rule(self.optimizer, float(learning_rate), decay, frozen, 1.0) for decay in decays]
             for variable, tensor in zip(self.bound(), self.tensors, strict=True):
-                decay = self.optimizer.weight_decay if self.decays(variable) else 0.0
-                rule: Any = self.adapter.adam.rule(self.optimizer, float(learning_rate), decay, frozen, 1.0)
                 tensor.step = int(number) - 1
-                FrozenAdam(adam=rule).count_step(tensor)
+                FrozenAdam(adam=adam[self.decays(variable)]).count_step(tensor)
         ends = self.rounds.stepped(int(steps), float(learning_rate))
         if not ends:
             self.engine.end_step()

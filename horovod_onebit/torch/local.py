@@ -15,7 +15,6 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
 from horovod_onebit.averages import second_moments
@@ -26,7 +25,7 @@ from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Wraps
-from horovod_onebit.rules.frozen import FrozenAdam
+from horovod_onebit.rules.frozen import FrozenAdam, no_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
 from horovod_onebit.torch import plain
@@ -160,7 +159,7 @@ class LocalParameters(Parameters):
             both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
             binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
             again = before is not None and _is_frozen(before)
-            counted = before.tensor.layer if before is not None and again else np.array([0, 1], np.float32)
+            counted = before.tensor.layer if before is not None and again else no_steps()
             binding.tensor.layer = counted
             binding.tensor.variance_steps, binding.tensor.step = self.variance_steps[p], self.steps
         self.bindings[p] = binding
@@ -181,7 +180,7 @@ class LocalParameters(Parameters):
     def rules(self) -> dict[torch.Tensor, FrozenAdam]:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
         found: dict[torch.Tensor, FrozenAdam] = {}
-        for group in self.optimizer.param_groups:
+        for group in self.optimizer.param_groups if self.variance_steps else ():
             members = [p for p in group["params"] if p in self.bindings and _is_frozen(self.bindings[p])]
             if members and self.adam is not None:
                 self.adam.check(group)
@@ -480,7 +479,8 @@ class LocalSteps(Steps):
         self.check_groups()
         bound = self.parameters.bindings
         if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
-            self._rebind()
+            if self.parameters.variance_steps:  # or the wrapped optimizer's steps follow by themselves
+                self._rebind()
             if self.rounds.under_way or not self.parameters.moved_since():
                 return
         elif bound and self.rounds.under_way:

@@ -175,6 +175,15 @@ def test_parameters_whose_memory_was_replaced_after_the_freeze_go_on(when):
     assert torch.equal(weights(model), weights(other)) or not REPEATABLE
 
 
+def train_with(late, model, optimizer, steps):
+    """Train ``model``, and ``late`` towards 0."""
+    for step in steps:
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (cross_entropy(model(x), y) + (late * x.mean()).square().sum()).backward()
+        optimizer.step()
+
+
 @pytest.mark.parametrize("recipe", ["robust", "paper"])
 def test_a_parameter_without_gradients_before_the_freeze_is_trained_later(recipe):
     model = Net()
@@ -183,11 +192,7 @@ def test_a_parameter_without_gradients_before_the_freeze_is_trained_later(recipe
     optimizer = local(model, recipe=recipe)
     train(model, optimizer, 13)
     assert "exp_avg" in optimizer.state[late]  # as on workers that had gradients
-    for step in range(13, 60):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        (cross_entropy(model(x), y) + (late * x.mean()).square().sum()).backward()
-        optimizer.step()
+    train_with(late, model, optimizer, range(13, 60))
     optimizer.flush()
     assert_replicas_equal(model)
     assert 0.5 < float(late.detach().mean()) < 0.95
@@ -249,11 +254,7 @@ def test_a_parameter_that_comes_after_the_freeze_keeps_moments_of_its_own():
     train(model, optimizer, 12)
     late = torch.nn.Parameter(torch.ones(64, 64))
     optimizer.add_param_group({"params": [late]})
-    for step in range(12, 40):
-        optimizer.zero_grad()
-        x, y = batch(step)
-        (cross_entropy(model(x), y) + (late * x.mean()).square().sum()).backward()
-        optimizer.step()
+    train_with(late, model, optimizer, range(12, 40))
     optimizer.flush()
     assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))
     assert float(late.detach().mean()) < 0.97

@@ -120,28 +120,18 @@ def test_encode_is_the_reference(size, seed, special, variance, weight, scale, b
     assert_same(inputs.encode(reference, p, how), inputs.encode(cpu, p, how), size, how)
 
 
+SYNC = scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03)
+SYNC_OF_NOTHING = scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0)
 MOTIONS = {
     "update": (adam.move_by_update, of_adam()),
     "momentum": (adam.move_by_momentum, of_adam()),
     "sgd": (sgd.move, scalars(sgd.Scalars, momentum=0.9, grad=1, l2=0, decay=0.99, look_back=0.02, step=0.01)),
     "lion": (lion.move, scalars(lion.Scalars, beta1=0.9, grad=0.1, keep=0.9, take=0.1, decay=0.99, step=0.01)),
     "gradient": (zero_one_adam.move_by_scaled_gradient, of_adam()),
-    "sync": (
-        zero_one_adam.take_over,
-        scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03),
-    ),
-    "sync of nothing": (
-        zero_one_adam.take_over_scaled,
-        scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
-    ),
-    "frozen": (
-        frozen.take_over,
-        scalars(frozen.Scalars, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03),
-    ),
-    "frozen, no step": (
-        frozen.take_over,
-        scalars(frozen.Scalars, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0),
-    ),
+    "sync": (zero_one_adam.take_over, SYNC),
+    "sync of nothing": (zero_one_adam.take_over_scaled, SYNC_OF_NOTHING),
+    "frozen": (frozen.take_over, SYNC),
+    "frozen, no step": (frozen.take_over, SYNC_OF_NOTHING),
     "lamb": (lamb.take_over_update, of_adam()),
     "new update": (adam.move_by_new_update, of_adam()),
     "new momentum of lamb": (lamb.take_over_new_momentum, of_adam()),
