@@ -41,11 +41,12 @@ ALL = (
 )  # fmt: skip
 FEW = ("no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit")
 SLOW = (
-    "no communication", "horovod fp32:1", "horovod fp16:1", "ddp powersgd 1", "onebit", "onebit local 16",
-    "onebit local 16 hidden", "onebit local 64:3", "diloco 16:1", "diloco 64:1",
+    "no communication", "horovod fp32:1", "horovod fp16:1", "ddp powersgd 1", "onebit", "onebit local 8",
+    "onebit local 16", "onebit local 16 hidden", "onebit local 64:3", "diloco 16:1", "diloco 64:1",
 )  # fmt: skip
 SLOWEST = (  # others begin with exact steps of minutes
-    "no communication", "onebit local 16", "onebit local 16 hidden", "onebit local 64:3", "diloco 16:1", "diloco 64:1",
+    "no communication", "onebit local 8", "onebit local 16", "onebit local 16 hidden", "onebit local 64:3",
+    "diloco 16:1", "diloco 64:1",
 )  # fmt: skip
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 KERAS = (
@@ -95,8 +96,8 @@ SETTINGS = (
 )
 
 SLOW_SETTINGS = (
-    Setting(2, "50mbit", "25M", SLOW, steps=4, seconds=600, exchange=0),
-    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=600, exchange=0),
+    Setting(2, "50mbit", "25M", SLOW, steps=4, seconds=480, exchange=0),
+    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=480, exchange=0),
 )
 """With local steps, which have results of their own."""
 

@@ -102,9 +102,11 @@ def ours(**options: Any) -> Make:
 
 
 def local(every: int, *, exact: Any = None, **options: Any) -> Make:
+    """As it is after the second moments were frozen, which is here after the first step; they travel before it ends."""
+
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
-        schedule = onebit.Local(every=every, freeze=0, **options)
+        schedule = onebit.Local(every=every, freeze=1, **options)
         optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), schedule=schedule, exact=exact)
         found = whole_rounds(model, optimizer, data, every)
         optimizer.flush()

@@ -1,9 +1,10 @@
 """Seconds until a small GPT on real text reaches a given test loss, over links of several rates. Linux and root.
 
-    python -m benchmarks.target [--links 10mbit 100mbit] [--ways "horovod fp32" onebit] [--seeds 3] [--anyway]
+    python -m benchmarks.target [--links 10mbit 100mbit] [--ways "horovod fp32" onebit] [--seeds 3] [--target 2.6] [--anyway]
 
 Two hosts (network namespaces of this machine) with a core each. All ways of one link train in one job, by turns, with
-the same data and learning rate. The clock stands still during evaluations. Results are added to those of other links.
+the same data and learning rate. The clock stands still during evaluations. Results are added to those of other links
+and other losses.
 """
 
 from __future__ import annotations
@@ -24,10 +25,11 @@ from jobs.processes import result
 from studies import report
 
 RESULTS = Path(__file__).parent / "results" / "target.json"
-LINKS = ("10mbit", "50mbit", "100mbit", "1gbit")
+LINKS = ("10mbit", "50mbit", "100mbit", "1gbit", "10gbit")
 BASELINE = "horovod fp32"
-WAYS = (BASELINE, "horovod fp16", "ddp powersgd 1", "diloco 16", "onebit", "onebit local 16")
-TASK = {"--task": "charlm", "--width": "64", "--lr": "4e-3", "--steps": "800"}
+WAYS = (BASELINE, "horovod fp16", "ddp powersgd 1", "diloco 16", "onebit", "onebit local 8", "onebit local 16")
+TASK = {"--task": "charlm", "--width": "64", "--lr": "4e-3"}
+STEPS = 800
 TARGET = 2.6
 """The test loss, in nats a character."""
 
@@ -36,7 +38,8 @@ def run(rate: str, options: argparse.Namespace) -> dict[str, Any]:
     """What two hosts found on a link of ``rate``. Raises ``measure.Loaded`` if other processes disturb them."""
     measure.refuse(measure.look(), anyway=options.anyway)
     ways = ",".join(way.replace(" ", "_") for way in options.ways)
-    arguments = [word for pair in (TASK | {"--target": str(options.target)}).items() for word in pair]
+    own = {"--steps": str(options.steps), "--target": str(options.target)}
+    arguments = [word for pair in (TASK | own).items() for word in pair]
     arguments += ["--ways", ways, "--seeds", str(options.seeds), *(["--anyway"] if options.anyway else [])]
     with cluster(2, rate) as hosts:
         command = ["python", "benchmarks/target_worker.py", "--hosts", ",".join(hosts.addresses)]
@@ -94,6 +97,7 @@ def main() -> None:
     parser.add_argument("--ways", nargs="*", default=WAYS)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--target", type=float, default=TARGET, help="the test loss, in nats a character")
+    parser.add_argument("--steps", type=int, default=STEPS, help="at most")
     parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
@@ -106,10 +110,10 @@ def main() -> None:
     for rate in options.links:
         try:
             with console.status(f"Two hosts, {rate} ..."):
-                results[rate] = run(rate, options)
+                found = results[f"{rate} {options.target}"] = run(rate, options)
         except measure.Loaded as error:
             parser.exit(1, f"{rate} not run: {error}\n")
-        show(console, results[rate])
+        show(console, found)
         options.json.parent.mkdir(exist_ok=True)
         options.json.write_text(json.dumps({"machine": machine, "task": TASK, "results": results}, indent=1) + "\n")
 

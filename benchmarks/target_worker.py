@@ -69,7 +69,7 @@ def every_step(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
 
 def local(every: int, **options: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-        schedule = onebit.Local(every=every, freeze=0, **options)
+        schedule = onebit.Local(every=every, **options)
         optimizer = onebit.DistributedOptimizer(optimizer, named(name, module), schedule=schedule)
         return Trained(module, module, optimizer, every)
 
@@ -86,7 +86,8 @@ WAYS: dict[str, Make] = {
     "ddp powersgd 1": powersgd_1,
     "diloco 16": diloco(16),
     "onebit": every_step,
-    "onebit local 16": local(16),
+    "onebit local 8": local(8),
+    "onebit local 16": local(16, freeze=0),
     "onebit local 16 hidden": local(16, delay=4),
 }
 
