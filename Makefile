@@ -65,6 +65,7 @@ test: lint ## set everything up, check the code, run all tests
 test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, and a training run
 	$(BIN)/python -m pytest -rs tests/cuda
 	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
+	$(BIN)/horovodrun -np 4 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py -k of_a_host
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 

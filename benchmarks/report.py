@@ -105,8 +105,9 @@ about one n-th of the elements.
 ## Looking ahead
 
 Predictions of the planner, in milliseconds a step: 110 M parameters, 250 ms of computing, eight workers on a host.
-None of this was measured: `--device gpu`, whose time of compression is estimated from the bandwidth of its memory. A
-hierarchical exchange adds up in host memory, from a GPU too, which takes 0.4 s of its step here.
+None of this was measured: `--device gpu`, whose time of compression is estimated from the bandwidth of its memory, and
+whose sums within a host from that of PCIe 4.0. They need NCCL in Horovod: in host memory (`--device gpu-without-nccl`)
+they take 0.4 s more.
 
 {ahead}
 """

@@ -13,7 +13,7 @@ follow from its memory's bandwidth and are an estimate.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from horovod_onebit import codecs
 from horovod_onebit.recipe import Recipe
@@ -39,8 +39,7 @@ class Device:
         adam: the optimizer's own step without compression.
         reduce: an allreduce's copies and sums of a float32 parameter, between two workers.
         half: the same for float16.
-        scatter: bring a float32 gradient to the worker of the host that adds them up. Through host memory, from a GPU
-            too.
+        scatter: bring a float32 gradient to the worker of the host that adds them up.
         gather: cost of a message's arrival.
         efficiency, half_efficiency: share of the link's rate that an allreduce of float32 or float16 reaches.
         wait: seconds that a collective takes at least, beyond the link's latency.
@@ -64,12 +63,14 @@ CPU = Device(
     "cpu", encode=0.72, apply=0.56, decode=0.03, adam=0.50, reduce=9.0, half=5.0, scatter=4.0, gather=0.3,
     efficiency=0.73, half_efficiency=0.80, wait=1e-3,
 )  # fmt: skip
-# Bytes that pass through memory, at 4 TB/s.
+# Bytes that pass through memory, at 4 TB/s; and for ``scatter`` between GPUs, at PCIe 4.0's 25 GB/s.
 GPU = Device(
-    "gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, scatter=4.0, gather=0.0001,
+    "gpu", encode=0.005, apply=0.006, decode=0.0001, adam=0.007, reduce=0.006, half=0.004, scatter=0.16, gather=0.0001,
     efficiency=0.9, half_efficiency=0.9, wait=1e-4,
 )  # fmt: skip
-DEVICES = {device.name: device for device in (CPU, GPU)}
+GPU_BY_HOST = replace(GPU, name="gpu-without-nccl", scatter=CPU.scatter)
+"""Where Horovod has no NCCL, the workers of a host add up in its memory."""
+DEVICES = {device.name: device for device in (CPU, GPU, GPU_BY_HOST)}
 
 
 @dataclass(frozen=True)

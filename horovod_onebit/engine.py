@@ -293,7 +293,7 @@ class Engine:
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
         if on_device != [message.on_device for message in self._messages]:
-            stay = self.exchange.from_device and self.collectives.gathers_on_device
+            stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
@@ -431,7 +431,7 @@ class Engine:
     @property
     def sent_finite(self) -> Finite:
         """Whether all that was sent in this step was finite, and what becomes of it will be."""
-        encoded = [item.encoded for item in self._sent.values()]
+        encoded = [item.encoded if not item.arriving else None for item in self._sent.values()]
         if not all(e[0].finite for e in encoded if e is not None):
             return Finite.NO
         return Finite.YES if all(encoded) and all(item.sure for item in self._sent.values()) else Finite.UNKNOWN
@@ -485,9 +485,10 @@ class Engine:
     def _progress(self, *, block: bool = False) -> None:
         """Do what others wait for: where it is due, or, with ``block``, everywhere."""
         for stage in range(self.exchange.stages):
-            for item in self._sent.values():
-                if item.stage == stage and (block or item.waiting.ready()):
-                    item.advance()
+            for arriving in (True, False):  # what is written on a GPU leaves before anybody waits for others
+                for item in self._sent.values():
+                    if item.stage == stage and item.arriving == arriving and (block or item.waiting.ready()):
+                        item.advance()
 
     def restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""

@@ -46,7 +46,7 @@ class _Sum(_Handle):
 class MPICollectives:
     """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default)."""
 
-    gathers_on_device = False
+    takes_device_memory = False
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()

@@ -126,7 +126,7 @@ class _Waiting:
 class SimulatedCollectives:
     """One simulated worker's collectives."""
 
-    gathers_on_device = False
+    takes_device_memory = False
 
     def __init__(
         self,

@@ -129,7 +129,7 @@ class Message:
     @property
     def outgoing(self) -> Any:
         """What is to be gathered: ``buffer``, or the bytes where the kernels wrote them."""
-        return self._twin if self._stays else self.buffer
+        return self._twin.row if self._stays else self.buffer
 
     def seal(self, stamp: Stamp, *, finite: bool | None = None) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent. ``finite`` is found out unless it is given."""

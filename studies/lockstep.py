@@ -38,7 +38,7 @@ class _Posted:
 class _Collectives:
     """What an exchange asks of its collectives."""
 
-    gathers_on_device = False
+    takes_device_memory = False
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size

@@ -89,6 +89,7 @@ def test_the_compiled_cuda_kernels(tmp_path):
     subprocess.run([sys.executable, "-m", "tests.cuda.compile", tmp_path], cwd=ROOT, check=True)
     files = ["tests/ranks/test_torch_cuda.py"]
     pytest_on_ranks(2, "mpi", *files, NUMBA_ENABLE_CUDASIM="1", ONEBIT_PTX=str(tmp_path))
+    pytest_on_ranks(4, "mpi", *files, "-k", "of_a_host", NUMBA_ENABLE_CUDASIM="1", ONEBIT_PTX=str(tmp_path))
 
 
 def test_a_communicator_of_mpi4py():

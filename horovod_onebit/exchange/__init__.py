@@ -47,15 +47,16 @@ class Collectives(Protocol):
     def size(self) -> int: ...
 
     @property
-    def gathers_on_device(self) -> bool:
-        """Whether ``allgather`` takes bytes in a GPU's memory, too; ``wait`` then gives a ``wire.Remote``."""
+    def takes_device_memory(self) -> bool:
+        """Whether what is in a GPU's memory may travel from there: bytes by ``allgather``, whose ``wait`` then gives a
+        ``wire.Remote``, and float32 by ``alltoall``, whose ``wait`` gives an array there."""
         ...
 
     def allgather(self, array: Any, name: str) -> Handle:
         """Start gathering (k,) uint8 of every worker; ``wait`` gives (size * k,) in rank order."""
         ...
 
-    def alltoall(self, array: Bytes | NDArray[np.float32], name: str) -> Handle:
+    def alltoall(self, array: Any, name: str) -> Handle:
         """Start sending part j of (size * k,) uint8 or float32 to worker j; ``wait`` gives (size * k,), part i from
         worker i."""
         ...
@@ -191,8 +192,8 @@ def choose(
         raise UnsupportedError("0/1 Adam's workers differ within a host too: use exchange='direct' or 'two_stage'")
     if recipe.exchange != "auto":
         return recipe
-    places, all_on_device = ranks_by_host(collectives, on_device=on_device)
-    per_host, device = len(places[0]) if places else 1, costs.GPU if all_on_device else costs.CPU
+    places, device = ranks_by_host(collectives, on_device=on_device)
+    per_host = len(places[0]) if places else 1
     known = dict(costs.ways(elements, recipe, collectives.size, per_host, device))
     if not linear:
         known.pop("hierarchical", None)
@@ -203,14 +204,16 @@ def choose(
     return replace(recipe, exchange=found)
 
 
-def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> tuple[list[list[int]], bool]:
-    """The ranks of each host, nothing if hosts have different numbers of workers; whether all are ``on_device``.
-    Collective."""
-    own = np.array([*collectives.host(), on_device], np.int32).view(np.uint8)
+def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> tuple[list[list[int]], costs.Device]:
+    """The ranks of each host, nothing if hosts have different numbers of workers; and what all workers compute on, if
+    this one's gradients are ``on_device`` or not. Collective."""
+    kinds = (costs.CPU, costs.GPU_BY_HOST, costs.GPU)
+    kind = 0 if not on_device else 2 if collectives.takes_device_memory else 1
+    own = np.array([*collectives.host(), kind], np.int32).view(np.uint8)
     rows = collectives.allgather(own, "onebit.hosts").wait().view(np.int32).reshape(collectives.size, -1)
-    numbers, sizes, on_device = rows[:, 0].tolist(), set(rows[:, 1].tolist()), bool(rows[:, 2].all())
+    numbers, sizes, device = rows[:, 0].tolist(), set(rows[:, 1].tolist()), kinds[rows[:, 2].min()]
     places = [[rank for rank, host in enumerate(numbers) if host == one] for one in dict.fromkeys(numbers)]
-    return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], on_device
+    return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], device
 
 
 def kind(name: str) -> type[Exchange]:

@@ -2,7 +2,8 @@
 
 With L workers on each of H hosts, worker j of a host takes care of share j of every bucket:
 
-    alltoall            within the host: each worker gets all gradients of its share, as float32, and adds them up
+    alltoall            within the host: each worker gets all gradients of its share, as float32, and adds them up;
+                        from GPU to GPU where Horovod has NCCL
     encode              the share's mean gradient: one compression for each host, and not for each worker
     another exchange    between the hosts: the messages for share j, among the workers j
     allgather           within the host: what arrived for all shares, which every worker decodes
@@ -17,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -38,6 +40,7 @@ class _Shared:
     part: int  # elements of a share, the same for all
     offsets: dict[tuple[int, int], int]  # where a piece of the own share begins
     back: wire.Cut | None = None  # what the hosts' messages are shares of
+    parts: Any = None  # on a GPU: the gradients, share by share
 
 
 class Exchange(exchange.Exchange):
@@ -81,13 +84,19 @@ class Exchange(exchange.Exchange):
     def travel(self, outgoing: Outgoing) -> Travel:
         message, stamp, name = outgoing.message, outgoing.stamp, outgoing.name
         shared, local = self._shared[message.bucket.index], self._local
-        arrived = yield local.alltoall(self._parts(shared, outgoing.gradient), f"{name}.reduce")
-        mean = arrived.view(np.float32).reshape(local.size, -1).mean(axis=0)
+        on_device = message.on_device and local.takes_device_memory
+        parts = self._parts(shared, outgoing.gradient, on_device=on_device)
+        arrived = yield local.alltoall(parts, f"{name}.reduce")
+        mean = self._mean(shared, arrived, on_device=on_device)
+        del arrived, parts
 
         def share_gradient(piece: Piece) -> Array:
             start = shared.offsets[piece.tensor, piece.start]
             return mean[start : start + piece.stop - piece.start]
 
+        if shared.own.on_device != message.on_device:
+            kernels = self.context.kernels
+            (shared.own,) = wire.messages([shared.own.bucket], [message.on_device], kernels, stay=False)
         between = replace(outgoing, message=shared.own, gradient=share_gradient, name=f"{name}.between")
         messages = yield from self._between.travel(between)
         # Whatever the other exchange has made of it: one message a host, or their mean, of another codec perhaps.
@@ -98,16 +107,32 @@ class Exchange(exchange.Exchange):
         whole = wire.read_shares(gathered, shared.back, stamp, hosts=len(messages.rows))
         return replace(whole, innovation=messages.innovation)
 
-    def _parts(self, shared: _Shared, gradient: Gradient) -> Array:
-        """The gradients, share by share."""
-        parts = np.zeros((self._local.size, shared.part), np.float32)
-        for part, share in zip(parts, shared.shares, strict=True):
-            start = 0
-            for piece in share.bucket.pieces:
-                stop = start + piece.stop - piece.start
-                part[start:stop] = self.context.kernels.host(gradient(piece))
-                start = stop
-        return parts.reshape(-1)
+    def _parts(self, shared: _Shared, gradient: Gradient, *, on_device: bool) -> Any:
+        """The gradients as float32, share by share, in host memory or in that of a GPU."""
+        kernels, size = self.context.kernels, self._local.size * shared.part
+        if on_device and shared.parts is None:
+            shared.parts = kernels.zeros(size)
+        # An exchange that was withdrawn may still read what is overwritten here: nobody reads what comes of it.
+        parts = shared.parts if on_device else np.zeros(size, np.float32)
+        with kernels.batch():
+            for number, share in enumerate(shared.shares):
+                start = number * shared.part
+                for piece in share.bucket.pieces:
+                    stop = start + piece.stop - piece.start
+                    if on_device:
+                        kernels.widen(gradient(piece), parts[start:stop])
+                    else:
+                        parts[start:stop] = kernels.host(gradient(piece))
+                    start = stop
+        return parts
+
+    def _mean(self, shared: _Shared, arrived: Any, *, on_device: bool) -> Any:
+        """The mean of what the host's workers sent of this one's share."""
+        if not on_device:
+            return arrived.view(np.float32).reshape(self._local.size, -1).mean(axis=0)
+        mean = shared.parts[: shared.part]  # which have been sent
+        self.context.kernels.mean(arrived, mean)
+        return mean
 
     def settle(self, taken: bool) -> None:
         self._between.settle(taken)

@@ -20,7 +20,21 @@ from numpy.typing import NDArray
 from horovod_onebit.codecs import Codec
 from horovod_onebit.formulas import OF_ONE, Formula, bound, label, named
 from horovod_onebit.kernels.compiling import exact, reordered
-from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, batch, copy, host, twin, write
+from horovod_onebit.kernels.reference import (
+    CHUNK,
+    Array,
+    Arrays,
+    Bytes,
+    Coding,
+    batch,
+    copy,
+    host,
+    mean,
+    twin,
+    widen,
+    write,
+    zeros,
+)
 from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 
 __all__ = [
@@ -30,13 +44,16 @@ __all__ = [
     "decode_mean",
     "encode",
     "host",
+    "mean",
     "move",
     "recode",
     "restore",
     "set_num_threads",
     "sums",
     "twin",
+    "widen",
     "write",
+    "zeros",
 ]
 
 f32, f64, u8, u32 = np.float32, np.float64, np.uint8, np.uint32

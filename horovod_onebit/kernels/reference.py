@@ -78,6 +78,22 @@ def copy(source: Array, target: Array) -> None:
     target[:] = source
 
 
+def zeros(size: int) -> Array:
+    """So many float32 zeros, in the memory that the kernels work in."""
+    return np.zeros(size, np.float32)
+
+
+def widen(source: Any, target: Array) -> None:
+    """Put ``source``, a gradient of any dtype, into ``target``, which is in the same memory."""
+    target[:] = source
+
+
+def mean(rows: Array, out: Array) -> None:
+    """Put the mean of the rows of so many float32 that ``rows``, flat, has one after the other into ``out``; summed in
+    their order."""
+    out[:] = rows.reshape(-1, len(out)).mean(axis=0)
+
+
 def num_blocks(size: int, block_size: int) -> int:
     """How many blocks ``size`` elements are."""
     return -(-size // block_size)

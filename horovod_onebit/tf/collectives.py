@@ -111,7 +111,7 @@ class HorovodCollectives:
         lock: to be held by host functions, which TensorFlow may run at the same time.
     """
 
-    gathers_on_device = False
+    takes_device_memory = False
 
     def __init__(self, process_set: Any = hvd.global_process_set, name: str = "onebit") -> None:
         self.process_set = process_set

@@ -1,6 +1,7 @@
 """The core's ``Collectives`` over Horovod's PyTorch operations, for NumPy arrays in host memory.
 
-Where Horovod has NCCL, messages are gathered where the CUDA kernels write them, too.
+Where Horovod has NCCL, messages are gathered where the CUDA kernels write them, too, and gradients are exchanged within
+a host where they are.
 """
 
 from __future__ import annotations
@@ -50,9 +51,29 @@ class _Arrived:
         return Rows(self._gathered.data_ptr(), rows, self.size // rows, self._gathered)
 
 
-class _HandleOnDevice(_Handle):
+class _Gathering(_Handle):
+    """On a GPU."""
+
     def wait(self) -> Any:
         return _Arrived(hvd.synchronize(self.handle))
+
+
+class _Moving(_Handle):
+    """On a GPU."""
+
+    def wait(self) -> Any:
+        from horovod_onebit.kernels.cuda import Buffer
+
+        moved, _ = hvd.synchronize(self.handle)
+        if moved.is_cuda:
+            moved.record_stream(torch.cuda.current_stream())
+        return Buffer(moved.data_ptr(), moved.numel(), owner=moved)
+
+
+def _tensor(array: Any) -> torch.Tensor:
+    """What shares the memory of ``array``, which is in that of the host or of a GPU."""
+    there = hasattr(array, "__cuda_array_interface__")
+    return torch.as_tensor(array, device="cuda") if there else torch.from_numpy(np.asarray(array))
 
 
 class HorovodCollectives:
@@ -70,19 +91,17 @@ class HorovodCollectives:
         return self.process_set.size()
 
     @property
-    def gathers_on_device(self) -> bool:
+    def takes_device_memory(self) -> bool:
         return bool(hvd.nccl_built())
 
     def allgather(self, array: Any, name: str) -> _Handle:
-        there = hasattr(array, "__cuda_array_interface__")
-        tensor = torch.as_tensor(array) if there else torch.from_numpy(np.asarray(array))
-        handle = hvd.allgather_async(tensor, name=name, process_set=self.process_set)
-        return (_Handle if isinstance(array, np.ndarray) else _HandleOnDevice)(handle, array)
+        handle = hvd.allgather_async(_tensor(array), name=name, process_set=self.process_set)
+        return (_Handle if isinstance(array, np.ndarray) else _Gathering)(handle, array)
 
-    def alltoall(self, array: NDArray, name: str) -> _Handle:
+    def alltoall(self, array: Any, name: str) -> _Handle:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
-        tensor = torch.from_numpy(array)
-        return _Handle(hvd.alltoall_async(tensor, splits, name=name, process_set=self.process_set), array)
+        handle = hvd.alltoall_async(_tensor(array), splits, name=name, process_set=self.process_set)
+        return (_Handle if isinstance(array, np.ndarray) else _Moving)(handle, array)
 
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())

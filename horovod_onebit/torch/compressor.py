@@ -259,7 +259,7 @@ class Compressor(Steps):
         if not parameters.prepared:
             self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
             # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
-            places = self.engine.collectives.gathers_on_device
+            places = self.engine.collectives.takes_device_memory
             bindings = parameters.bindings.values()
             details = [b.detail(device=places) for b in bindings]
             self.engine.prepare([b.tensor for b in bindings], plan.rules, details)

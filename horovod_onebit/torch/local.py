@@ -495,7 +495,7 @@ class LocalSteps(Steps):
         self.agreement.finish()
         parameters.bind_all()
         parameters.pull()
-        device = self.engine.collectives.gathers_on_device
+        device = self.engine.collectives.takes_device_memory
         large, small = parameters.bound()
         frozen, details = parameters.rules(), [b.detail(device=device) for b in large]
         rules: list[Rule] = [frozen.get(b.p, self.rounds.rule) for b in (*large, *small)]

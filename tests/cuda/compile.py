@@ -100,6 +100,7 @@ def programs():
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
+    found += [Program("move", kernels._widened, kernels._Scalars), Program("mean")]
     found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]
     return [*found, *(Program("decode", codec=codec) for codec in CODECS), Program("pick")]
 

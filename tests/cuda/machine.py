@@ -387,6 +387,10 @@ def _described(name, row):
         out = (row[Column.OUT], row[Column.OUT] + 4 * size)
         seen = [(row[Column.ROWS], row[Column.ROWS] + 4 * (index.max() + 1))]
         return [*seen, (row[Column.WEIGHT], row[Column.WEIGHT] + 8 * size), out], [out]
+    if loop == "mean":
+        starts = [row[column] for column in (Column.OUT, Column.ROWS)]
+        out, rows = ((start, start + 4 * size * n) for start, n in zip(starts, (1, row[Column.WORKERS]), strict=True))
+        return [out, rows], [out]
     first, last = _codecs_of(name.removeprefix(f"{loop}_").partition("_horovod")[0])
     widths = dict.fromkeys(TENSORS, 4 * size)
     if row[Column.KIND]:

@@ -380,9 +380,34 @@ def test_a_message_arrives_later(scales):
         close(host(residual), expected)
     twin.host[:32] = 7
     twin.send(32)
-    device = np.asarray(twin) if SIMULATED else twin.array.copy_to_host()
+    device = np.asarray(twin.row) if SIMULATED else twin.array.copy_to_host()
     assert (device[:32] == 7).all()
     np.testing.assert_array_equal(*(without_scales(x[: len(row)], 300, how, 32)[32:] for x in (device, row)))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("workers", [1, 2, 3])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_the_mean_of_rows_is_the_reference(size, workers, shift):
+    rows, expected = np.concatenate(arrays(size, count=workers)), np.zeros(size, np.float32)
+    reference.mean(rows, expected)
+    out = kernels.zeros(size + shift)
+    assert not kernels.host(out).any()
+    kernels.mean(Device(shift)(rows), out[shift:])
+    np.testing.assert_array_equal(kernels.host(out), np.pad(expected, (shift, 0)))
+
+
+@pytest.mark.parametrize("kind", ["float32", "float16", "bfloat16"])
+def test_gradients_are_widened(kind):
+    grad = arrays(131, count=1)[0]
+    short = {"float16": grad.astype(np.float16), "bfloat16": (grad.view(np.uint32) >> 16).astype(np.uint16)}
+    put, stored = Device(), short.get(kind, grad)
+    place = put(stored)
+    address = place.ctypes.data if SIMULATED else place.__cuda_array_interface__["data"][0]
+    out = kernels.zeros(140)
+    kernels.widen(kernels.Buffer(address, 131, kind, place), out[3:134])
+    wide = (stored.astype(np.uint32) << 16).view(f32) if kind == "bfloat16" else stored.astype(np.float32)
+    np.testing.assert_array_equal(kernels.host(out), np.pad(wide, (3, 6)))
 
 
 def test_a_batch_is_one_launch_for_all_tensors():

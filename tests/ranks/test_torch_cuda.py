@@ -17,8 +17,9 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe
+from horovod_onebit.exchange import hierarchical
 from horovod_onebit.kernels import has_gpu
-from horovod_onebit.torch.collectives import HorovodCollectives, _Arrived
+from horovod_onebit.torch.collectives import HorovodCollectives, _Arrived, _Moving
 from tests.one_core import stay_on_one_core
 from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
 
@@ -89,7 +90,7 @@ def uses_kernels(optimizer):
 @pytest.fixture(params=[False, True], ids=["by the host", "where they are"])
 def gathered(request, monkeypatch):
     """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
-    monkeypatch.setattr(HorovodCollectives, "gathers_on_device", request.param)
+    monkeypatch.setattr(HorovodCollectives, "takes_device_memory", request.param)
     counts, heads = Counter(), _Arrived.heads
 
     def counted(*arguments):
@@ -149,7 +150,47 @@ def test_direct_messages_stay_where_they_are(gathered):
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 5)
     buckets = len(optimizer._compressor.engine.layout.buckets)
-    assert gathered["device"] == (3 * buckets if HorovodCollectives.gathers_on_device else 0)
+    assert gathered["device"] == (3 * buckets if HorovodCollectives.takes_device_memory else 0)
+
+
+@pytest.mark.skipif(SIZE != 4, reason="needs four ranks: two hosts of two")
+@pytest.mark.parametrize("between", ["direct", "two_stage"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, gathered, monkeypatch):
+    """As they do in the host's memory, on hosts that are made up: the same sums, so the same bits from host to host."""
+    monkeypatch.setattr(HorovodCollectives, "host", lambda self: (RANK // 2, 2))
+    monkeypatch.setattr(hierarchical.Exchange, "between", between)
+    recipe = dataclasses.replace(RECIPE, exchange="hierarchical", bucket_size=100)
+    moved, wait = Counter(), _Moving.wait
+
+    def counted(handle):
+        moved["device"] += 1
+        return wait(handle)
+
+    monkeypatch.setattr(_Moving, "wait", counted)
+    trained, residuals = [], []
+    for kernels in ("cpu", "cuda"):
+        model = Small(dtype)
+        optimizer = wrap(model, kernels, recipe=recipe, eps=1e-3)
+        train(model, optimizer, 6)
+        before = weights(model)
+        step(model, optimizer, 6, bad=RANK == SIZE - 1)
+        assert torch.equal(before, weights(model))
+        assert optimizer.stats().skipped_steps == 1
+        train(model, optimizer, 2, start=7)
+        assert_replicas_equal(model)
+        assert optimizer._compressor.engine.exchange.name == "hierarchical"
+        trained.append(weights(model).cpu())
+        residuals.append(optimizer.feedback_state_dict())
+    buckets = len(optimizer._compressor.engine.layout.buckets)
+    assert buckets > 1
+    assert moved["device"] == (7 * buckets if HorovodCollectives.takes_device_memory else 0)
+    rough = {"rtol": 1e-2, "atol": 1e-3}
+    torch.testing.assert_close(*trained, **({"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else rough))
+    assert residuals[0].keys() == residuals[1].keys()
+    if dtype is torch.float32:
+        for name, value in residuals[0].items():
+            torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_on_one_worker_is_skipped_by_all(gathered):

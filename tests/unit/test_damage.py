@@ -21,7 +21,7 @@ f32 = np.float32
 class Damaging:
     """Collectives of which one, by the end of its name, loses a bit on its way to worker 0."""
 
-    gathers_on_device = False
+    takes_device_memory = False
 
     def __init__(self, collectives, name, bit, everybody=None):
         self.inner, self.name, self.bit = collectives, name, bit

@@ -83,7 +83,8 @@ def test_it_foretells_what_auto_takes(workers, per_host, link, device):
 
     def worker(collectives, rate, elements):
         told = replace(recipe, link=rate)
-        return choose(told, elements, collectives, [Adam(1e-3)], on_device=device is costs.GPU).exchange
+        collectives.takes_device_memory = device is costs.GPU  # by NCCL
+        return choose(told, elements, collectives, [Adam(1e-3)], on_device=device is not costs.CPU).exchange
 
     for parameters in sizes:
         job = replace(JOB, parameters=parameters, workers=workers, workers_per_host=per_host, device=device)

@@ -11,7 +11,6 @@ Needs the extra ``[cuda]`` (numba-cuda) and a GPU; with ``NUMBA_ENABLE_CUDASIM=1
 
 from __future__ import annotations
 
-import ctypes
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -54,6 +53,7 @@ __all__ = [
     "encode",
     "fault",
     "host",
+    "mean",
     "move",
     "recode",
     "restore",
@@ -61,12 +61,13 @@ __all__ = [
     "sums",
     "twin",
     "use_stream",
+    "widen",
     "write",
+    "zeros",
 ]
 
 MAX_THREADS = 512
 TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for each
-STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16}
 TENSORS = (Column.GRADIENT, Column.MOMENTUM, Column.VARIANCE, Column.WEIGHT, Column.ANCHOR)
 
 batch = launcher.batch
@@ -307,19 +308,37 @@ def copy(source: Any, target: Any) -> None:
         _there(buffer(target)).copy_to_device(_there(buffer(source)), stream=launcher.current())
 
 
+def zeros(size: int) -> Buffer:
+    """See ``reference.zeros``."""
+    array = np.empty(size, np.float32) if SIMULATED else cuda.device_array(size, np.float32)
+    found = Buffer(address_of(array), size, owner=array)
+    write(found, 0)
+    return found
+
+
+def _widened(_p: _Scalars, g: Number, _m: Number, _v: Number, _w: Number, _a: Number) -> Any:
+    return None, None, g
+
+
+def widen(source: Any, target: Any) -> None:
+    """See ``reference.widen``."""
+    move(_widened, _Scalars(*np.zeros(3, np.float32)), Arrays(source, weight=target))
+
+
+def mean(rows: Any, out: Any) -> None:
+    """See ``reference.mean``."""
+    source, target, line = buffer(rows), buffer(out), _row()
+    line[Column.SIZE], line[Column.OUT], line[Column.ROWS] = target.size, target.address, source.address
+    line[Column.STRIDE], line[Column.WORKERS] = 4 * target.size, source.size // max(target.size, 1)
+    line[Column.ALIGNED] = int((source.address | target.address | 4 * target.size) % 16 == 0)
+    _by_tile(Program("mean"), line, [])
+
+
 def _there(place: Buffer) -> Any:
     """The numbers of ``place`` as an array of the device, bfloat16 as bits."""
-    kind = np.dtype(STORED[place.dtype])
     if SIMULATED:
-        return _at(place.address, kind.itemsize * place.size).view(kind)
-    described: dict[str, Any] = {"shape": (place.size,), "typestr": kind.str, "data": (place.address, False)}
-    described |= {"strides": None, "version": 3}
-    return cuda.from_cuda_array_interface(described, owner=place, sync=False)
-
-
-def _at(address: int, size: int) -> NDArray[np.uint8]:
-    """Bytes of the simulator's device."""
-    return np.ctypeslib.as_array((ctypes.c_uint8 * size).from_address(address))
+        return np.asarray(place)
+    return cuda.from_cuda_array_interface(place.__cuda_array_interface__, owner=place, sync=False)
 
 
 class Twin:
@@ -340,17 +359,6 @@ class Twin:
         self._event: Any = None if SIMULATED else cuda.event(timing=False)
         self._asked = 0
         self._copied: Callable[[], None] = lambda: None
-
-    @property
-    def __cuda_array_interface__(self) -> dict[str, Any]:
-        if SIMULATED:
-            raise AttributeError("in the simulator, the device's memory is the host's: see __array__")
-        interface: dict[str, Any] = self.array.__cuda_array_interface__
-        return interface
-
-    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[np.uint8]:
-        assert SIMULATED
-        return np.asarray(self.array)
 
     def fetch(self, start: int, bucket: Any, *, scales: bool) -> None:
         """Start to copy all of it to ``host``, after what was launched before; or only its ``scales``.
@@ -378,7 +386,7 @@ class Twin:
 
     def _copy(self, target: NDArray[np.uint8], source: Buffer) -> None:
         if SIMULATED:
-            there = _at(source.address, source.size)
+            there = np.asarray(source)
             self._copied = lambda: target.__setitem__(slice(None), there)
         else:
             stream = launcher.current()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import itertools
 import threading
 import warnings
@@ -24,7 +25,7 @@ if not SIMULATED:
     from cuda.bindings import driver
 
 TABLES_KEPT = 256
-WIDTHS = {"float32": 4, "float16": 2, "bfloat16": 2, "uint8": 1}
+STORED = {"float32": np.float32, "float16": np.float16, "bfloat16": np.uint16, "uint8": np.uint8}
 KINDS = {"float32": FLOAT32, "float16": FLOAT16, "bfloat16": BFLOAT16}
 
 
@@ -50,8 +51,23 @@ class Buffer:
         start, stop, step = part.indices(self.size)
         if step != 1:
             raise ConfigurationError(f"a Buffer has no parts with step {step}; expected 1")
-        width = WIDTHS[self.dtype]
+        width = np.dtype(STORED[self.dtype]).itemsize
         return Buffer(self.address + width * start, max(stop - start, 0), self.dtype, self.owner)
+
+    @property
+    def __cuda_array_interface__(self) -> dict[str, Any]:
+        if SIMULATED:
+            raise AttributeError("in the simulator, the device's memory is the host's: see __array__")
+        kind = np.dtype(STORED[self.dtype]).str
+        return {"shape": (self.size,), "typestr": kind, "data": (self.address, False), "strides": None, "version": 3}
+
+    def __array__(self, dtype: Any = None, copy: Any = None) -> NDArray[Any]:
+        if not SIMULATED:
+            raise ConfigurationError("a Buffer is in the memory of a GPU; expected an array in that of the host")
+        kind = np.dtype(STORED[self.dtype])
+        memory: Any = (ctypes.c_uint8 * (kind.itemsize * self.size)).from_address(self.address)
+        memory.owner = self
+        return np.ctypeslib.as_array(memory).view(kind)
 
 
 @dataclass(frozen=True)

@@ -431,6 +431,16 @@ def _decoding(codec: Codec) -> Any:
     return _by_parts(work)
 
 
+@inlined
+def _row_mean(row, i, end, vectors):
+    total = _load(row[ROWS], i, end, vectors)
+    for worker in range(1, row[WORKERS]):
+        x = _load(row[ROWS] + worker * row[STRIDE], i, end, vectors)
+        total = total[0] + x[0], total[1] + x[1], total[2] + x[2], total[3] + x[3]
+    n = f32(row[WORKERS])
+    store4(row[OUT], i, end, vectors, (total[0] / n, total[1] / n, total[2] / n, total[3] / n))
+
+
 def _summer(source: Any) -> Any:
     """See ``reference.sums``; a thread block takes a chunk."""
 
@@ -498,6 +508,7 @@ def _function(program: Program) -> Any:
         "apply": lambda: _applier(_reader(formula, kind), codec),
         "move": lambda: _mover(_loaded(formula, kind)),
         "sums": lambda: _summer(_loaded(formula, kind)),
+        "mean": lambda: _by_parts(_row_mean),
         "pick": lambda: _pick,
     }
     loop = loops[program.loop]()
