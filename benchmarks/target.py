@@ -1,6 +1,6 @@
 """Seconds until a small GPT on real text reaches a given test loss, over links of several rates. Linux and root.
 
-    python -m benchmarks.target [--links 10mbit 100mbit] [--ways "horovod fp32" onebit] [--seeds 3] [--target 2.6] [--anyway]
+    python -m benchmarks.target [--links 10mbit 100mbit] [--ways "horovod fp32" onebit] [--target 2.6] [--anyway]
 
 Two hosts (network namespaces of this machine) with a core each. All ways of one link train in one job, by turns, with
 the same data and learning rate. The clock stands still during evaluations. Results are added to those of other links
