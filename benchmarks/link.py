@@ -96,8 +96,8 @@ SETTINGS = (
 )
 
 SLOW_SETTINGS = (
-    Setting(2, "50mbit", "25M", SLOW, steps=4, seconds=480, exchange=0),
-    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=480, exchange=0),
+    Setting(2, "50mbit", "25M", SLOW, steps=4, seconds=420, exchange=0),
+    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=420, exchange=0),
 )
 """With local steps, which have results of their own."""
 

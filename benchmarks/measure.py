@@ -15,7 +15,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from itertools import pairwise
 from math import comb, nan
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -200,11 +199,11 @@ def verdict(
     most: Mapping[str, int],
     *,
     elapsed: float,
-    last: float,
+    another: float,
     seconds: float,
     target: float = TARGET,
 ) -> Verdict:
-    """Whether to continue after ``elapsed`` seconds and a round that took ``last`` of them, if ``seconds`` are given.
+    """Whether to continue after ``elapsed`` seconds with a round that will take ``another``, if ``seconds`` are given.
 
     ``pairs`` are the ways whose ratios are wanted; ``most`` is how often each may take part.
     """
@@ -212,7 +211,7 @@ def verdict(
     if not open_pairs:
         return Verdict.MET
     can_settle = any(all(len(taken(rounds, name)) < most[name] for name in pair) for pair in open_pairs)
-    if elapsed + last > seconds or not can_settle:
+    if elapsed + another > seconds or not can_settle:
         return Verdict.OUT
     return Verdict.MORE
 
@@ -255,6 +254,7 @@ def compare(
     """
     rounds: list[Round] = []
     loads: list[float] = []
+    durations: list[tuple[Round, float]] = []
     ends, discarded, number, decision = [time.perf_counter()], 0, 0, Verdict.MORE
     most = {name: way.most for name, way in ways.items()}
     while decision is Verdict.MORE:
@@ -267,7 +267,10 @@ def compare(
         else:
             rounds.append(found)
             loads.append(load)
-        spent: dict[str, float] = {"elapsed": ends[-1] - ends[0], "last": max(b - a for a, b in pairwise(ends))}
+        left = [name for name in ways if len(taken(rounds, name)) < most[name]]
+        durations.append((found, ends[-1] - ends[-2]))
+        another = max(_share(turns, ways, left) * took for turns, took in durations)
+        spent = {"elapsed": ends[-1] - ends[0], "another": another}
         decision = workers.agree(verdict(rounds, pairs, most, **spent, seconds=seconds, target=target))
     if not rounds:
         refuse(load, anyway=anyway)
@@ -282,6 +285,12 @@ def compare(
         "load": {"median": statistics.median(loads), "largest": max(loads)},
         "anyway": anyway,
     }
+
+
+def _share(turns: Round, ways: Mapping[str, Way], left: Sequence[str]) -> float:
+    """Of the time of ``turns``, the share of the ways that are ``left``: those for few rounds are those of minutes."""
+    seconds = {name: turn.seconds * ways[name].steps * ways[name].calls for name, turn in turns.items()}
+    return sum(seconds.get(name, 0.0) for name in left) / max(sum(seconds.values()), 1e-9)
 
 
 def _round(ways: Mapping[str, Way], workers: Workers, received: Callable[[], int]) -> tuple[dict[str, Turn], float]:

@@ -2,6 +2,7 @@
 
 import itertools
 import random
+import time
 from fractions import Fraction
 from math import comb
 
@@ -16,8 +17,8 @@ def rounds_of(ratios, baseline=2.0):
     return [{"a": Turn(ratio * baseline, 10.0), "b": Turn(baseline, 100.0)} for ratio in ratios]
 
 
-def decide(rounds, most=10**6, *, elapsed=0.0, last=1.0, seconds=100.0, pairs=(("a", "b"),)):
-    return verdict(rounds, pairs, {"a": most, "b": 10**6}, elapsed=elapsed, last=last, seconds=seconds)
+def decide(rounds, most=10**6, *, elapsed=0.0, another=1.0, seconds=100.0, pairs=(("a", "b"),)):
+    return verdict(rounds, pairs, {"a": most, "b": 10**6}, elapsed=elapsed, another=another, seconds=seconds)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8, 9, 12, 40])
@@ -72,11 +73,11 @@ def test_it_goes_on_until_every_ratio_is_settled():
 
 def test_it_ends_when_another_round_would_take_too_long():
     noisy = rounds_of([1, 1, 1, 1, 1, 2])
-    assert decide(noisy, elapsed=89, last=10) is Verdict.MORE
-    assert decide(noisy, elapsed=91, last=10) is Verdict.OUT
-    assert decide(rounds_of([1.0] * 6), elapsed=200, last=10) is Verdict.MET
-    assert decide([], elapsed=0, last=1) is Verdict.MORE
-    assert decide([], elapsed=100, last=1) is Verdict.OUT
+    assert decide(noisy, elapsed=89, another=10) is Verdict.MORE
+    assert decide(noisy, elapsed=91, another=10) is Verdict.OUT
+    assert decide(rounds_of([1.0] * 6), elapsed=200, another=10) is Verdict.MET
+    assert decide([], elapsed=0, another=1) is Verdict.MORE
+    assert decide([], elapsed=100, another=1) is Verdict.OUT
 
 
 def test_a_way_that_takes_part_in_two_rounds_is_not_waited_for():
@@ -230,3 +231,11 @@ def test_the_page_marks_results_without_intervals():
     text = report.trainings({"old": old})
     assert "before intervals were taken" in text
     assert "| onebit | 100 | 1 | 4 | 1.00 |" in text
+
+
+def test_a_round_without_ways_of_minutes_is_not_expected_to_take_as_long():
+    """One way, for one round, takes nearly all of the first one's time."""
+    short = {"a": Way(lambda: 1e-3), "b": Way(lambda: 1e-3 * random.random())}
+    ways = short | {"slow": Way(lambda: time.sleep(0.4), most=1)}
+    found = measure.compare(ways, [("b", "a")], Alone(itertools.repeat(0.05)), seconds=0.5, target=0.0)
+    assert found["rounds"] > 1
