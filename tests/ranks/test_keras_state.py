@@ -5,6 +5,8 @@ import os
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
+import subprocess
+import sys
 from functools import cache
 from pathlib import Path
 
@@ -60,6 +62,28 @@ def test_a_saved_run_continues_bit_for_bit(kind, at, tmp_path):
     again.optimizer.load_feedback_state_dict(feedback)
     train(again, again.optimizer, 6, start=at)
     np.testing.assert_array_equal(weights(model), weights(again))
+
+
+WITHOUT = """
+import sys, keras, numpy as np
+model = keras.models.load_model(sys.argv[1], compile=False)
+np.save(sys.argv[2], model.predict(np.load(sys.argv[2]), verbose=0))
+assert not {"horovod", "horovod_onebit"} & sys.modules.keys()
+"""
+
+
+def test_a_saved_model_is_read_without_this_library(tmp_path):
+    model = build()
+    model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3)), loss=LOSS, jit_compile=False)
+    x, y = batch(0)
+    model.fit(x, y, epochs=1, verbose=0)
+    path, values = tmp_path / "model.keras", tmp_path / "x.npy"
+    if RANK == 0:
+        model.save(path)
+        np.save(values, x)
+        subprocess.run([sys.executable, "-c", WITHOUT, path, values], check=True, timeout=300)
+        np.testing.assert_allclose(np.load(values), model.predict(x, verbose=0), rtol=1e-5, atol=1e-6)
+    broadcast_object(None, name="read")
 
 
 def of_kind(kind, optimizer="adamw"):
