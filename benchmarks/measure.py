@@ -288,7 +288,7 @@ def compare(
 
 
 def _share(turns: Round, ways: Mapping[str, Way], left: Sequence[str]) -> float:
-    """Of the time of ``turns``, the share of the ways that are ``left``: those for few rounds are those of minutes."""
+    """The share of the ways ``left`` in the time that ``turns`` took: without those that had all their rounds."""
     seconds = {name: turn.seconds * ways[name].steps * ways[name].calls for name, turn in turns.items()}
     return sum(seconds.get(name, 0.0) for name in left) / max(sum(seconds.values()), 1e-9)
 

@@ -239,8 +239,11 @@ def _known(result: dict[str, Any], part: str) -> str:
 
 
 def _title(result: dict[str, Any]) -> str:
-    rate = result["rate"].replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
-    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {rate}"
+    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {_rate(result)}"
+
+
+def _rate(result: dict[str, Any]) -> str:
+    return str(result["rate"]).replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
 
 
 def _ms(row: dict[str, Any]) -> str:
@@ -379,8 +382,7 @@ def targets() -> str:
         seeds = max(len(runs) for runs in result["ways"].values())
         load_text = f"{seeds} seeds; other processes used at most {target.load(result):.0%} of the cores."
         heading = ["method", "seconds", "to Horovod fp32's", "steps", "MB received"]
-        text = result["rate"].replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
-        parts += [f"### To a test loss of {result['target']}, {text}", load_text, table(heading, rows)]
+        parts += [f"### To a test loss of {result['target']}, {_rate(result)}", load_text, table(heading, rows)]
     return TARGETS.format(machine=found["machine"], tables="\n\n".join(parts))
 
 

@@ -87,17 +87,23 @@ def uses_kernels(optimizer):
     return places.pop()
 
 
+def count_calls(monkeypatch, owner, name):
+    """Counts the calls of a method of what is on the device."""
+    counts, method = Counter(), getattr(owner, name)
+
+    def counted(*arguments):
+        counts["device"] += 1
+        return method(*arguments)
+
+    monkeypatch.setattr(owner, name, counted)
+    return counts
+
+
 @pytest.fixture(params=[False, True], ids=["by the host", "where they are"])
 def gathered(request, monkeypatch):
     """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
     monkeypatch.setattr(HorovodCollectives, "takes_device_memory", request.param)
-    counts, heads = Counter(), _Arrived.heads
-
-    def counted(*arguments):
-        counts["device"] += 1
-        return heads(*arguments)
-
-    monkeypatch.setattr(_Arrived, "heads", counted)
+    counts = count_calls(monkeypatch, _Arrived, "heads")
     yield counts
     assert bool(counts) <= request.param
 
@@ -161,13 +167,7 @@ def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, ga
     monkeypatch.setattr(HorovodCollectives, "host", lambda self: (RANK // 2, 2))
     monkeypatch.setattr(hierarchical.Exchange, "between", between)
     recipe = dataclasses.replace(RECIPE, exchange="hierarchical", bucket_size=100)
-    moved, wait = Counter(), _Moving.wait
-
-    def counted(handle):
-        moved["device"] += 1
-        return wait(handle)
-
-    monkeypatch.setattr(_Moving, "wait", counted)
+    moved = count_calls(monkeypatch, _Moving, "wait")
     trained, residuals = [], []
     for kernels in ("cpu", "cuda"):
         model = Small(dtype)

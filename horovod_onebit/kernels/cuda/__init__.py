@@ -322,7 +322,7 @@ def _widened(_p: _Scalars, g: Number, _m: Number, _v: Number, _w: Number, _a: Nu
 
 def widen(source: Any, target: Any) -> None:
     """See ``reference.widen``."""
-    move(_widened, _Scalars(*np.zeros(3, np.float32)), Arrays(source, weight=target))
+    move(_widened, _Scalars(0, 0, 0), Arrays(source, weight=target))
 
 
 def mean(rows: Any, out: Any) -> None:
