@@ -143,8 +143,8 @@ class Engine:
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
     collectives.
 
-    Where nobody may wait, a step whose workers have agreed already is ``plan``, ``send`` of each bucket, ``go_on`` and
-    ``move`` whenever something has come, and ``conclude``.
+    Where nobody may wait for others, a step whose workers have agreed already is ``plan``, ``send`` of each bucket and
+    ``leave``, ``go_on`` and ``move`` whenever something has come, and ``conclude``.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -531,6 +531,12 @@ class Engine:
         with self.times.measure("decode"):
             apply(messages, rules, self.tensors, self.context)
 
+    def leave(self, buckets: Iterable[int]) -> None:
+        """Wait until the messages of ``buckets`` that were written on a GPU are here, and let them leave. Local."""
+        for index in buckets:
+            while self._sent[index].arriving:
+                self._sent[index].advance()
+
     def go_on(self, buckets: Iterable[int]) -> list[int]:
         """Of ``buckets`` that were sent, let those continue that have what they wait for; those whose end this was, and
         whose messages are all finite, may be moved."""
@@ -540,6 +546,7 @@ class Engine:
             if item.arrived is None and item.waiting.ready():
                 if item.stage < self.exchange.stages:
                     item.advance()
+                    self.leave([index])
                 elif item.arrive().finite.all():
                     done.append(index)
         return done

@@ -86,10 +86,13 @@ def test_on_every_rank(processes, backend, files, only):
 
 
 def test_the_compiled_cuda_kernels(tmp_path):
-    subprocess.run([sys.executable, "-m", "tests.cuda.compile", tmp_path], cwd=ROOT, check=True)
-    files = ["tests/ranks/test_torch_cuda.py"]
-    pytest_on_ranks(2, "mpi", *files, NUMBA_ENABLE_CUDASIM="1", ONEBIT_PTX=str(tmp_path))
-    pytest_on_ranks(4, "mpi", *files, "-k", "of_a_host", NUMBA_ENABLE_CUDASIM="1", ONEBIT_PTX=str(tmp_path))
+    from tests.cuda.compile import driven
+
+    driver, simulator = driven(tmp_path), {"NUMBA_ENABLE_CUDASIM": "1", "ONEBIT_PTX": str(tmp_path)}
+    for face, variables in (("torch", simulator), ("keras", driver)):
+        files = [f"tests/ranks/test_{face}_cuda.py"]
+        pytest_on_ranks(2, "mpi", *files, **variables)
+        pytest_on_ranks(4, "mpi", *files, "-k", "of_a_host", **variables)
 
 
 def test_a_communicator_of_mpi4py():

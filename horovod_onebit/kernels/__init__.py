@@ -9,10 +9,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from types import ModuleType
+from typing import Literal
 
 from horovod_onebit.errors import ConfigurationError
 
 BACKENDS = ("cpu", "cuda", "reference")
+
+Kernels = Literal["auto", "cpu", "cuda"]
+"""The argument ``kernels`` of the faces: what works on tensors that are on a GPU."""
 
 
 def backend(name: str = "cpu") -> ModuleType:

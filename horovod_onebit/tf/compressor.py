@@ -7,6 +7,7 @@ them here.
 
 from __future__ import annotations
 
+import contextlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -29,6 +30,7 @@ from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
@@ -47,7 +49,8 @@ class Progress:
 class Values:
     """What a compressed step reads of variables, in their order: flat float32 arrays, or None where there is none.
 
-    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to.
+    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to. Where
+    the step has a ``Place``, that is a GPU's memory.
     """
 
     weights: Sequence[Array]
@@ -79,9 +82,11 @@ class Compressor:
     Attributes:
         kind: of its residuals.
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
+        place: where the compressed variables are worked on, if that is not the host's memory.
     """
 
     in_one_piece = False
+    place: Place | None = None
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         self.optimizer = optimizer
@@ -90,6 +95,7 @@ class Compressor:
         self.sum_gradients = wrapping.sums
         self._bytes = 2 if wrapping.compression is hvd.Compression.fp16 else 4
         self.collectives = HorovodCollectives(self.process_set, name)
+        self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
         zero_one, divides = isinstance(wrapping.schedule, ZeroOne), adapter.wraps.variance is not None
         local = wrapping.local is not None
@@ -109,10 +115,21 @@ class Compressor:
         if self.under_way is not None:
             self._end()
 
+    def find_place(self, variables: Sequence[Any]) -> None:
+        """Work on ``variables``, those that are compressed, where they are, if the kernels can."""
+        place = self.placement.of(variables)
+        if place is not None and self.place is None:
+            self.engine.use_kernels("cuda")
+        self.place = place
+
+    def here(self) -> contextlib.AbstractContextManager[None]:
+        """For what runs the kernels, on whatever thread."""
+        return contextlib.nullcontext() if self.place is None else self.place.here()
+
     @property
-    def wants_gradients(self) -> bool:
-        """Whether a step begins when all gradients are there: they are clipped by their norms, say."""
-        return self.in_one_piece or bool(self.optimizer.clipnorm or self.optimizer.global_clipnorm)
+    def clips_norms(self) -> bool:
+        """Whether a step begins when all gradients are there: they are clipped by their norms."""
+        return bool(self.optimizer.clipnorm or self.optimizer.global_clipnorm)
 
     @property
     def workers(self) -> int:
@@ -227,11 +244,11 @@ class Compressor:
         if indices == self.indices:
             return
         self.indices, self.tensors = indices, []
-        empty = np.empty(0, np.float32)
+        empty, zeros = np.empty(0, np.float32), None if self.place is None else self.place.zeros
         for i in indices:
             variable = self.optimizer._trainable_variables[i]
             name = self.name_of(i, variable)
-            residual = self.engine.feedback.residual(name, math.prod(variable.shape))
+            residual = self.engine.feedback.residual(name, math.prod(variable.shape), zeros)
             tensor = Tensor(name, empty, empty, None, residual)
             self.adapter.init(tensor)
             self.tensors.append(tensor)
@@ -244,12 +261,24 @@ class Compressor:
             momentum, tensor.weight, tensor.variance = values.momenta[i], values.weights[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 there = tensor.momentum.size == tensor.weight.size
-                momentum = tensor.momentum if there else np.zeros_like(tensor.weight)
+                momentum = tensor.momentum if there else self._zeros(tensor.weight.size)
             elif first:
-                momentum = self.adapter.first_momentum(momentum, progress.learning_rate)
+                momentum = self._first_momentum(momentum, progress.learning_rate)
             tensor.momentum = momentum
             tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
+
+    def _zeros(self, size: int) -> Array:
+        return np.zeros(size, np.float32) if self.place is None else self.place.zeros(size)
+
+    def _first_momentum(self, array: Array, learning_rate: float) -> Array:
+        if self.place is None:
+            return self.adapter.first_momentum(array, learning_rate)
+        return self.place.computed(lambda m: self.adapter.first_momentum(m, learning_rate), array)
+
+    def _lend(self, size: int) -> Array:
+        """Memory that TensorFlow can adopt."""
+        return self._memory.lend(size) if self.place is None else self.place.zeros(size)
 
     def _take_up(
         self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
@@ -264,17 +293,18 @@ class Compressor:
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
-        grads: Sequence[Array], *, finite: bool,
+        grads: Sequence[Array], squares: Array, *, finite: bool,
     ) -> None:  # fmt: skip
         """Begin a compressed step of the variables ``indices``, and of exact ones of ``sizes``. Runs in ``coroutine``.
 
-        ``grads``: all gradients, flat, if it ``wants_gradients``, else none; ``finite``: whether the exact ones'
+        ``grads``: the compressed variables' gradients, flat, if it is taken ``in_one_piece``, else none. ``squares``:
+        the squared norms of all gradients, if it ``clips_norms``, else none. ``finite``: whether the exact ones'
         averages are, as far as that is known.
         """
         if self.under_way is not None:
             self._end()
         self.count_averages(sum(sizes))
-        factors = self._clip_factors(grads, len(indices) + len(sizes))
+        factors = self._clip_factors(squares, len(indices) + len(sizes))
         rules = self._take_up(indices, values, progress, factors, Kind.ONEBIT)
         plan = self.engine.plan(Kind.ONEBIT, rules)
         moved = [self._to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
@@ -282,17 +312,18 @@ class Compressor:
 
     def _to_move(self, tensor: Tensor, momentum: Array | None) -> Tensor:
         """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
-        weight = self._memory.lend(tensor.weight.size)
-        return replace(
-            tensor, weight=weight, momentum=tensor.momentum if momentum is None else self._memory.lend(weight.size)
-        )
+        weight = self._lend(tensor.weight.size)
+        return replace(tensor, weight=weight, momentum=tensor.momentum if momentum is None else self._lend(weight.size))
 
     def clipped(self, grad: Array) -> Array:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
         if self.optimizer.clipvalue is None:
             return grad
         limit = self.optimizer.clipvalue / self._factor
-        return np.clip(grad, -limit, limit)
+        if self.place is None:
+            return np.clip(grad, -limit, limit)
+        # tf.clip_by_value may make a number of NaN.
+        return self.place.computed(lambda g: tf.where(tf.abs(g) > limit, limit * tf.sign(g), g), grad)
 
     def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
         """End the step that was begun, when everything has arrived: whether it is taken, the factors by which the exact
@@ -309,6 +340,8 @@ class Compressor:
             self.tensors = list(self.engine.tensors)
         finally:
             self._end()
+        if self.place is not None:
+            self.place.wait()
         return taken, np.array(step.factors[len(self.indices) :], np.float32), step.moved
 
     def _end(self) -> None:
@@ -330,14 +363,14 @@ class Compressor:
         workers = self.engine.collectives.size if self.sum_gradients else 1
         return workers / (self.optimizer.loss_scale_factor or 1.0)
 
-    def _clip_factors(self, grads: Sequence[Array], count: int) -> Sequence[float]:
+    def _clip_factors(self, squares: Array, count: int) -> Sequence[float]:
         """By which each of ``count`` gradients is clipped, the same on all workers: by the root mean square, over the
-        workers, of the norms of their own gradients, if those are given."""
+        workers, of the norms of their own gradients, whose ``squares`` are given."""
         optimizer = self.optimizer
         limit = optimizer.clipnorm or optimizer.global_clipnorm
-        if not limit or not grads:
+        if not limit:
             return [1.0] * count
-        squares = np.array([np.dot(g.reshape(-1), g.reshape(-1)) for g in grads], np.float64) * self._factor**2
+        squares = squares.astype(np.float64) * self._factor**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
         norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")

@@ -19,6 +19,7 @@ from tensorflow.core.framework.attr_value_pb2 import AttrValue
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
 from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.place import Place
 
 
 def cond(
@@ -81,6 +82,34 @@ def host_values(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequenc
             values = work(*[tf.identity(i) for i in inputs])
             return [tf.convert_to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
         return list(tf.py_function(work, list(inputs), list(dtypes)))
+
+
+def on_device(place: Place, work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
+    """``host_values`` whose tensors are, and stay, in the memory of ``place``."""
+    with tf.device(place.device):
+        if tf.executing_eagerly():
+            return list(work(*inputs))
+        return list(tf.py_function(work, list(inputs), list(dtypes)))
+
+
+def handed(place: Place | None, tensors: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
+    """How a host function gets ``tensors``, float32: what is to be among its inputs, and what makes flat arrays of the
+    values of these, in the host's memory or in that of ``place``."""
+    if place is None:
+        return list(tensors), lambda values: [view(value).reshape(-1) for value in values]
+    arrays: list[Any] = []
+
+    def keep(*values: Any) -> list[Any]:
+        arrays[:] = [place.array(value) for value in values]
+        return [tf.constant(True)]
+
+    def take(_: Any) -> list[Any]:
+        taken, arrays[:] = arrays[:], []
+        return taken
+
+    done = on_device(place, keep, tensors, [tf.bool])
+    run_independently(done[0])
+    return done, take
 
 
 def in_rounds(

@@ -35,6 +35,7 @@ from horovod_onebit.tf.graph import (
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.meeting import told
+from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
@@ -419,6 +420,7 @@ def DistributedOptimizer(
     schedule: ZeroOne | Local | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
+    kernels: str = "auto",
 ) -> Any:
     """A Keras optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -440,6 +442,9 @@ def DistributedOptimizer(
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
+        kernels: ``"auto"`` compresses variables on a GPU there, by the CUDA kernels, where these work and all
+            compressed variables are on one GPU; ``"cuda"`` raises an error where they do not work; ``"cpu"``
+            compresses in the host's memory, as any does with a ``schedule``.
 
     ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.
 
@@ -468,8 +473,9 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
-        schedule=schedule,
+        schedule=schedule, kernels=kernels,
     )  # fmt: skip
+    Placement(kernels).check()
     return _distributed(optimizer, wrapping)
 
 

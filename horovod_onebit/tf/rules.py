@@ -10,9 +10,7 @@ import keras
 import numpy as np
 
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.kernels import reference
-from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Context, Rule, Tensor, Wraps, listed, wrapped
+from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
 from horovod_onebit.schedule import ZeroOne
 
@@ -53,8 +51,8 @@ class Adapter:
         """The Keras variable that holds the second moment, or None."""
         return None if self.wraps.variance is None else getattr(optimizer, self.wraps.variance)[index]
 
-    def first_momentum(self, value: np.ndarray, learning_rate: float) -> np.ndarray:
-        """The rule's momentum from what the exact steps left, when compression starts."""
+    def first_momentum(self, value: Any, learning_rate: float) -> Any:
+        """The rule's momentum from what the exact steps left, an array or a tensor, when compression starts."""
         return value
 
     def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
@@ -85,8 +83,8 @@ class SGDAdapter(Adapter):
     def momentum(self, optimizer: Any, index: int) -> Any:
         return super().momentum(optimizer, index) if optimizer.momentum else None
 
-    def first_momentum(self, value: np.ndarray, learning_rate: float) -> np.ndarray:
-        return value / np.float32(-learning_rate) if learning_rate else np.zeros_like(value)
+    def first_momentum(self, value: Any, learning_rate: float) -> Any:
+        return value / np.float32(-learning_rate or np.inf)
 
     def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
         momentum = float(optimizer.momentum)
@@ -108,7 +106,7 @@ class LambAdapter(Adapter):
             assert tensor.layer is not None
             tensor.layer[COEFFICIENT] = 0 if first else known[i]
             if first:
-                rule.begin(tensor, ON_HOST)
+                rule.begin(tensor, optimizer._compressor.engine.context)
                 known[i] = tensor.layer[COEFFICIENT]
         if first:
             optimizer._coefficients.assign(known)
@@ -128,9 +126,6 @@ class ZeroOneAdapter(AdamAdapter):
         optimizer._tried = optimizer.add_variable((), dtype="int64", name="onebit_tried")
         optimizer._renewals = optimizer.add_variable((), dtype="int64", name="onebit_renewals")
 
-
-ON_HOST = Context(reference, Recipe(), 1)
-"""For ``Rule.begin``, which looks at nothing but where the arrays are."""
 
 ADAPTERS = {
     "keras.optimizers.Adam": AdamAdapter,

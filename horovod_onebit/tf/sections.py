@@ -63,8 +63,10 @@ class Section:
         assert step is not None
         self._parcel = Parcel()
         step.grads |= {i: compressor.clipped(g) for i, g in zip(self._all[self._number], grads, strict=True)}
-        for bucket in self._own():
-            engine.send(bucket, step.grads, step.plan)
+        with compressor.here():
+            for bucket in self._own():
+                engine.send(bucket, step.grads, step.plan)
+            engine.leave(self._own())
         step.sent = time.perf_counter(), engine.times.decode
         return self._leave()
 
@@ -73,8 +75,9 @@ class Section:
         engine, step = self._compressor.engine, self._compressor.under_way
         assert step is not None
         self._parcel.deliver(received)
-        for bucket in engine.go_on(self._buckets):
-            engine.move(bucket, step.moved)
+        with self._compressor.here():
+            for bucket in engine.go_on(self._buckets):
+                engine.move(bucket, step.moved)
         return self._leave()
 
     def _leave(self) -> Round | None:

@@ -16,8 +16,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values, packed
-from horovod_onebit.tf.graph import adopt, host_values, in_rounds, in_turns
+from horovod_onebit.tf.compressor import Compressor, Progress, Values
+from horovod_onebit.tf.graph import adopt, handed, host_values, in_rounds, in_turns, on_device
+from horovod_onebit.tf.place import tensor_of
 from horovod_onebit.tf.sections import Section, sections
 
 Pairs = Sequence[tuple[Any, Any]]
@@ -32,6 +33,7 @@ def compressed(
     ``finite``: whether the averages of ``small`` are, a tensor. Returns whether the step is taken, the factors by which
     these averages are clipped by their norms, and variables with their new values.
     """
+    compressor.find_place([v for _, v in large])
     if compressor.in_one_piece:
         return _collect(compressor, large, [finite, _begin(compressor, large, small, [finite])])
     begun = _begin(compressor, large, small)
@@ -49,40 +51,30 @@ def _begin(compressor: Compressor, large: Pairs, small: Pairs, finite: Sequence[
     ``finite``: nothing, so that the step begins before the averages of ``small`` are there; or, where it is taken as it
     begins, whether they are finite.
     """
+    optimizer, sizes = compressor.optimizer, _sizes(small)
     indices, momenta, variances = _state(compressor, large)
-    grads = [*(g for g, _ in large), _packed(small)] if compressor.wants_gradients else []
-    sizes = _sizes(small)
+    now = [optimizer.learning_rate, optimizer._iterations, optimizer._compressed_steps]
+    state = [v for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
+    grads = [g for g, _ in large] if compressor.in_one_piece else []
+    inputs, opened = handed(compressor.place, [tf.convert_to_tensor(i) for i in (*state, *grads)])
 
-    def work(learning_rate: Any, steps: Any, compressed: Any, *tensors: Any) -> None:
-        arrays = iter([view(t) for t in tensors])
+    def work(learning_rate: Any, steps: Any, compressed: Any, squares: Any, *rest: Any) -> None:
+        arrays = iter(opened(rest[len(finite) :]))
         values = _values(arrays, large, momenta, variances)
         now = Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
-        known = [next(arrays).reshape(-1) for _ in large] + _parts(next(arrays), sizes) if grads else []
-        compressor.begin_step(indices, values, now, sizes, known, finite=bool(next(arrays, True)))
+        known = all(rest[: len(finite)])
+        with compressor.here():
+            compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
 
-    return in_rounds(compressor.coroutine, compressor.collectives, work, _inputs(compressor, large, [*grads, *finite]))
-
-
-def _inputs(compressor: Compressor, large: Pairs, grads: Sequence[Any]) -> list[Any]:
-    """What a step's progress and ``_values`` are read of, and ``grads``."""
-    optimizer = compressor.optimizer
-    now = [optimizer.learning_rate, optimizer._iterations, optimizer._compressed_steps]
-    _, momenta, variances = _state(compressor, large)
-    state = [v for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
-    return [tf.convert_to_tensor(i) for i in (*now, *state, *grads)]
+    scalars = [*map(tf.convert_to_tensor, now), _squares(compressor, large, small), *finite]
+    return in_rounds(compressor.coroutine, compressor.collectives, work, [*scalars, *inputs])
 
 
-def _packed(small: Pairs) -> Any:
-    """One tensor of all gradients of ``small``, float32: what a host function is handed costs time for each tensor, not
-    for each byte."""
-    if not small:
+def _squares(compressor: Compressor, large: Pairs, small: Pairs) -> Any:
+    """The squared norms of all gradients, if the step wants them."""
+    if not compressor.clips_norms:
         return tf.zeros([0])
-    return tf.reshape(packed([g for g, _ in small], [v for _, v in small], tf.float32), [-1])
-
-
-def _parts(packed: Any, sizes: Sequence[int]) -> list[Any]:
-    """What was ``_packed``, in a host function."""
-    return np.split(packed, np.cumsum(sizes)[:-1]) if sizes else []
+    return tf.stack([tf.reduce_sum(tf.square(tf.cast(g, tf.float32))) for g, _ in (*large, *small)])
 
 
 def _sizes(pairs: Pairs) -> list[int]:
@@ -92,9 +84,9 @@ def _sizes(pairs: Pairs) -> list[int]:
 
 def _values(arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any]) -> Values:
     return Values(
-        [next(arrays).reshape(-1) for _ in large],
-        [None if m is None else next(arrays).reshape(-1) for m in momenta],
-        [None if v is None else next(arrays).reshape(-1) for v in variances],
+        [next(arrays) for _ in large],
+        [None if m is None else next(arrays) for m in momenta],
+        [None if v is None else next(arrays) for v in variances],
     )
 
 
@@ -107,26 +99,35 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
 
 def _travel(compressor: Compressor, section: Section, grads: Sequence[Any], begun: Any, label: str) -> Any:
     """``section`` with its gradients, once the step has begun."""
+    inputs, opened = handed(compressor.place, [*map(tf.convert_to_tensor, grads)])
 
-    def start(_: Any, *tensors: Any) -> Any:
-        return section.start([view(t).reshape(-1) for t in tensors])
+    def start(_: Any, *values: Any) -> Any:
+        return section.start(opened(values))
 
-    inputs = [begun, *map(tf.convert_to_tensor, grads)]
-    return in_turns(start, section.resume, compressor.collectives, inputs, label)
+    return in_turns(start, section.resume, compressor.collectives, [begun, *inputs], label)
 
 
 def _collect(compressor: Compressor, large: Pairs, arrived: Sequence[Any]) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """End the step when all has ``arrived``, first of it whether averages are finite; returns what ``compressed``
     does."""
-    _, momenta, _ = _state(compressor, large)
+    place, (_, momenta, _) = compressor.place, _state(compressor, large)
     changed = [v for _, v in large] + [m for m in momenta if m is not None]
+    new: list[Any] = []
 
     def work(finite: Any, *_: Any) -> list[Any]:
-        taken, factors, moved = compressor.conclude(finite=bool(finite))
-        new = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
-        return [np.bool_(taken), factors, *map(adopt, new)]
+        with compressor.here():
+            taken, factors, moved = compressor.conclude(finite=bool(finite))
+        new[:] = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
+        return [np.bool_(taken), factors, *(map(adopt, new) if place is None else ())]
 
-    taken, factors, *results = host_values(work, arrived, [tf.bool, tf.float32, *(tf.float32 for _ in changed)])
+    def there(_: Any) -> list[Any]:
+        tensors, new[:] = [tensor_of(array) for array in new], []
+        return tensors
+
+    kinds: list[Any] = [tf.float32 for _ in changed]
+    taken, factors, *results = host_values(work, arrived, [tf.bool, tf.float32, *(kinds if place is None else ())])
     taken.set_shape([])
     factors.set_shape([None])
+    if place is not None:
+        results = on_device(place, there, [taken], kinds)
     return taken, factors, [(v, tf.reshape(value, v.shape)) for v, value in zip(changed, results, strict=True)]

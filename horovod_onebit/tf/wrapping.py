@@ -29,6 +29,7 @@ class Wrapping(face.Arguments):
     exact: Any = ()
     name: str | None = None
     schedule: ZeroOne | Local | None = None
+    kernels: str = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -50,7 +51,7 @@ class Wrapping(face.Arguments):
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
-        return str({key: value for key, value in self.to_config().items() if key != "exact"})
+        return str({key: value for key, value in self.to_config().items() if key not in ("exact", "kernels")})
 
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""
@@ -66,6 +67,7 @@ class Wrapping(face.Arguments):
             "exact": list(self.exact),
             "name": self.name,
             "schedule": None if self.schedule is None else dataclasses.asdict(self.schedule),
+            "kernels": self.kernels,
         }
 
     @classmethod

@@ -32,6 +32,9 @@ class ZeroOneSteps(Compressor):
 
     in_one_piece = True  # some steps send nothing, others exact gradients
 
+    def find_place(self, variables: Sequence[Any]) -> None:
+        """In the host's memory, where what it keeps besides the moments is."""
+
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         assert isinstance(wrapping.schedule, ZeroOne)
@@ -41,7 +44,7 @@ class ZeroOneSteps(Compressor):
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
-        grads: Sequence[Array], *, finite: bool,
+        grads: Sequence[Array], squares: Array, *, finite: bool,
     ) -> None:  # fmt: skip
         """Take the whole step."""
         engine, optimizer = self.engine, self.optimizer
@@ -50,10 +53,10 @@ class ZeroOneSteps(Compressor):
             engine.feedback.reset()
         try:
             self.count_averages(sum(sizes))
-            factors = self._clip_factors(grads, len(grads))
+            factors = self._clip_factors(squares, len(indices) + len(sizes))
             kind = kind_of(self.schedule, engine.exchanges + 1)
             rules = self._take_up(indices, values, progress, factors, kind)
-            own = [self.clipped(grad) for grad in grads[: len(indices)]]
+            own = [self.clipped(grad) for grad in grads]
             self._done = self._exchange(engine.plan(kind, rules), own, finite=finite), factors
             if self._done[0]:
                 self._keep(rules)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, MutableMapping
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import torch
@@ -12,14 +12,13 @@ import torch
 from horovod_onebit.checks import one_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import ErrorFeedback
-from horovod_onebit.kernels import backend, has_gpu
+from horovod_onebit.kernels import Kernels, backend, has_gpu
 from horovod_onebit.rules import Tensor
 from horovod_onebit.torch.plain import coarsen
 from horovod_onebit.torch.rules import Adapter
 
 logger = logging.getLogger("horovod_onebit")
 
-Kernels = Literal["auto", "cpu", "cuda"]
 HOST = torch.device("cpu")
 
 

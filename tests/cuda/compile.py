@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import subprocess
 import sys
 from functools import cache
 from importlib.metadata import version
@@ -144,6 +145,14 @@ def write(folder, capability=(9, 0)):
     """All kernels, a file each."""
     for program in programs():
         Path(folder, f"{program.name}.ptx").write_text(ptx(program, capability))
+
+
+def driven(folder):
+    """The environment of a process where Numba finds a GPU: ``driver.c``, which this compiles, with the kernels."""
+    write(folder)
+    driver, source = Path(folder) / "libcuda.so.1", Path(__file__).with_name("driver.c")
+    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", driver, source, "-ldl"], check=True)
+    return {"LD_LIBRARY_PATH": str(folder), "ONEBIT_PTX": str(folder), "ONEBIT_DRIVER": str(driver)}
 
 
 if __name__ == "__main__":

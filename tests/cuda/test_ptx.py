@@ -20,7 +20,7 @@ if config.ENABLE_CUDASIM:
 
 from horovod_onebit.kernels.cuda import MAX_THREADS
 from horovod_onebit.rules.lamb import take_over_momentum
-from tests.cuda.compile import programs, ptx, write
+from tests.cuda.compile import driven, programs, ptx
 
 CAPABILITIES = [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (12, 0)]
 REGISTERS_OF_A_BLOCK = 65536
@@ -97,10 +97,7 @@ def test_the_kernels_agree_with_the_reference_in_the_simulator():
 @pytest.mark.skipif(not shutil.which("cc"), reason="no C compiler here, for the driver")
 def test_the_compiled_kernels_agree_with_the_reference(tmp_path):
     """As on a GPU, with all that Numba does there; only that the driver is ours, and the kernels run on the CPU."""
-    write(tmp_path)
-    driver, source = tmp_path / "libcuda.so.1", Path(__file__).with_name("driver.c")
-    subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", driver, source, "-ldl"], check=True)
-    output = kernel_tests(LD_LIBRARY_PATH=str(tmp_path), ONEBIT_PTX=str(tmp_path), ONEBIT_DRIVER=str(driver))
+    output = kernel_tests(**driven(tmp_path))
     assert "PerformanceWarning" not in output
 
 

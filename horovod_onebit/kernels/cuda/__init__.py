@@ -59,6 +59,7 @@ __all__ = [
     "restore",
     "set_num_threads",
     "sums",
+    "synchronize",
     "twin",
     "use_stream",
     "widen",
@@ -306,6 +307,12 @@ def copy(source: Any, target: Any) -> None:
         _there(buffer(target))[:] = _there(buffer(source))
     elif buffer(target).size:
         _there(buffer(target)).copy_to_device(_there(buffer(source)), stream=launcher.current())
+
+
+def synchronize() -> None:
+    """Wait for all that was launched on this thread's stream."""
+    if not SIMULATED:
+        launcher.current().synchronize()
 
 
 def zeros(size: int) -> Buffer:
