@@ -66,6 +66,7 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, 
 	$(BIN)/python -m pytest -rs tests/cuda
 	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/horovodrun -np 4 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py -k of_a_host
+	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_keras_cuda.py
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 
@@ -93,7 +94,7 @@ bench: setup ## time the codec, a step without a slow link, and training on shap
 	$(BIN)/python -m benchmarks.step --framework tf
 	$(BIN)/python -m benchmarks.local
 	$(BIN)/python -m benchmarks.link
-	$(BIN)/python -m benchmarks.link --slow
+	$(BIN)/python -m benchmarks.link --local
 	$(BIN)/python -m benchmarks.link --framework tf
 	$(BIN)/python -m benchmarks.target
 

@@ -1,6 +1,6 @@
 """Training and exchange on shaped links, against what one would use instead. Linux and root.
 
-    python -m benchmarks.link [--slow | --framework tf] [--only 2-1gbit-25M ...] [--anyway]
+    python -m benchmarks.link [--local | --framework tf] [--only 2-1gbit-25M ...] [--anyway]
 
 Hosts are network namespaces of this machine, a core for each as far as there are cores, joined by links that `tc`
 shapes. Everything that is compared runs in one job, on the same links, in turns (`benchmarks/measure.py`); the figures
@@ -47,6 +47,10 @@ SLOW = (
 SLOWEST = (  # others begin with exact steps of minutes
     "no communication", "onebit local 8", "onebit local 16", "onebit local 16 hidden", "onebit local 64:3",
     "diloco 16:1", "diloco 64:1",
+)  # fmt: skip
+ROUNDS = (
+    "no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit local 8",
+    "onebit local 16", "onebit local 16 hidden", "onebit local 64", "diloco 16", "diloco 64",
 )  # fmt: skip
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 KERAS = (
@@ -95,9 +99,13 @@ SETTINGS = (
     Setting(4, "1gbit", "25M", MANY, seconds=60, yields=True),
 )
 
-SLOW_SETTINGS = (
+LOCAL_SETTINGS = (
+    Setting(2, "10mbit", "1M", SLOW, steps=4, seconds=90, exchange=0),
+    Setting(2, "50mbit", "1M", SLOW, steps=4, seconds=60, exchange=0),
+    *(Setting(2, rate, "1M", ROUNDS, steps=8, seconds=60, exchange=0) for rate in ("100mbit", "1gbit", "10gbit")),
+    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=800, exchange=0),
     Setting(2, "50mbit", "25M", SLOW, steps=4, seconds=420, exchange=0),
-    Setting(2, "10mbit", "25M", SLOWEST, steps=4, seconds=420, exchange=0),
+    *(Setting(2, rate, "25M", ROUNDS, seconds=300, exchange=0) for rate in ("100mbit", "1gbit", "10gbit")),
 )
 """With local steps, which have results of their own."""
 
@@ -126,7 +134,7 @@ def run(setting: Setting, *, anyway: bool) -> dict[str, Any]:
             "mpi", "python", WORKERS[setting.framework], "--hosts", ",".join(hosts.addresses), "--model", setting.model,
             "--ways", ways, "--steps", str(setting.steps), "--seconds", str(setting.seconds),
             "--exchange-seconds", str(setting.exchange), *(["--anyway"] if anyway else []),
-            timeout=1800, variables=variables,
+            timeout=3600, variables=variables,
         )  # fmt: skip
     found = result(output)
     if "refused" in found:
@@ -157,7 +165,7 @@ def ratio(found: dict[str, Any] | None) -> str:
 
 def choose(options: argparse.Namespace) -> Sequence[Setting]:
     """The settings that are wanted, in which way they are wanted."""
-    named = {"torch": SLOW_SETTINGS if options.slow else SETTINGS, "tf": KERAS_SETTINGS}[options.framework]
+    named = {"torch": LOCAL_SETTINGS if options.local else SETTINGS, "tf": KERAS_SETTINGS}[options.framework]
     changed = {
         "ways": tuple(options.ways.split(",")) if options.ways else None,
         "seconds": options.seconds,
@@ -169,16 +177,16 @@ def choose(options: argparse.Namespace) -> Sequence[Setting]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--slow", action="store_true", help="the links that local steps are for")
+    parser.add_argument("--local", action="store_true", help="local steps, on slow links and fast ones")
     parser.add_argument("--framework", choices=tuple(WORKERS), default="torch")
-    parser.add_argument("--only", nargs="*", help=f"any of {', '.join(s.name for s in SETTINGS + SLOW_SETTINGS)}")
+    parser.add_argument("--only", nargs="*", help=f"any of {', '.join(s.name for s in SETTINGS + LOCAL_SETTINGS)}")
     parser.add_argument("--ways", help="what to compare in place of what each setting does, comma-separated")
     parser.add_argument("--seconds", type=float, help="for the training of each setting")
     parser.add_argument("--exchange-seconds", type=float, help="for the exchange alone of each setting")
     parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    name = "keras.json" if options.framework == "tf" else "slow.json" if options.slow else "link.json"
+    name = "keras.json" if options.framework == "tf" else "local_steps.json" if options.local else "link.json"
     options.json = options.json or RESULTS / name
     console = Console(width=None if sys.stdout.isatty() else 150)
     if reason := unavailable():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -55,17 +56,17 @@ crashes with more than one bucket, so it has one. Three and four hosts share two
 
 {trainings}
 
-{keras}## Local steps on slow links
+{keras}## Local steps
 
-On {slow_machine} (`python -m benchmarks.link --slow`). `onebit local 8` is `schedule=Local()`, with one exchange for 8
-steps, after the second moments were frozen; before that, rounds have 4 steps, and the second moments travel once, 8
+On {local_machine} (`python -m benchmarks.link --local`). `onebit local 8` is `schedule=Local()`, with one exchange for
+8 steps, after the second moments were frozen; before that, rounds have 4 steps, and the second moments travel once, 8
 bytes a parameter. `diloco 16` is DiLoCo in float32 with rounds of 16 steps (Douillard et al. 2023: AdamW inside,
 Nesterov's SGD outside with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce.
 Milliseconds and megabytes are those of one step, averaged over a round of local steps. `hidden` adds `delay=4`: the
 exchange runs during the next steps, and all moments stay each worker's own. Local steps with frozen moments can be
 faster than steps without communication: they are taken in our own kernel, and not in PyTorch's AdamW.
 
-{slow}
+{local_steps}
 
 {target}## Without a slow link
 
@@ -217,10 +218,31 @@ def steps_foretold(results: dict[str, Any]) -> Iterator[tuple[dict[str, Any], st
             yield result, way, direct.step, found[way]["seconds"]["median"]
 
 
-def slow(results: dict[str, Any]) -> str:
-    told = {(id(result), way): seconds for result, way, seconds, _ in steps_foretold(results)}
+def local_steps(results: dict[str, Any]) -> str:
+    """A table for each number of parameters, then one for each link."""
+    ordered = sorted(results.values(), key=lambda one: (-one["parameters"], planner.rate(one["rate"])))
+    models = dict.fromkeys(result["parameters"] for result in ordered)
+    parts = [_by_link([one for one in ordered if one["parameters"] == model]) for model in models]
+    return "\n\n".join([*parts, *_link_by_link(ordered)])
+
+
+def _by_link(results: list[dict[str, Any]]) -> str:
+    """A step of each way, on all links."""
+    rows = []
+    for way in max((result["training"] for result in results), key=len):
+        found = [result["training"].get(way) for result in results]
+        ratios = ["" if row is None else _number(row["ratios"].get(ALONE, {"median": 1})["median"]) for row in found]
+        received = statistics.median(row["received"] for row in found if row is not None)
+        rows.append([way, *ratios, f"{1e-6 * received:.3f}"])
+    heading = ["method", *(_rate(result) for result in results), "MB received"]
+    title = f"### {1e-6 * results[0]['parameters']:.0f} M parameters, 2 hosts: a step, to one without communication"
+    return "\n\n".join([title, table(heading, rows)])
+
+
+def _link_by_link(results: list[dict[str, Any]]) -> list[str]:
+    told = {(id(result), way): seconds for result, way, seconds, _ in steps_foretold(dict(enumerate(results)))}
     parts = []
-    for result in results.values():
+    for result in results:
         found = result["training"]
         rows = []
         for way, row in found.items():
@@ -230,7 +252,7 @@ def slow(results: dict[str, Any]) -> str:
             rows.append([way, _ms(row), times(found, way, "no communication"), megabytes, foretold])
         heading = ["method", "ms a step", 'to "no communication"', "MB received", "predicted, ms"]
         parts += [f"### {_title(result)}", _known(result, "training"), table(heading, rows)]
-    return "\n\n".join(parts)
+    return parts
 
 
 def _known(result: dict[str, Any], part: str) -> str:
@@ -419,14 +441,14 @@ def ahead() -> str:
 
 
 def main() -> None:
-    link, codec, slow_links = (load(name) for name in ("link", "codec", "slow"))
+    link, codec, found = (load(name) for name in ("link", "codec", "local_steps"))
     text = PAGE.format(
         machine=link["machine"],
         exchanges=exchanges(link["results"]),
         trainings=trainings(link["results"]),
         keras=keras(),
-        slow_machine=slow_links["machine"],
-        slow=slow(slow_links["results"]),
+        local_machine=found["machine"],
+        local_steps=local_steps(found["results"]),
         target=targets(),
         step=steps(),
         local=local(),

@@ -219,7 +219,7 @@ def test_the_page_says_of_how_few_rounds_a_ratio_is():
     steps["diloco 16"] = Way(lambda: 0.9, most=2)
     found = measured(steps, "no communication")
     assert not found["measured"]["training"]["met"]
-    text = report.slow({"one": found})
+    text = report.local_steps({"one": found})
     assert "**1 of 2 intervals are within 10 %**" in text
     assert "9 [9, 9] (2 of them)" in text
 

@@ -206,7 +206,7 @@ def test_times_are_within_a_quarter_of_those_measured(name):
 
 
 def test_local_steps_are_within_a_quarter_of_those_measured():
-    rows = list(report.steps_foretold(report.load("slow")["results"]))
+    rows = list(report.steps_foretold(report.load("local_steps")["results"]))
     # Of a single round, in which "no communication" has a turn of a few steps, nothing is known about ratios.
     known = [row for row in rows if row[0].get("measured", {"training": {"rounds": 2}})["training"]["rounds"] > 1]
     assert known
