@@ -162,7 +162,8 @@ class _Keras(checkpoints.Face):
     def write_own(self, path: Path, key: str, extra: Any) -> None:
         engine = self._compressor.engine
         self._compressor.settle()
-        own = engine.residuals()
+        with self._compressor.here():
+            own = engine.residuals()
         blobs: list[np.ndarray] = []
 
         def put(data: np.ndarray) -> int:

@@ -12,7 +12,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import horovod.tensorflow as hvd
 import keras
@@ -29,11 +29,13 @@ from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
-from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.coroutine import Coroutine, asking
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -49,13 +51,14 @@ class Progress:
 class Values:
     """What a compressed step reads of variables, in their order: flat float32 arrays, or None where there is none.
 
-    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to. Where
-    the step has a ``Place``, that is a GPU's memory.
+    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to. They
+    are in the host's memory, or in that of ``place``.
     """
 
     weights: Sequence[Array]
     momenta: Sequence[Array | None]
     variances: Sequence[Array | None]
+    place: Place | None = None
 
 
 @dataclass
@@ -82,10 +85,12 @@ class Compressor:
     Attributes:
         kind: of its residuals.
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
-        place: where the compressed variables are worked on, if that is not the host's memory.
+        in_host_memory: whether steps are taken there, wherever the variables are.
+        place: where the last step was taken, if that is not the host's memory.
     """
 
     in_one_piece = False
+    in_host_memory = False
     place: Place | None = None
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
@@ -115,16 +120,28 @@ class Compressor:
         if self.under_way is not None:
             self._end()
 
-    def find_place(self, variables: Sequence[Any]) -> None:
-        """Work on ``variables``, those that are compressed, where they are, if the kernels can."""
-        place = self.placement.of(variables)
+    def place_of(self, variables: Sequence[Any]) -> Place | None:
+        """Where steps of ``variables``, those that are compressed, are taken; None is the host's memory."""
+        return None if self.in_host_memory else self.placement.of(variables)
+
+    def _go_to(self, place: Place | None) -> None:
         if place is not None and self.place is None:
             self.engine.use_kernels("cuda")
         self.place = place
 
     def here(self) -> contextlib.AbstractContextManager[None]:
-        """For what runs the kernels, on whatever thread."""
+        """For what may be in the memory of a GPU, on whatever thread."""
         return contextlib.nullcontext() if self.place is None else self.place.here()
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """``work`` of a step, which may run the kernels: on one thread then, because what these keep for a thread of
+        TensorFlow is lost whenever that leaves Python."""
+        if self.place is None or asking():
+            with self.here():
+                return work()
+        found: list[T] = []
+        self.coroutine.start(lambda: found.append(self.compute(work)))
+        return found[0]
 
     @property
     def clips_norms(self) -> bool:
@@ -276,9 +293,9 @@ class Compressor:
             return self.adapter.first_momentum(array, learning_rate)
         return self.place.computed(lambda m: self.adapter.first_momentum(m, learning_rate), array)
 
-    def _lend(self, size: int) -> Array:
+    def _lend(self, sizes: Sequence[int]) -> list[Array]:
         """Memory that TensorFlow can adopt."""
-        return self._memory.lend(size) if self.place is None else self.place.zeros(size)
+        return [self._memory.lend(size) for size in sizes] if self.place is None else self.place.lend(sizes)
 
     def _take_up(
         self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
@@ -303,17 +320,22 @@ class Compressor:
         """
         if self.under_way is not None:
             self._end()
+        self._go_to(values.place)
         self.count_averages(sum(sizes))
         factors = self._clip_factors(squares, len(indices) + len(sizes))
+        self.compute(lambda: self._begin(indices, values, progress, factors))
+
+    def _begin(self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float]) -> None:
         rules = self._take_up(indices, values, progress, factors, Kind.ONEBIT)
         plan = self.engine.plan(Kind.ONEBIT, rules)
-        moved = [self._to_move(*pair) for pair in zip(self.tensors, values.momenta, strict=True)]
+        has_momentum = [momentum is not None for momentum in values.momenta]
+        weights = self._lend([tensor.weight.size for tensor in self.tensors])
+        momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
+        moved = [
+            replace(tensor, weight=weight, momentum=next(momenta) if has else tensor.momentum)
+            for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
+        ]
         self.under_way = UnderWay(plan, factors, moved)
-
-    def _to_move(self, tensor: Tensor, momentum: Array | None) -> Tensor:
-        """``tensor`` with memory for the weights after a step, and for the ``momentum`` if there is any."""
-        weight = self._lend(tensor.weight.size)
-        return replace(tensor, weight=weight, momentum=tensor.momentum if momentum is None else self._lend(weight.size))
 
     def clipped(self, grad: Array) -> Array:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
@@ -336,19 +358,23 @@ class Compressor:
         decoded = self.engine.times.decode - step.sent[1]
         self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
         try:
-            taken = self.engine.conclude(step.plan, step.moved, finite=finite)
-            self.tensors = list(self.engine.tensors)
+            taken = self.compute(lambda: self.engine.conclude(step.plan, step.moved, finite=finite))
         finally:
             self._end()
-        if self.place is not None:
-            self.place.wait()
+        self.tensors = list(self.engine.tensors)
         return taken, np.array(step.factors[len(self.indices) :], np.float32), step.moved
 
     def _end(self) -> None:
         """Take back what is left of a step, and close its accounts."""
-        self.under_way = None
-        self.engine.restore_all()
+        step, self.under_way = self.under_way, None
+        self.compute(self._take_back)
+        del step  # with the memory that kernels have read until now
         self.engine.end_step()
+
+    def _take_back(self) -> None:
+        self.engine.restore_all()
+        if self.place is not None:
+            self.place.wait()
 
     def _rule(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
         optimizer = self.optimizer
@@ -381,13 +407,19 @@ class Compressor:
         optimizer = self.optimizer
         variables = optimizer._trainable_variables
         compressed = [v for v in variables if self.is_compressed(v)] if optimizer.phase is Phase.COMPRESSED else []
-        return self.engine.stats(
-            phase=optimizer.phase.value,
-            step=int(optimizer.iterations),
-            parameters=sum(math.prod(v.shape) for v in variables),
-            compressed=sum(math.prod(v.shape) for v in compressed),
-            norms=norms,
-        )
+        with self.here():
+            return self.engine.stats(
+                phase=optimizer.phase.value,
+                step=int(optimizer.iterations),
+                parameters=sum(math.prod(v.shape) for v in variables),
+                compressed=sum(math.prod(v.shape) for v in compressed),
+                norms=norms,
+            )
+
+    def feedback(self) -> dict[str, Array]:
+        """A copy of this worker's residuals."""
+        with self.here():
+            return self.engine.feedback.state_dict()
 
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
@@ -412,7 +444,8 @@ class Compressor:
         """Take over this worker's residuals. Raises as ``check_feedback``."""
         self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
         self.check_feedback(state)
-        self.engine.feedback.load_state_dict(state)
+        with self.here():
+            self.engine.feedback.load_state_dict(state)
 
     def check_feedback(self, state: Mapping[str, Array]) -> None:
         """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""

@@ -76,7 +76,7 @@ class KerasState(ObjectState):
         self.optimizer.flush()
         engine = compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
-        self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
+        self._feedback, self._weighing = compressor.feedback(), engine.weighing
         self._counts = compressor.counts()
 
     def save(self) -> None:
@@ -89,7 +89,8 @@ class KerasState(ObjectState):
         engine = compressor.engine
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
-        engine.feedback.load_state_dict(self._feedback)
+        with compressor.here():
+            engine.feedback.load_state_dict(self._feedback)
         engine.weigh(self._weighing)
         compressor.take_counts(self._counts)
         self._left = None  # newer than what was restored
@@ -106,7 +107,8 @@ class KerasState(ObjectState):
         compressor.settle()
         compressor.fold()
         engine = compressor.engine
-        self._left = engine.leave_world(self._left)
+        with compressor.here():
+            self._left = engine.leave_world(self._left)
         broadcast_variables(shared(self._variables()))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
         if optimizer.phase is Phase.COMPRESSED:
@@ -114,7 +116,8 @@ class KerasState(ObjectState):
             listed = enumerate(optimizer._trainable_variables)
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
-            engine.share_out(self._left, sizes)
+            with compressor.here():
+                engine.share_out(self._left, sizes)
         self._left = None
 
 

@@ -88,7 +88,7 @@ def on_device(place: Place, work: Callable[..., Any], inputs: Sequence[Any], dty
     """``host_values`` whose tensors are, and stay, in the memory of ``place``."""
     with tf.device(place.device):
         if tf.executing_eagerly():
-            return list(work(*inputs))
+            return list(work(*[tf.identity(i) for i in inputs]))  # which brings them there
         return list(tf.py_function(work, list(inputs), list(dtypes)))
 
 

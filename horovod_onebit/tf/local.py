@@ -96,6 +96,7 @@ class LocalSteps(Compressor):
     host's memory; at the first step, and after a checkpoint was loaded, they are taken again."""
 
     adapter: LocalAdapter
+    in_host_memory = True
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)

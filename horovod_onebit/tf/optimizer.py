@@ -98,6 +98,8 @@ class _DistributedOptimizer(_Wrapped):
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
         if self._wrapping.process_set.included():
             self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
+            # It raises here, where the others are told.
+            self._compressor.place_of([v for _, v in pairs if self._compressor.is_compressed(v)])
         return pairs
 
     def prepare_step(self) -> None:
@@ -344,7 +346,7 @@ class _DistributedOptimizer(_Wrapped):
         has a name that tells what they are of."""
         compressor = self._compressor
         compressor.settle()
-        residuals = compressor.engine.feedback.state_dict()
+        residuals = compressor.feedback()
         return residuals | {feedback.mark(compressor.kind, compressor.workers): np.empty(0, np.float32)}
 
     def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

@@ -12,7 +12,6 @@ import ctypes
 import logging
 import math
 from collections.abc import Callable, Iterator, Sequence
-from functools import cache
 from typing import Any
 
 import keras
@@ -45,8 +44,6 @@ class _Held:
 class Place:
     """The memory of a GPU, as the core sees it (Numba's simulator takes the host's for that).
 
-    The thread that first asks for its ``fault`` works on that GPU from then on, all others do ``here``.
-
     Attributes:
         device: its name in TensorFlow.
     """
@@ -62,8 +59,8 @@ class Place:
             return "Numba simulates" if _on_gpu(self.device) else ""
         if self._number < 0:
             return "the GPU is split into several logical devices"
-        _select(self._number)
-        return str(self._kernels.fault())
+        with self.here():
+            return str(self._kernels.fault())
 
     @contextlib.contextmanager
     def here(self) -> Iterator[None]:
@@ -78,6 +75,7 @@ class Place:
 
     def array(self, tensor: Any) -> Any:
         """What an eager float32 ``tensor`` is to the kernels, flat, once TensorFlow has computed it."""
+        assert tensor.device == self.device, f"a tensor is on {tensor.device}, and not on {self.device}"
         held = _Held(tensor)
         return self._kernels.Buffer(held.address, math.prod(tensor.shape), owner=held)
 
@@ -85,6 +83,12 @@ class Place:
         """So many float32 zeros, in a new tensor."""
         with tf.device(self.device):
             return self.array(tf.zeros([size]))
+
+    def lend(self, sizes: Sequence[int]) -> list[Any]:
+        """Arrays of so many float32 each, in new tensors: all are asked for before any is waited for."""
+        with tf.device(self.device):
+            tensors = [tf.zeros([size]) for size in sizes]
+            return [self.array(tensor) for tensor in tensors]
 
     def computed(self, work: Callable[[Any], Any], array: Any) -> Any:
         """``work`` of the tensor that ``array`` is, by TensorFlow."""
@@ -104,50 +108,47 @@ def tensor_of(array: Any) -> Any:
 class Placement:
     """Whether variables are compressed on the GPU where they are, by the argument ``kernels``.
 
-    "auto" does so where the CUDA kernels do what they should; so does "cuda", which ``check`` insists on, and takes
+    "auto" does so where the CUDA kernels do what they should; "cuda" insists on them for what is on a GPU, and takes
     variables in host memory too if Numba simulates; "cpu" never does it.
     """
 
     def __init__(self, kernels: str) -> None:
         one_of("kernels", kernels, Kernels)
         self._kernels = kernels
-        self._places: dict[str, Place | None] = {}
+        self._places: dict[frozenset[str], Place | None] = {}
 
     def check(self) -> None:
-        """Raise ``ConfigurationError`` if the kernels are insisted on and do not work."""
-        if self._kernels == "cuda" and (fault := backend("cuda").fault()):
-            raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
+        """Raise ``ConfigurationError`` if the kernels are insisted on and there are none."""
+        if self._kernels == "cuda":
+            backend("cuda")
 
     def of(self, variables: Sequence[Any]) -> Place | None:
-        """Where all of ``variables`` are compressed; None is the host's memory."""
-        devices = {(v.value if isinstance(v, keras.Variable) else v).device for v in variables}
-        if self._kernels == "cpu" or len(devices) != 1:
+        """Where all of ``variables`` are compressed; None is the host's memory. Raises ``ConfigurationError`` if the
+        kernels are insisted on and do not work on the GPU that they are on."""
+        devices = frozenset((v.value if isinstance(v, keras.Variable) else v).device for v in variables)
+        if self._kernels == "cpu" or not devices:
             return None
-        device = devices.pop()
-        if device not in self._places:
-            self._places[device] = self._find(device)
-        return self._places[device]
+        if devices not in self._places:
+            self._places[devices] = self._find(sorted(devices))
+        return self._places[devices]
 
-    def _find(self, device: str) -> Place | None:
+    def _find(self, devices: Sequence[str]) -> Place | None:
         simulated = self._kernels == "cuda" and has_gpu() and backend("cuda").SIMULATED
-        if not (_on_gpu(device) or simulated):
+        if not (simulated or any(map(_on_gpu, devices))):
             return None
-        place, fault = None, "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
-        if has_gpu():
-            place = Place(backend("cuda"), device)
-            fault = place.fault()
+        place, fault = None, "compressed variables are on several devices"
+        if len(devices) == 1:
+            fault = "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
+            if has_gpu():
+                place = Place(backend("cuda"), devices[0])
+                fault = place.fault()
+        if fault and self._kernels == "cuda":
+            raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         if fault:
-            logger.warning("variables on %s are compressed in the host's memory, which is slow: %s", device, fault)
+            there = ", ".join(devices)
+            logger.warning("variables on %s are compressed in the host's memory, which is slow: %s", there, fault)
             return None
         return place
-
-
-@cache
-def _select(number: int) -> None:
-    """Once, since each call puts the GPU on the thread's stack of contexts."""
-    from numba import cuda
-
-    cuda.select_device(number)
 
 
 def _on_gpu(device: str) -> bool:

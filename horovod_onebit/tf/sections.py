@@ -50,6 +50,7 @@ class Section:
 
     def __init__(self, compressor: Compressor, all_sections: Sequence[tuple[int, ...]], number: int) -> None:
         self._compressor = compressor
+        self.collectives = compressor.collectives
         self._all = all_sections
         self._number = number
         self._layout: Layout | None = None
@@ -58,27 +59,32 @@ class Section:
 
     def start(self, grads: Sequence[Array]) -> Round | None:
         """Encode the section's buckets; the first round."""
-        compressor = self._compressor
-        engine, step = compressor.engine, compressor.under_way
+        compressor, step = self._compressor, self._compressor.under_way
         assert step is not None
         self._parcel = Parcel()
         step.grads |= {i: compressor.clipped(g) for i, g in zip(self._all[self._number], grads, strict=True)}
-        with compressor.here():
-            for bucket in self._own():
-                engine.send(bucket, step.grads, step.plan)
-            engine.leave(self._own())
-        step.sent = time.perf_counter(), engine.times.decode
+        compressor.compute(self._send)
+        step.sent = time.perf_counter(), compressor.engine.times.decode
         return self._leave()
 
     def resume(self, received: Sequence[NDArray]) -> Round | None:
         """What came of the last round; the next one."""
+        self._parcel.deliver(received)
+        self._compressor.compute(self._move)
+        return self._leave()
+
+    def _send(self) -> None:
         engine, step = self._compressor.engine, self._compressor.under_way
         assert step is not None
-        self._parcel.deliver(received)
-        with self._compressor.here():
-            for bucket in engine.go_on(self._buckets):
-                engine.move(bucket, step.moved)
-        return self._leave()
+        for bucket in self._own():
+            engine.send(bucket, step.grads, step.plan)
+        engine.leave(self._own())
+
+    def _move(self) -> None:
+        engine, step = self._compressor.engine, self._compressor.under_way
+        assert step is not None
+        for bucket in engine.go_on(self._buckets):
+            engine.move(bucket, step.moved)
 
     def _leave(self) -> Round | None:
         self._parcel.put(self._compressor.collectives.take())

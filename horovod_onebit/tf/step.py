@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Progress, Values
 from horovod_onebit.tf.graph import adopt, handed, host_values, in_rounds, in_turns, on_device
-from horovod_onebit.tf.place import tensor_of
+from horovod_onebit.tf.place import Place, tensor_of
 from horovod_onebit.tf.sections import Section, sections
 
 Pairs = Sequence[tuple[Any, Any]]
@@ -33,19 +33,19 @@ def compressed(
     ``finite``: whether the averages of ``small`` are, a tensor. Returns whether the step is taken, the factors by which
     these averages are clipped by their norms, and variables with their new values.
     """
-    compressor.find_place([v for _, v in large])
+    place = compressor.place_of([v for _, v in large])
     if compressor.in_one_piece:
-        return _collect(compressor, large, [finite, _begin(compressor, large, small, [finite])])
-    begun = _begin(compressor, large, small)
+        return _collect(compressor, place, large, [finite, _begin(compressor, place, large, small, [finite])])
+    begun = _begin(compressor, place, large, small)
     members = sections(_sizes(large), compressor.engine.recipe)
     arrived = []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
-        arrived.append(_travel(compressor, section, [large[i][0] for i in numbers], begun, str(number)))
-    return _collect(compressor, large, [finite, *arrived])
+        arrived.append(_travel(section, place, [large[i][0] for i in numbers], begun, str(number)))
+    return _collect(compressor, place, large, [finite, *arrived])
 
 
-def _begin(compressor: Compressor, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
+def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
     """Begin the step, of the state before it; a tensor that is there when that is done.
 
     ``finite``: nothing, so that the step begins before the averages of ``small`` are there; or, where it is taken as it
@@ -56,15 +56,14 @@ def _begin(compressor: Compressor, large: Pairs, small: Pairs, finite: Sequence[
     now = [optimizer.learning_rate, optimizer._iterations, optimizer._compressed_steps]
     state = [v for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
     grads = [g for g, _ in large] if compressor.in_one_piece else []
-    inputs, opened = handed(compressor.place, [tf.convert_to_tensor(i) for i in (*state, *grads)])
+    inputs, opened = handed(place, [tf.convert_to_tensor(i) for i in (*state, *grads)])
 
     def work(learning_rate: Any, steps: Any, compressed: Any, squares: Any, *rest: Any) -> None:
         arrays = iter(opened(rest[len(finite) :]))
-        values = _values(arrays, large, momenta, variances)
+        values = _values(arrays, large, momenta, variances, place)
         now = Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
         known = all(rest[: len(finite)])
-        with compressor.here():
-            compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
+        compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
 
     scalars = [*map(tf.convert_to_tensor, now), _squares(compressor, large, small), *finite]
     return in_rounds(compressor.coroutine, compressor.collectives, work, [*scalars, *inputs])
@@ -82,11 +81,14 @@ def _sizes(pairs: Pairs) -> list[int]:
     return [math.prod(v.shape) for _, v in pairs]
 
 
-def _values(arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any]) -> Values:
+def _values(
+    arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any], place: Place | None
+) -> Values:
     return Values(
         [next(arrays) for _ in large],
         [None if m is None else next(arrays) for m in momenta],
         [None if v is None else next(arrays) for v in variances],
+        place,
     )
 
 
@@ -97,26 +99,27 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
     return indices, [adapter.momentum(optimizer, i) for i in indices], [adapter.variance(optimizer, i) for i in indices]
 
 
-def _travel(compressor: Compressor, section: Section, grads: Sequence[Any], begun: Any, label: str) -> Any:
+def _travel(section: Section, place: Place | None, grads: Sequence[Any], begun: Any, label: str) -> Any:
     """``section`` with its gradients, once the step has begun."""
-    inputs, opened = handed(compressor.place, [*map(tf.convert_to_tensor, grads)])
+    inputs, opened = handed(place, [*map(tf.convert_to_tensor, grads)])
 
     def start(_: Any, *values: Any) -> Any:
         return section.start(opened(values))
 
-    return in_turns(start, section.resume, compressor.collectives, [begun, *inputs], label)
+    return in_turns(start, section.resume, section.collectives, [begun, *inputs], label)
 
 
-def _collect(compressor: Compressor, large: Pairs, arrived: Sequence[Any]) -> tuple[Any, Any, list[tuple[Any, Any]]]:
+def _collect(
+    compressor: Compressor, place: Place | None, large: Pairs, arrived: Sequence[Any]
+) -> tuple[Any, Any, list[tuple[Any, Any]]]:
     """End the step when all has ``arrived``, first of it whether averages are finite; returns what ``compressed``
     does."""
-    place, (_, momenta, _) = compressor.place, _state(compressor, large)
+    _, momenta, _ = _state(compressor, large)
     changed = [v for _, v in large] + [m for m in momenta if m is not None]
     new: list[Any] = []
 
     def work(finite: Any, *_: Any) -> list[Any]:
-        with compressor.here():
-            taken, factors, moved = compressor.conclude(finite=bool(finite))
+        taken, factors, moved = compressor.conclude(finite=bool(finite))
         new[:] = [t.weight for t in moved] + [t.momentum for t, m in zip(moved, momenta, strict=True) if m is not None]
         return [np.bool_(taken), factors, *(map(adopt, new) if place is None else ())]
 

@@ -31,9 +31,7 @@ class ZeroOneSteps(Compressor):
     """The steps of one Keras ``DistributedOptimizer`` by 0/1 Adam, after its warm-up."""
 
     in_one_piece = True  # some steps send nothing, others exact gradients
-
-    def find_place(self, variables: Sequence[Any]) -> None:
-        """In the host's memory, where what it keeps besides the moments is."""
+    in_host_memory = True  # where what it keeps besides the moments is
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)

@@ -152,7 +152,8 @@ def driven(folder):
     write(folder)
     driver, source = Path(folder) / "libcuda.so.1", Path(__file__).with_name("driver.c")
     subprocess.run(["cc", "-shared", "-fPIC", "-O1", "-o", driver, source, "-ldl"], check=True)
-    return {"LD_LIBRARY_PATH": str(folder), "ONEBIT_PTX": str(folder), "ONEBIT_DRIVER": str(driver)}
+    kernels = {"LD_LIBRARY_PATH": str(folder), "ONEBIT_PTX": str(folder), "ONEBIT_DRIVER": str(driver)}
+    return kernels | {"MALLOC_PERTURB_": "165"}  # glibc overwrites what is freed
 
 
 if __name__ == "__main__":

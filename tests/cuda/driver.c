@@ -1,9 +1,11 @@
-// A CUDA driver without a GPU, for tests: what Numba asks for of libcuda.so.1. The device's memory is the process's own,
-// copies are done at once, and launches go to the function given to `launch_by`, with the kernel's name and arguments.
+// A CUDA driver without a GPU, for tests: what Numba asks for of libcuda.so.1. The device's memory is the process's own.
+// Launches go to the function given to `launch_by`, with the kernel's name and arguments. Launches and asynchronous copies
+// are done as late as CUDA allows, when somebody waits: so a test sees what is read too early, or freed too early.
 // Names, arguments and numbers are those of cuda.h, CUDA 12.9.
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
+#include <pthread.h>
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
@@ -21,6 +23,66 @@ static __thread Handle contexts[16];
 static __thread int depth;
 
 void launch_by(Launch function) { launch = function; }
+
+enum Kind { COPY, LAUNCH, FREE };
+struct Task {
+    enum Kind kind;
+    const char *kernel;
+    Address to, from;
+    size_t size;
+    unsigned blocks, threads;
+    int64_t table, rows;
+};
+static struct Task *tasks; // from `first` to `last`
+static size_t first, last, room;
+static int failed;
+static __thread int running; // what a launch calls may free memory
+static pthread_mutex_t queue = PTHREAD_MUTEX_INITIALIZER, run = PTHREAD_MUTEX_INITIALIZER;
+
+static int later(struct Task task) {
+    pthread_mutex_lock(&queue);
+    if (first == last)
+        first = last = 0;
+    if (last == room)
+        tasks = realloc(tasks, (room = 2 * room + 64) * sizeof *tasks);
+    tasks[last++] = task;
+    pthread_mutex_unlock(&queue);
+    return SUCCESS;
+}
+static int copy_later(Address to, Address from, size_t size) {
+    return later((struct Task){.kind = COPY, .to = to, .from = from, .size = size});
+}
+static int free_later(Address address) { return later((struct Task){.kind = FREE, .to = address}); }
+static int launch_later(Handle kernel, unsigned blocks, unsigned threads, void **arguments) {
+    return later((struct Task){.kind = LAUNCH, .kernel = kernel, .blocks = blocks, .threads = threads,
+                               .table = *(int64_t *)arguments[0], .rows = *(int64_t *)arguments[1]});
+}
+static int next(struct Task *task) {
+    pthread_mutex_lock(&queue);
+    int found = first < last;
+    if (found)
+        *task = tasks[first++];
+    pthread_mutex_unlock(&queue);
+    return found;
+}
+static int finish(void) {
+    if (running)
+        return failed;
+    pthread_mutex_lock(&run);
+    running = 1;
+    for (struct Task task; next(&task);) {
+        void *arguments[] = {&task.table, &task.rows};
+        if (task.kind == COPY)
+            memmove((void *)task.to, (void *)task.from, task.size);
+        else if (task.kind == FREE)
+            free((void *)task.to);
+        else if (launch && launch(task.kernel, task.blocks, task.threads, arguments))
+            failed = LAUNCH_FAILED;
+    }
+    running = 0;
+    pthread_mutex_unlock(&run);
+    return failed;
+}
 
 int cuInit(unsigned flags) { return SUCCESS; }
 int cuDriverGetVersion(int *version) { return *version = 12090, SUCCESS; }
@@ -47,35 +109,39 @@ int cuCtxSetCurrent(Handle context) { return contexts[depth ? depth - 1 : depth+
 int cuCtxPushCurrent(Handle context) { return contexts[depth++] = context, SUCCESS; }
 int cuCtxPopCurrent(Handle *context) { return *context = contexts[--depth], SUCCESS; }
 int cuCtxGetDevice(int *device) { return *device = 0, SUCCESS; }
-int cuCtxSynchronize(void) { return SUCCESS; }
+int cuCtxSynchronize(void) { return finish(); }
 
 int cuMemGetInfo(size_t *free_bytes, size_t *total) { return *free_bytes = *total = 1ul << 34, SUCCESS; }
 int cuMemHostAlloc(void **memory, size_t size, unsigned flags) {
     return posix_memalign(memory, 512, size) ? OUT_OF_MEMORY : SUCCESS;
 }
 int cuMemAlloc(Address *address, size_t size) { return cuMemHostAlloc((void **)address, size, 0); }
-int cuMemFreeHost(void *memory) { return free(memory), SUCCESS; }
-int cuMemFree(Address address) { return free((void *)address), SUCCESS; }
+int cuMemFreeHost(void *memory) { return free_later((Address)memory); }
+int cuMemFree(Address address) { return free_later(address); }
 int cuMemHostGetDevicePointer(Address *address, void *memory, unsigned flags) {
     return *address = (Address)memory, SUCCESS;
 }
-int cuMemcpyHtoD(Address to, const void *from, size_t size) { return memcpy((void *)to, from, size), SUCCESS; }
-int cuMemcpyDtoH(void *to, Address from, size_t size) { return memcpy(to, (void *)from, size), SUCCESS; }
-int cuMemcpyDtoD(Address to, Address from, size_t size) { return memmove((void *)to, (void *)from, size), SUCCESS; }
-int cuMemcpyHtoDAsync(Address to, const void *from, size_t size, Handle stream) { return cuMemcpyHtoD(to, from, size); }
-int cuMemcpyDtoHAsync(void *to, Address from, size_t size, Handle stream) { return cuMemcpyDtoH(to, from, size); }
-int cuMemcpyDtoDAsync(Address to, Address from, size_t size, Handle stream) { return cuMemcpyDtoD(to, from, size); }
+int cuMemcpyHtoD(Address to, const void *from, size_t size) { return copy_later(to, (Address)from, size), finish(); }
+int cuMemcpyDtoH(void *to, Address from, size_t size) { return copy_later((Address)to, from, size), finish(); }
+int cuMemcpyDtoD(Address to, Address from, size_t size) { return copy_later(to, from, size); }
+int cuMemcpyHtoDAsync(Address to, const void *from, size_t size, Handle stream) {
+    return copy_later(to, (Address)from, size);
+}
+int cuMemcpyDtoHAsync(void *to, Address from, size_t size, Handle stream) {
+    return copy_later((Address)to, from, size);
+}
+int cuMemcpyDtoDAsync(Address to, Address from, size_t size, Handle stream) { return copy_later(to, from, size); }
 
 int cuPointerGetAttribute(void *value, int attribute, Address address) {
     return attribute == 1 ? (*(Handle *)value = &the_context, SUCCESS) : NOT_FOUND;
 }
 
-int cuStreamSynchronize(Handle stream) { return SUCCESS; }
+int cuStreamSynchronize(Handle stream) { return finish(); }
 int cuEventCreate(Handle *event, unsigned flags) { return *event = malloc(1), SUCCESS; }
 int cuEventDestroy(Handle event) { return free(event), SUCCESS; }
 int cuEventRecord(Handle event, Handle stream) { return SUCCESS; }
-int cuEventQuery(Handle event) { return SUCCESS; }
-int cuEventSynchronize(Handle event) { return SUCCESS; }
+int cuEventQuery(Handle event) { return finish(); }
+int cuEventSynchronize(Handle event) { return finish(); }
 
 int cuLibraryLoadData(Handle *library, const void *code, void *a, void *b, unsigned c, void *d, void *e, unsigned f) {
     return *library = malloc(1), SUCCESS;
@@ -90,10 +156,10 @@ struct Configuration {
 int cuLaunchKernel(Handle kernel, unsigned blocks, unsigned blocks_y, unsigned blocks_z, unsigned threads,
                    unsigned threads_y, unsigned threads_z, unsigned shared, Handle stream, void **arguments,
                    void **extra) {
-    return launch && launch(kernel, blocks, threads, arguments) ? LAUNCH_FAILED : SUCCESS;
+    return launch_later(kernel, blocks, threads, arguments);
 }
 int cuLaunchKernelEx(const struct Configuration *configuration, Handle kernel, void **arguments, void **extra) {
-    return launch && launch(kernel, configuration->blocks, configuration->threads, arguments) ? LAUNCH_FAILED : SUCCESS;
+    return launch_later(kernel, configuration->blocks, configuration->threads, arguments);
 }
 
 int cuGetErrorName(int error, const char **name) { return *name = "AN_ERROR", SUCCESS; }

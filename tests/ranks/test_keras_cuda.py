@@ -28,7 +28,7 @@ import pytest
 import tensorflow as tf
 from numba import config
 
-from horovod_onebit import ConfigurationError, Recipe
+from horovod_onebit import ConfigurationError, NonFiniteError, Recipe
 from horovod_onebit.exchange import hierarchical
 from horovod_onebit.kernels import has_gpu
 from horovod_onebit.tf import place
@@ -148,6 +148,70 @@ def test_clipping_by_value_leaves_nan_alone():
     step_with_nan(model, optimizer, 3)
     assert np.array_equal(before, weights(model))
     assert optimizer.stats().skipped_steps == 1
+
+
+def test_a_step_that_raises_gives_all_back():
+    """The gradients are still there when the kernels that take the messages back read them."""
+    trained, residuals = [], []
+    for kernels in ("cpu", "cuda"):
+        model = small()
+        optimizer = wrapped(kernels, recipe=dataclasses.replace(RECIPE, on_nonfinite="raise"), clipvalue=0.05)
+        train(model, optimizer, 4)
+        with pytest.raises(NonFiniteError):
+            step_with_nan(model, optimizer, 4)
+        train(model, optimizer, 2, start=5)
+        trained.append(weights(model))
+        residuals.append(optimizer.feedback_state_dict())
+    np.testing.assert_allclose(*trained, rtol=1e-4, atol=1e-5)
+    for name, value in residuals[0].items():
+        np.testing.assert_allclose(residuals[1][name], value, rtol=1e-3, atol=1e-4)
+
+
+def test_functions_of_other_variables_take_turns():
+    """Each knows where its own are, whichever was traced last."""
+
+    def step_of(chosen, model, optimizer):
+        def step(x, y):
+            grads, _ = gradients(model, x, y)
+            pairs = list(zip(grads, model.trainable_variables, strict=True))
+            optimizer.apply_gradients([pair for pair in pairs if chosen(pair[1])])
+
+        return tf.function(step)
+
+    trained = []
+    for kernels in ("cpu", "cuda"):
+        model, optimizer = small(), wrapped(kernels)
+        optimizer.build(model.trainable_variables)
+        both = step_of(lambda v: True, model, optimizer), step_of(lambda v: len(v.shape) == 1, model, optimizer)
+        for number, which in enumerate([0, 0, 0, 0, 1, 0, 1, 0]):
+            both[which](*map(tf.convert_to_tensor, batch(number)))
+        assert_replicas_equal(model)
+        trained.append(weights(model))
+    np.testing.assert_allclose(*trained, rtol=1e-4, atol=1e-5)
+
+
+def test_what_a_launch_needs_is_kept_from_step_to_step(monkeypatch):
+    """Numba's and ours is kept by thread, and those of TensorFlow begin anew whenever they call Python."""
+    from horovod_onebit.kernels.cuda.launch import Staging
+
+    model, optimizer = small(), wrapped("cuda", recipe=SECTIONS)
+    train(model, optimizer, 4, graph=True)
+    made, make = [], Staging.__init__
+    monkeypatch.setattr(Staging, "__init__", lambda self: (made.append(self), make(self))[1])
+    train(model, optimizer, 4, start=4, graph=True)
+    assert not made
+
+
+@pytest.mark.skipif(not DRIVEN, reason="needs a GPU that is not the only one")
+def test_a_part_of_a_gpu_is_refused_or_left(monkeypatch, caplog):
+    monkeypatch.setattr(place, "_number", lambda device: -1)
+    model, optimizer = small(), wrapped("auto")
+    train(model, optimizer, 4)
+    assert not uses_kernels(optimizer)
+    assert "split into several logical devices" in caplog.text
+    model, optimizer = small(), wrapped("cuda")
+    with pytest.raises(ConfigurationError, match="split into several logical devices"):
+        train(model, optimizer, 4)
 
 
 def test_fit_and_several_steps_in_one_call():
