@@ -75,7 +75,8 @@ class Place:
 
     def array(self, tensor: Any) -> Any:
         """What an eager float32 ``tensor`` is to the kernels, flat, once TensorFlow has computed it."""
-        assert tensor.device == self.device, f"a tensor is on {tensor.device}, and not on {self.device}"
+        there, here = (name.rpartition("/")[2] for name in (tensor.device, self.device))
+        assert there == here, f"a tensor is on {there}, and the step is taken on {here}"
         held = _Held(tensor)
         return self._kernels.Buffer(held.address, math.prod(tensor.shape), owner=held)
 
