@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -33,7 +34,7 @@ CALLS = (
 """Calls of the PyTorch face that all workers must make together, in the same order."""
 
 AGREEMENT = np.dtype(
-    [(name, "<u8") for name in ("version", "call", "setup", "options", "step", "gradients")]
+    [(name, "<u8") for name in ("version", "call", "setup", "options", "step", "gradients", "replicas")]
     + [(name, "<u4") for name in ("finite", "early", "edited", "unused")]
 )
 AGREEMENT_MEANING = {
@@ -46,7 +47,29 @@ AGREEMENT_MEANING = {
     "were taken",
     "step": "the number of compressed steps taken",
     "gradients": "what was done to the averaged gradients before step() (synchronize(), clipping, skip_synchronize())",
+    "replicas": "a weight, or the optimizer's state",
 }
+
+ADVICE = {
+    "call": "All workers must make the same calls, in the same order",
+    "arguments": "Build DistributedOptimizer with the same arguments, as often, and in the same order on all workers",
+    "trained": "All workers must build the same model, and freeze, add and remove the same parameters before the same step",
+    "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
+    "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
+    "hyperparameters": "Set it to the same value on all workers before the step",
+    "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
+    "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
+    "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
+    "were broadcast, something changes the weights of one worker alone: nn.Embedding(max_norm=...), a seed, a branch, "
+    "an edit of the weights, hosts whose processors round differently (check_replicas_every=0 does not compare)",
+}
+"""What to do about facts that differ between workers, by the kind of the fact."""
+SHOWN = 3  # facts that an error lists
+
+Facts = Mapping[str, Mapping[str, object]]
+"""What a worker has compared, in words: by kind (a key of ``ADVICE``), the name of each fact and its value."""
+Explain = Callable[[str], str]
+"""The text of a ``DesyncError``, from a general one. Collective."""
 
 
 class Finite(IntEnum):
@@ -81,9 +104,11 @@ def handshake(layout: str, rules: str, step: int) -> NDArray[np.uint8]:
     return record.view(np.uint8)
 
 
-def check_handshake(gathered: NDArray, workers: int) -> None:
-    """Raise ``DesyncError`` on every worker if the records differ."""
-    _compare(_records(gathered, HANDSHAKE, workers), HANDSHAKE_MEANING)
+def check_handshake(gathered: NDArray, workers: int, explain: Explain = str) -> None:
+    """Raise ``DesyncError`` on every worker if the records differ; ``explain`` gives its text."""
+    records = _records(gathered, HANDSHAKE, workers)
+    _compare(records, {"version": HANDSHAKE_MEANING["version"]})
+    _compare(records, HANDSHAKE_MEANING, explain)
 
 
 def agreement(
@@ -98,20 +123,23 @@ def agreement(
     early: bool = False,
     edited: bool = False,
     gradients: str = "",
+    replicas: str = "",
 ) -> NDArray[np.int32]:
-    """This worker's record before ``call``, as its row among zeros: to be summed over the workers."""
+    """This worker's record before ``call``: a row for each worker, zero except for this worker's, so that the sum over
+    the workers has all rows. ``replicas`` are checksums of weights and state, where they are compared."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
     records = np.zeros(workers, AGREEMENT)
     record = records[rank : rank + 1]
     texts = {"version": __version__, "call": call, "setup": setup, "options": options, "gradients": gradients}
+    texts["replicas"] = replicas
     for field, text in texts.items():
         record[field] = _hash(text)
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
     return records.view(np.int32)
 
 
-def read_agreement(total: NDArray, workers: int) -> Verdict:
-    """What the sum says. Raises ``DesyncError``, on every worker alike, if they disagree."""
+def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verdict:
+    """What the sum says. Raises ``DesyncError``, on every worker alike, if they disagree; ``explain`` gives its text."""
     records = _records(total, AGREEMENT, workers)
     _compare(records, {"version": AGREEMENT_MEANING["version"]})
     calls, known = records["call"], {_hash(call): f"{call}()" for call in CALLS}
@@ -121,7 +149,7 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"
         )
-    _compare(records, AGREEMENT_MEANING)
+    _compare(records, AGREEMENT_MEANING, explain)
     says = records["finite"]
     return Verdict(
         bool((says != Finite.NO).all()),
@@ -134,7 +162,59 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
 def meet(collectives: Any, name: str, call: str, setup: str) -> None:
     """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup``. Collective."""
     record = agreement(collectives.rank, collectives.size, setup=setup, options="", step=0, call=call)
-    read_agreement(collectives.allreduce(record, name).wait(), collectives.size)
+    total = collectives.allreduce(record, name).wait()
+    read_agreement(total, collectives.size, lambda text: named(text, said(call, setup), collectives, name))
+
+
+def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> Facts:
+    """The facts of a worker that is about to do ``call``, or that has found an error, ``setup``."""
+    return {"call": {"what the workers do": f"{call}, {setup}" if setup else call}, **facts}
+
+
+def named(text: str, facts: Facts, collectives: Any, name: str) -> str:
+    """The text of a ``DesyncError``, with what differs between the workers, and the values; ``text`` if none of the
+    facts does. Collective.
+
+    ``facts`` are this worker's, ``name`` that of the agreement which has found that something differs.
+    """
+    own = np.frombuffer(packed(facts), np.uint8)
+    lengths = collectives.allgather(np.array([own.size], np.uint64).view(np.uint8), f"{name}.lengths").wait()
+    longest = int(np.ascontiguousarray(lengths).view(np.uint64).max())
+    rows = collectives.allgather(np.pad(own, (0, longest - own.size)), f"{name}.facts").wait()
+    return differences(text, [row.tobytes() for row in rows.reshape(collectives.size, longest)])
+
+
+def packed(facts: Facts) -> bytes:
+    """``facts`` as bytes, without trailing zeros."""
+    return json.dumps({kind: {what: str(value) for what, value in one.items()} for kind, one in facts.items()}).encode()
+
+
+def differences(text: str, rows: Sequence[bytes]) -> str:
+    """What ``packed`` facts of all workers, padded with zeros, differ in, in words; ``text`` if in nothing."""
+    facts = [json.loads(row.rstrip(b"\0")) for row in rows]
+    found = list[tuple[str, str]]()
+    for kind in dict.fromkeys(kind for one in facts for kind in one):
+        for what in dict.fromkeys(what for one in facts for what in one.get(kind, ())):
+            values = [one.get(kind, {}).get(what, "none") for one in facts]
+            if any(value != values[0] for value in values):
+                where = {v: [i for i, one in enumerate(values) if one == v] for v in dict.fromkeys(values)}
+                each = ", ".join(f"{v} on {workers(ranks)}" for v, ranks in where.items())
+                found.append((kind, f"{what} differs between workers: {each}"))
+        if found:  # what is of another kind may follow from it
+            break
+    if not found:
+        return text
+    more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
+    return f"{'; '.join(fact for _, fact in found[:SHOWN])}{more}. {ADVICE[found[0][0]]}"
+
+
+def workers(ranks: Sequence[int]) -> str:
+    """``worker 1``, ``workers 0 and 2``, ``workers 0, 1, 2 and 5 more``."""
+    listed = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        listed.append(f"{len(ranks) - 8} more")
+    *first, last = listed
+    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
 
 
 def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
@@ -148,16 +228,17 @@ def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
     return records
 
 
-def _compare(records: NDArray, meaning: Mapping[str, str]) -> None:
+def _compare(records: NDArray, meaning: Mapping[str, str], explain: Explain = str) -> None:
     """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
     for field, text in meaning.items():
         differ = np.flatnonzero(records[field] != records[field][0])
         if differ.size:
-            raise DesyncError(
+            general = (
                 f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
                 "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
                 "broadcast_optimizer_state)"
             )
+            raise DesyncError(explain(general))
 
 
 def _hash(text: str) -> int:
