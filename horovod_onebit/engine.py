@@ -14,7 +14,7 @@ import hashlib
 import logging
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -300,8 +300,16 @@ class Engine:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
         setup, algorithm = f"{layout.digest} {self.recipe}", ",".join(rule.name for rule in rules)
         record = handshake.handshake(setup, algorithm, self.exchanges)
-        gathered = self.collectives.allgather(record, f"{self.name}.handshake").wait()
-        handshake.check_handshake(gathered, self.collectives.size)
+        name = f"{self.name}.handshake"
+        gathered = self.collectives.allgather(record, name).wait()
+
+        def explain(text: str) -> str:
+            both = zip(layout.tensors, rules, strict=True)
+            tensors: dict[str, object] = {s.name: f"{s.size} elements {s.detail} by {rule.name}" for s, rule in both}
+            facts = {"arguments": self.arguments(), "trained": tensors}
+            return handshake.named(text, facts, self.collectives, name)
+
+        handshake.check_handshake(gathered, self.collectives.size, explain)
 
     def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
         """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
@@ -321,6 +329,12 @@ class Engine:
             edited=edited,
             **own,
         )
+
+    def arguments(self) -> dict[str, object]:
+        """What of ``record`` was chosen when the optimizer was built, in words."""
+        recipe = {f"recipe, {field.name}": getattr(self.recipe, field.name) for field in fields(self.recipe)}
+        calls = f"{self._refused} together, {self._forgotten} alone"
+        return {"the optimizer's number": self.name, **recipe, "steps that were given up": calls}
 
     def end_step(self) -> None:
         """Close this step's accounts."""

@@ -53,10 +53,12 @@ AGREEMENT_MEANING = {
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
     "arguments": "Build DistributedOptimizer with the same arguments, as often, and in the same order on all workers",
-    "trained": "All workers must build the same model, and freeze, add and remove the same parameters before the same step",
+    "trained": "All workers must build the same model, and freeze, add, remove or reset the same parameters before the "
+    "same step",
     "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "hyperparameters": "Set it to the same value on all workers before the step",
+    "steps": "All workers must take the same steps: give them the same number of batches",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
@@ -131,15 +133,15 @@ def agreement(
     records = np.zeros(workers, AGREEMENT)
     record = records[rank : rank + 1]
     texts = {"version": __version__, "call": call, "setup": setup, "options": options, "gradients": gradients}
-    texts["replicas"] = replicas
     for field, text in texts.items():
         record[field] = _hash(text)
+    record["replicas"] = _hash(replicas) if replicas else 0
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
     return records.view(np.int32)
 
 
 def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verdict:
-    """What the sum says. Raises ``DesyncError``, on every worker alike, if they disagree; ``explain`` gives its text."""
+    """What the sum says. Raises ``DesyncError`` on every worker if they disagree; ``explain`` gives its text."""
     records = _records(total, AGREEMENT, workers)
     _compare(records, {"version": AGREEMENT_MEANING["version"]})
     calls, known = records["call"], {_hash(call): f"{call}()" for call in CALLS}
@@ -149,7 +151,8 @@ def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verd
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"
         )
-    _compare(records, AGREEMENT_MEANING, explain)
+    _compare(records, {field: text for field, text in AGREEMENT_MEANING.items() if field != "replicas"}, explain)
+    _compare(records[records["replicas"] != 0], {"replicas": AGREEMENT_MEANING["replicas"]}, explain)
     says = records["finite"]
     return Verdict(
         bool((says != Finite.NO).all()),
@@ -166,9 +169,9 @@ def meet(collectives: Any, name: str, call: str, setup: str) -> None:
     read_agreement(total, collectives.size, lambda text: named(text, said(call, setup), collectives, name))
 
 
-def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> Facts:
+def said(call: str, setup: str = "") -> dict[str, dict[str, object]]:
     """The facts of a worker that is about to do ``call``, or that has found an error, ``setup``."""
-    return {"call": {"what the workers do": f"{call}, {setup}" if setup else call}, **facts}
+    return {"call": {"what the workers do": f"{call} ({setup})" if setup else call}}
 
 
 def named(text: str, facts: Facts, collectives: Any, name: str) -> str:
@@ -196,7 +199,9 @@ def differences(text: str, rows: Sequence[bytes]) -> str:
     for kind in dict.fromkeys(kind for one in facts for kind in one):
         for what in dict.fromkeys(what for one in facts for what in one.get(kind, ())):
             values = [one.get(kind, {}).get(what, "none") for one in facts]
-            if any(value != values[0] for value in values):
+            if kind == "replicas":  # checksums, of the workers that have sent some
+                found += [(kind, text) for text in _drifted(what, values)]
+            elif any(value != values[0] for value in values):
                 where = {v: [i for i, one in enumerate(values) if one == v] for v in dict.fromkeys(values)}
                 each = ", ".join(f"{v} on {workers(ranks)}" for v, ranks in where.items())
                 found.append((kind, f"{what} differs between workers: {each}"))
@@ -206,6 +211,13 @@ def differences(text: str, rows: Sequence[bytes]) -> str:
         return text
     more = f"; and {len(found) - SHOWN} more" if len(found) > SHOWN else ""
     return f"{'; '.join(fact for _, fact in found[:SHOWN])}{more}. {ADVICE[found[0][0]]}"
+
+
+def _drifted(what: str, checksums: Sequence[str]) -> list[str]:
+    """Which workers have another ``what`` than the first one that has sent a checksum; nothing if none has."""
+    sent = [(rank, value) for rank, value in enumerate(checksums) if value != "none"]
+    others = [rank for rank, value in sent if value != sent[0][1]]
+    return [f"{what} of {workers(others)} differs from that of worker {sent[0][0]}"] if others else []
 
 
 def workers(ranks: Sequence[int]) -> str:
@@ -231,7 +243,7 @@ def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
 def _compare(records: NDArray, meaning: Mapping[str, str], explain: Explain = str) -> None:
     """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
     for field, text in meaning.items():
-        differ = np.flatnonzero(records[field] != records[field][0])
+        differ = np.flatnonzero(records[field] != records[field][:1])
         if differ.size:
             general = (
                 f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "

@@ -22,7 +22,7 @@ from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Kind, Local
 from horovod_onebit.stats import allreduce_bytes
-from horovod_onebit.warmup import AfterRise
+from horovod_onebit.warmup import NEVER, AfterRise
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -68,6 +68,8 @@ class Rounds:
         self.length = 0
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
+        self._ending: list[Rule] = []  # the same, for the exchange that was started last
+        self._step = 0  # the number of the last step
         self._first = False  # whether moments will be frozen, and are not
         self._under_way: _UnderWay | None = None
         self._skipped = False  # a step of this round
@@ -90,8 +92,8 @@ class Rounds:
         workers if they do not have the same weights. For ``details`` see ``Engine.prepare``.
         """
         self._rules = [self.rule] * (len(large) + len(small)) if rules is None else list(rules)
-        frozen = any(isinstance(rule, FrozenAdam) for rule in self._rules)
-        self._first = self._freezing is not None and not frozen
+        frozen, freezing = any(isinstance(rule, FrozenAdam) for rule in self._rules), self._freezing
+        self._first = freezing is not None and (not frozen or freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
         self._under_way, self._details = None, details
         for tensor in (*large, *small):
@@ -137,7 +139,7 @@ class Rounds:
 
     def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
-        self.length += 1
+        self.length, self._step = self.length + 1, step
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
         self.freezes = due and self._first
         if self.freezes or self.schedule.ends_round(step, first=self._first):
@@ -147,6 +149,16 @@ class Rounds:
         elements = sum(tensor.weight.size for tensor in self.tensors)
         self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
         return False
+
+    def put_off(self) -> None:
+        """Moments could not be frozen: they are to be after the next step. Local."""
+        if self._freezing is not None:
+            self._freezing.steps = NEVER
+
+    def thaw(self, step: int) -> None:
+        """After step number ``step`` some frozen moments are not any more: they are to be frozen again. Local."""
+        if self._freezing is not None:
+            self._freezing.restart(step)
 
     def skip(self) -> None:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""
@@ -168,11 +180,19 @@ class Rounds:
         """
         self._agree(agree)
         length, self.length = self.length, 0
+        self._ending = [self._ended_after(rule, length) for rule in self._rules]
         hidden = self.schedule.delay > 0 and not flush
         taken = self._arrive(stepped=length > 0)
         if length or not taken:
             self._start(hidden=hidden)
         return (hidden or self._arrive()) and taken
+
+    def _ended_after(self, rule: Rule, length: int) -> Rule:
+        """``rule`` for a round that ends after ``length`` steps."""
+        if not isinstance(rule, FrozenAdam):
+            return rule
+        interval = self.schedule.interval(max(self._step, 1), first=self._first)
+        return replace(rule, share=min(1.0, length / interval))
 
     def take_over(self, agree: Callable[[], object] | None = None) -> bool:
         """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
@@ -198,7 +218,7 @@ class Rounds:
             for tensor in self.tensors:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
-        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)])
+        plan = engine.plan(Kind.ONEBIT, self._ending[: len(self.large)])
         means = start_mean(self._moved(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
         self._under_way = _UnderWay(plan, weights, means, skipped)
@@ -226,7 +246,7 @@ class Rounds:
         if not taken:
             self.fold()
             return False
-        rules = self._rules[len(self.large) :]
+        rules = self._ending[len(self.large) :]
         for rule, tensor, mean in zip(rules, self._common, means, strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
             engine.context.kernels.write(tensor.residual, 0.0)

@@ -125,6 +125,10 @@ class AfterRise(Warmup):
             self.steps = step
         return step >= self.steps
 
+    def restart(self, step: int) -> None:
+        """Freeze again what is not frozen, ``after`` steps after step number ``step``."""
+        self.steps, self.peak_step = NEVER, step
+
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step}
 

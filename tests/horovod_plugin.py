@@ -93,7 +93,7 @@ def _disagreeing(optimizer):
 
     def refused():
         del optimizer.step
-        with pytest.raises(DesyncError, match="another hyperparameter or argument"):
+        with pytest.raises(DesyncError, match="differs between workers"):
             step()
 
     optimizer.step = refused

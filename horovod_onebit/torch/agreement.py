@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
+from itertools import chain
 from typing import Any, Protocol
 
 import horovod.torch as hvd
@@ -59,6 +61,8 @@ class Compared(Protocol):
 
     def describe(self) -> str: ...
 
+    def arguments(self) -> dict[str, object]: ...
+
     def send_late(self, reason: str, *, averages: bool = False) -> None: ...
 
     def refuse(self) -> None: ...
@@ -85,24 +89,37 @@ class Agreement:
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._begun = False  # since ``told``
+        self._facts: Callable[[], handshake.Facts] = dict  # of the agreement that is under way
         self.thread: weakref.ref[threading.Thread] | None = None  # the one that used it last
         self._threads = _threads.setdefault(process_set.process_set_id, _Threads())
 
-    def start(self, call: str, finite: Finite = Finite.UNKNOWN, options: str = "", gradients: str = "") -> None:
+    def start(
+        self,
+        call: str,
+        finite: Finite = Finite.UNKNOWN,
+        options: Mapping[str, object] | None = None,
+        gradients: str = "",
+        replicas: Mapping[str, int] | None = None,
+        *,
+        kind: str = "hyperparameters",
+    ) -> None:
         """Tell the others.
 
         ``call`` is one of ``handshake.CALLS``, ``finite`` whether this worker's gradients are, ``options`` what else
-        must be the same on all workers, ``gradients`` what averaged gradients are now.
+        must be the same on all workers, by name (facts of ``kind``), ``gradients`` what averaged gradients are now,
+        ``replicas`` checksums of weights and state, if they are compared now.
         """
         edited = self._gradients.edited()
         setup = f"{self._parameters.describe()} {self._gradients.describe()} {self._options}"
-        options = f"{self._parameters.hyperparameters()} {options}"
+        hyperparameters = f"{self._parameters.hyperparameters()} {options}"
+        self._facts = functools.partial(self._in_words, call, {kind: options or {}}, gradients, replicas or {})
         self._threads.enter(self)
         self._begun = True
         try:
             record = self._engine.record(
-                call=call, setup=setup, options=options, finite=finite, edited=edited, gradients=gradients
-            )
+                call=call, setup=setup, options=hyperparameters, finite=finite, edited=edited, gradients=gradients,
+                replicas=str(replicas) if replicas else "",
+            )  # fmt: skip
             self._handle = self._engine.collectives.allreduce(record, self.name)
         except BaseException:
             self._threads.leave()
@@ -129,7 +146,9 @@ class Agreement:
         if handle is None:
             return self._verdict
         try:
-            verdict = self._verdict = handshake.read_agreement(handle.wait(), self._engine.collectives.size)
+            verdict = self._verdict = handshake.read_agreement(
+                handle.wait(), self._engine.collectives.size, self._explained
+            )
         except DesyncError:
             self._gradients.refuse()
             raise
@@ -146,6 +165,23 @@ class Agreement:
                     "before the change. The weights were not changed"
                 )
         return verdict
+
+    def _in_words(
+        self, call: str, options: handshake.Facts, gradients: str, replicas: Mapping[str, int]
+    ) -> dict[str, dict[str, object]]:
+        """What ``start`` has told the others."""
+        facts = handshake.said(call)
+        arguments = {"check_replicas_every": self._options}
+        facts["arguments"] = self._engine.arguments() | self._gradients.arguments() | arguments
+        for kind, found in chain(self._parameters.facts().items(), options.items()):
+            facts[kind] = {**facts.get(kind, {}), **found}
+        facts["progress"]["compressed steps"] = self._engine.exchanges
+        facts["gradients"] = {"what was done to the averaged gradients": gradients}
+        facts["replicas"] = dict(replicas)
+        return facts
+
+    def _explained(self, text: str) -> str:
+        return handshake.named(text, self._facts(), self._engine.collectives, self.name)
 
     def meet(self, call: str, setup: str | None = None) -> None:
         """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""

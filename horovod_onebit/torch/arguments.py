@@ -33,10 +33,18 @@ class Arguments(face.Arguments):
                 "warm-up"
             )
 
-    def __str__(self) -> str:
+    def named(self) -> dict[str, object]:
         """What must be the same on all workers."""
-        compression = getattr(self.compression, "__name__", type(self.compression).__name__)
-        return f"{compression} {self.op} {self.gradient_predivide_factor} {self.groups} {self.sparse_as_dense}"
+        return {
+            "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
+            "op": self.op,
+            "gradient_predivide_factor": self.gradient_predivide_factor,
+            "groups": self.groups,
+            "sparse_as_dense": self.sparse_as_dense,
+        }
+
+    def __str__(self) -> str:
+        return str(self.named())
 
 
 def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> int | list[list[str | None]] | None:
@@ -58,8 +66,8 @@ def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
     """``check_replicas_every``."""
     if every is None:
         return
-    whole("check_replicas_every", every, "None or a whole number of steps")
-    if isinstance(schedule, ZeroOne):
+    whole("check_replicas_every", every, "None, 0 or a whole number of steps", least=0)
+    if every and isinstance(schedule, ZeroOne):
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
 

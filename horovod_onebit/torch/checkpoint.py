@@ -23,13 +23,15 @@ from horovod_onebit.checkpoints import FORMAT, Shared
 from horovod_onebit.checkpoints.extra import Packer, unpack
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.agreement import meet
+from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
-from horovod_onebit.torch.loading import check_model, check_optimizer
+from horovod_onebit.torch.loading import check_model, check_optimizer, named_as_in
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
 from horovod_onebit.world import Residuals, Weighing
 
 
+@outside_inference
 def save_checkpoint(
     folder: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -58,6 +60,7 @@ def save_checkpoint(
     checkpoints.save(_Torch(model, optimizer), folder, extra)
 
 
+@outside_inference
 def load_checkpoint(
     folder: str | os.PathLike[str],
     model: torch.nn.Module,
@@ -84,6 +87,7 @@ def load_checkpoint(
     return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)
 
 
+@outside_inference
 def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, previous: bool = False) -> None:
     """Put the weights and buffers of the last complete checkpoint into ``model``; nothing else is loaded.
 
@@ -102,7 +106,7 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
     """
 
     def read(path: Path, first: Callable[[], Path], key: str) -> None:
-        saved = unpack(_read(path, key)["model"], torch.Tensor.numpy)
+        saved = named_as_in(model, unpack(_read(path, key)["model"], torch.Tensor.numpy))
         check_model(model, saved, extra_state=False)
         before = _copy(model.state_dict())
         try:
@@ -195,7 +199,7 @@ class _Torch(checkpoints.Face):
 
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         saved = unpack(_read(path, key), torch.Tensor.numpy)
-        content = {name: saved[name] for name in ("model", "optimizer")}
+        content = {"model": named_as_in(self.model, saved["model"]), "optimizer": saved["optimizer"]}
         return Shared(content, _take_out(content, []), saved["extra"])
 
     def check(self, about: Any, feedback: Any) -> None:

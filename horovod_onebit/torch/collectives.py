@@ -6,8 +6,9 @@ a host where they are.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, ParamSpec, TypeVar
 
 import horovod.torch as hvd
 import numpy as np
@@ -16,6 +17,20 @@ from horovod.common import process_sets
 from numpy.typing import NDArray
 
 from horovod_onebit.face import host_number
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
+    """``function``, which may be called within ``torch.inference_mode()``: tensors made there could not be changed."""
+
+    @functools.wraps(function)
+    def outside(*args: P.args, **kwargs: P.kwargs) -> T:
+        with torch.inference_mode(False):
+            return function(*args, **kwargs)
+
+    return outside
 
 
 class _Handle:

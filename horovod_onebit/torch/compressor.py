@@ -16,6 +16,7 @@ from horovod_onebit.engine import Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, kind_of
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
@@ -48,8 +49,14 @@ class Compressor(Steps):
         parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
         self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
         self._zero_one = self.parameters.schedule is not None
+        self._compares = True  # weights and state, in the next step
         divides = parameters.adapter.variance_key is not None
         self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
+
+    @property
+    def pending(self) -> bool:
+        layers = [binding.tensor.layer for binding in self.parameters.bindings.values()] if self._zero_one else []
+        return any(layer is not None and layer[COUNT] for layer in layers)
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -70,7 +77,7 @@ class Compressor(Steps):
 
     # -- before a step --------------------------------------------------------------------------------------------
 
-    def synchronize(self, call: str = "synchronize", options: str = "") -> None:
+    def synchronize(self, call: str = "synchronize", **options: object) -> None:
         """Average all gradients in warm-up; afterwards they stay local until ``step``.
 
         For ``call``, which has ``options`` that must be the same on all workers. Gradients that were synchronized
@@ -93,15 +100,15 @@ class Compressor(Steps):
         if not gradients.where.settled:
             gradients.where = Where.AGREED
 
-    def _agree_to_synchronize(self, call: str, options: str, settled: bool) -> Verdict:
+    def _agree_to_synchronize(self, call: str, options: Mapping[str, object], settled: bool) -> Verdict:
         parameters = self.parameters
         self.check_groups()
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
+        parameters.refresh()
         compressed = parameters.phase is Phase.COMPRESSED
         finite = (
             not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
         )
-        parameters.refresh()
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, options, values)
         return self.agreement.finish()
@@ -157,8 +164,9 @@ class Compressor(Steps):
                 taken = self._compressed_step(agreed, exact_step, loss_scale)
             if taken:
                 self.parameters.took_step()
-                if self._check_replicas_every and self.parameters.steps % self._check_replicas_every == 0:
-                    self.check_replicas()
+            self.parameters.remember()
+            if taken and self._check_replicas_every and self.parameters.steps % self._check_replicas_every == 0:
+                self.check_replicas()
             return taken
         except NonFiniteError:
             self.gradients.drop()  # the step is over for these gradients, on all workers
@@ -180,7 +188,10 @@ class Compressor(Steps):
             self.gradients.send_late("a GradScaler is used")
         warm = self.parameters.phase is Phase.WARMUP
         # In warm-up the average has been taken of scaled gradients: the scales must be the same.
-        options, values = f"{loss_scale if warm else ''} {scaled}", ""
+        options: dict[str, object] = {"whether a GradScaler is used": scaled}
+        if warm:
+            options["the GradScaler's scale"] = loss_scale
+        values, compared = "", self._compared()
         if warm and settled:
             values = self.gradients.fingerprint()
         elif warm and not self.gradients.automatic:
@@ -188,16 +199,24 @@ class Compressor(Steps):
         # When all is encoded, it is known whether all gradients are finite.
         late = self.parameters.prepared and not warm and not self._zero_one
         if not late:
-            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, options, values)
+            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, options, values, compared)
 
         def agreed() -> Verdict:
             if late:
-                self.agreement.start("step", self.engine.sent_finite, options, values)
+                self.agreement.start("step", self.engine.sent_finite, options, values, compared)
             verdict = self.agreement.finish()
             # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
             return verdict if finite else replace(verdict, finite=False)
 
         return agreed
+
+    def _compared(self) -> dict[str, int]:
+        """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
+        parameters = self.parameters
+        # 0/1 Adam's weights may differ later, when a parameter starts that was frozen.
+        started = parameters.just_started and not (self._zero_one and self.engine.exchanges)
+        due, self._compares, parameters.just_started = self._compares or started, False, False
+        return parameters.checksums() if due and self._check_replicas_every != 0 and self.workers > 1 else {}
 
     def _warmup_step(
         self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None, scaled: bool,
@@ -273,17 +292,20 @@ class Compressor(Steps):
         parameters = self.parameters
         if self.included and self._zero_one and parameters.bindings:
             self.agreement.meet("flush")
-            parameters.follow_memory()
+            edited = parameters.edited()
+            parameters.follow_memory(edited)
             plan = parameters.plan(Kind.SYNC)
             self._prepare(plan)
             parameters.pull()
             self.engine.flush(plan.rules)
             parameters.push()
+            parameters.begin_again(edited)
+            parameters.remember()
 
     def _flush_leaving(self) -> None:
-        """Parameters that were frozen, or taken out of the groups, between two exchanges of 0/1 Adam must not stay each
-        worker's own. Collective if there are any."""
-        if self._zero_one and self.parameters.leaving:
+        """Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
+        Adam must not stay each worker's own. Collective if there are any."""
+        if self._zero_one and (self.parameters.leaving or self.parameters.edited()):
             with torch.no_grad():
                 self.flush()
 
@@ -314,5 +336,6 @@ class Compressor(Steps):
 
     def leave_world(self) -> None:
         super().leave_world()
+        self._compares = True
         self.gradients.forget_world()
         self.parameters.changed()

@@ -14,6 +14,7 @@ import torch
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
 LARGEST = 2**30
@@ -29,6 +30,7 @@ class _Slot:
         self.device = tensor.device.type
 
 
+@outside_inference
 def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Any = None) -> None:
     """Give every worker the optimizer state and hyperparameters of ``root_rank``. Collective.
 

@@ -101,6 +101,7 @@ class Gradients:
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
+        self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
         self._decided = False  # whether anything may be sent in this step
         self._plan: Plan | None = None  # what is being sent
         self._bindings: list[Binding] = []  # by number, in this step
@@ -163,6 +164,8 @@ class Gradients:
         if self.where is not Where.LOCAL:
             self._parameters.adopt()
             self.where = Where.LOCAL
+            warm = self._sends_early and self._parameters.phase is Phase.WARMUP
+            self._noticed = self._surroundings() if warm else None
         if p.grad is None or left:
             return
         if self._parameters.phase is Phase.WARMUP:
@@ -217,12 +220,19 @@ class Gradients:
             grads[number] = self._bindings[number].grad()
         self._engine.send(bucket, grads, plan)
 
+    def _surroundings(self) -> object:
+        """What messages depend on besides gradients: hyperparameters, and the memory of parameters."""
+        groups, rule = self._parameters.optimizer.param_groups, self._parameters.adapter.rule
+        return [_coding(rule(group, 1.0)) for group in groups], [p.data_ptr() for p in self._watched]
+
     def edited(self) -> bool:
         """Whether anything has changed that was sent already; learns to send later where it can."""
         parameters, plan = self._parameters, self._plan
         changed = [p for p, mark in self._marks.items() if mark.differs(p.grad)]
         self._proven |= bool(self._marks) and not changed
         if parameters.phase is Phase.WARMUP:
+            if self._noticed is not None and self._noticed != self._surroundings():
+                self.send_late("hyperparameters or parameters change between backward() and step()")
             return bool(changed)
         if plan is None:
             if changed:
@@ -327,6 +337,10 @@ class Gradients:
         """Arguments that must be the same on all workers."""
         return f"{self._arguments} {self.passes} {self.generation}"
 
+    def arguments(self) -> dict[str, object]:
+        """What ``describe`` is made of, by name."""
+        return {**self._arguments.named(), "backward_passes_per_step": self.passes, "averages": self.generation}
+
     def fingerprint(self) -> str:
         """A few values of every averaged gradient: they must be the same on all workers."""
         digest = hashlib.blake2b(digest_size=8)
@@ -354,6 +368,7 @@ class Gradients:
     def forget_marks(self) -> None:
         """What was remembered of gradients counts no more: the step is over, or they may change now."""
         self._marks.clear()
+        self._noticed = None
         self._overwritten.clear()
         self._bindings = []
         self._decided, self._plan = False, None

@@ -16,6 +16,16 @@ from horovod_onebit.progress import Progress
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.rules import HYPERPARAMETERS
 
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts before the names of a module's state."""
+
+
+def named_as_in(model: torch.nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:
+    """``saved`` by the names of the model's state, whichever of the two was compiled by ``torch.compile``."""
+    names = {name.replace(COMPILED, ""): name for name in model.state_dict()}
+    renamed = {names.get(name.replace(COMPILED, ""), name): value for name, value in saved.items()}
+    return saved if renamed.keys() == saved.keys() else renamed
+
 
 def check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, extra_state: bool = True) -> None:
     """Raise ``ConfigurationError`` unless ``saved`` has the names, shapes and dtypes of the model's state.

@@ -10,7 +10,7 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -33,6 +33,7 @@ from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.hooks import Where, all_finite, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
 from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import AfterRise, Phase, Warmup
@@ -55,6 +56,10 @@ class LocalAdapter(Adapter):
         super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
         self.sent_key = SENT if schedule.delay else None
         self.adam = _adam(optimizer) if schedule.shares_moments else None
+        self._optimizer = optimizer
+
+    def to_plain(self, group: dict[str, Any], p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
+        adapter_for(self._optimizer).to_plain(group, p, state)  # it was compressed by another wrapper
 
 
 class FrozenAdapter(Adapter):
@@ -105,6 +110,7 @@ class LocalParameters(Parameters):
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
+        self.thawed = False  # whether some second moments were frozen, and have to be again
 
     @property
     def phase(self) -> Phase:
@@ -129,9 +135,11 @@ class LocalParameters(Parameters):
         self.bindings = {}
         self.changed()
 
-    def rebind(self) -> bool:
-        """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any."""
-        moved = [p for p, binding in self.bindings.items() if not binding.is_current()]
+    def rebind(self, edited: Iterable[torch.Tensor] = ()) -> bool:
+        """Follow parameters whose memory was replaced (``p.data = ...``), but for those whose state was ``edited``;
+        whether there are any."""
+        other = {id(p) for p in edited}
+        moved = [p for p, binding in self.bindings.items() if not binding.is_current() and id(p) not in other]
         for p in moved:
             self._bind_one(p)
         return bool(moved)
@@ -161,16 +169,41 @@ class LocalParameters(Parameters):
             again = before is not None and _is_frozen(before)
             counted = before.tensor.layer if before is not None and again else no_steps()
             binding.tensor.layer = counted
-            binding.tensor.variance_steps, binding.tensor.step = self.variance_steps[p], self.steps
+            binding.tensor.variance_steps, binding.tensor.step = own[VARIANCE_STEPS], self.steps
         self.bindings[p] = binding
         self.changed()
 
     def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
         """The wrapped optimizer's state of ``p``, if its second moment is frozen: it was there at the freeze."""
-        if self.adam is None or p not in self.variance_steps:
+        if self.adam is None or self.seen(p) is None:
             return None
         state: dict[str, Any] = self.optimizer.state.get(p, {})
         return state if self.adam.variance_key in state else None
+
+    @property
+    def any_frozen(self) -> bool:
+        """Whether some second moments of this round are."""
+        return any(map(_is_frozen, self.bindings.values()))
+
+    def _take_back(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        super()._take_back(group, p)
+        self.thawed = True
+
+    def _takes_frozen(self, p: torch.Tensor) -> bool:
+        return p in self.bindings and _is_frozen(self.bindings[p])
+
+    def _has_taken_steps(self, p: torch.Tensor) -> bool:
+        return self.steps > 0
+
+    def _watched_keys(self, p: torch.Tensor) -> set[str]:
+        if self.adam is None:
+            return set()
+        momentum, variance = str(self.adam.momentum_key), str(self.adam.variance_key)
+        return {momentum, variance, "step"} if self._takes_frozen(p) else {variance}
+
+    def begin_again(self, edited: Sequence[torch.Tensor]) -> None:
+        super().begin_again(edited)
+        self.thawed |= bool(edited)
 
     @property
     def learning_rate(self) -> float:
@@ -180,7 +213,7 @@ class LocalParameters(Parameters):
     def rules(self) -> dict[torch.Tensor, FrozenAdam]:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
         found: dict[torch.Tensor, FrozenAdam] = {}
-        for group in self.optimizer.param_groups if self.variance_steps else ():
+        for group in self.optimizer.param_groups if self.any_frozen else ():
             members = [p for p in group["params"] if p in self.bindings and _is_frozen(self.bindings[p])]
             if members and self.adam is not None:
                 self.adam.check(group)
@@ -199,13 +232,13 @@ class LocalParameters(Parameters):
         if trained:
             torch._foreach_add_([binding.state["step"] for binding in trained], 1)
 
-    def freeze(self, *, usable: bool) -> None:
-        """Make the second moments those of all workers, if they are ``usable`` on all; the next step then begins a
-        round. Collective."""
+    def freeze(self, *, usable: bool) -> bool:
+        """Make the second moments that are not frozen yet those of all workers, if they are ``usable`` on all; whether
+        they are. The next step then begins a round. Collective."""
         assert self.adam is not None
         key, moments, grads = str(self.adam.variance_key), list[Any](), list[Any]()
         for group, _, p in self.enumerated():
-            if not p.requires_grad:
+            if not p.requires_grad or self.seen(p) is not None:
                 continue
             state = self.optimizer.state[p]
             self.adam.init_state(group, p, state)  # on a worker whose gradients never reached it
@@ -219,13 +252,14 @@ class LocalParameters(Parameters):
         own = [one.numpy() for _, _, one in moments]
         found = second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable)
         if found is None:
-            return
+            return False
         for (p, share, _), value in zip(moments, found, strict=True):
             if value.any():  # others have had no gradient yet, on any worker: they keep moments of their own
                 second = plain.coarsen(torch.from_numpy(value) * share).view(p.shape)
                 self.optimizer.state[p][key] = second.to(p.device)
-                self.variance_steps[p] = self.steps
+                self.optimizer.state[p][VARIANCE_STEPS] = self.steps
         self.unbind()
+        return True
 
     def taken(self, p: torch.Tensor) -> int:
         """Optimizer steps that ``p`` has had on this worker, which may have skipped others."""
@@ -249,10 +283,9 @@ class LocalParameters(Parameters):
     def describe(self) -> str:
         return f"{super().describe()} {self.local}"
 
-    def hyperparameters(self) -> str:
-        """Of each group, those that all optimizers call the same; others may be what a worker has found out."""
-        groups = self.optimizer.param_groups
-        return repr([{k: str(_plain(v)) for k, v in sorted(group.items()) if k in HYPERPARAMETERS} for group in groups])
+    def _hyperparameters_of(self, group: dict[str, Any]) -> dict[str, object]:
+        """Those that all optimizers call the same; others may be what a worker has found out."""
+        return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in HYPERPARAMETERS}
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
         return {}
@@ -283,6 +316,8 @@ class LocalParameters(Parameters):
         self.steps = progress.steps
         self.warmup.load_state_dict(progress.warmup)
         self._load_frozen(progress, whole)
+        self._marks.clear()
+        self.remember()
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
@@ -293,7 +328,8 @@ class LocalParameters(Parameters):
 
     def _load_frozen(self, progress: Progress, whole: Mapping[str, Any] | None) -> None:
         """Second moments that are frozen; the state has them as in ``plain``."""
-        self.variance_steps.clear()
+        for state in self.optimizer.state.values():
+            state.pop(VARIANCE_STEPS, None)
         if self.adam is None:
             return
         key = str(self.adam.variance_key)
@@ -310,7 +346,7 @@ class LocalParameters(Parameters):
             if p in saved:
                 self.adam.keep_float32(p, saved[p], state, compressed=True)
             state[key] = plain.restored(state[key], self.adam.variance_factor(group, self.taken(p), seen[p]))
-            self.variance_steps[p] = seen[p]
+            state[VARIANCE_STEPS] = seen[p]
 
 
 def _is_frozen(binding: Binding) -> bool:
@@ -346,6 +382,9 @@ class OwnGradients:
 
     def describe(self) -> str:
         return f"{self._arguments}"
+
+    def arguments(self) -> dict[str, object]:
+        return self._arguments.named()
 
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)
@@ -404,6 +443,10 @@ class LocalSteps(Steps):
         self._checked = 0  # the step after which replicas were compared last
         if schedule.delay:
             atexit.register(_let_arrive, weakref.ref(self))
+
+    @property
+    def pending(self) -> bool:
+        return bool(self.parameters.bindings) and self.rounds.under_way
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
@@ -465,21 +508,23 @@ class LocalSteps(Steps):
         try:
             if self.rounds.stepped(parameters.steps, parameters.learning_rate):
                 taken = self._end_round("step")
-                if self.rounds.freezes:
-                    parameters.freeze(usable=taken and not skipped)
+                if self.rounds.freezes and not parameters.freeze(usable=taken and not skipped):
+                    self.rounds.put_off()
             elif self.rounds.due:
                 self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
         finally:
             self.agreement.reset()
             self.engine.end_step()
+        parameters.remember()
         return result
 
     def _follow(self) -> None:
         """Begin a round before the first step, or where what is trained has changed since."""
         self.check_groups()
+        self._begin_edited("step")
         bound = self.parameters.bindings
         if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
-            if self.parameters.variance_steps:  # or the wrapped optimizer's steps follow by themselves
+            if self.parameters.any_frozen:  # or the wrapped optimizer's steps follow by themselves
                 self._rebind()
             if self.rounds.under_way or not self.parameters.moved_since():
                 return
@@ -491,7 +536,11 @@ class LocalSteps(Steps):
 
     def _begin(self) -> None:
         parameters = self.parameters
-        self.agreement.start("step", options=f"a round begins {parameters.steps}")
+        if parameters.thawed:
+            self.rounds.thaw(parameters.steps)
+            parameters.thawed = False
+        begins = {"local steps taken": parameters.steps, "what happens after them": "a round begins"}
+        self.agreement.start("step", options=begins, kind="steps")
         self.agreement.finish()
         parameters.bind_all()
         parameters.pull()
@@ -507,20 +556,32 @@ class LocalSteps(Steps):
         self.share_out()
 
     def _agree(self, call: str) -> None:
-        freezes = "freezes" if self.rounds.freezes else ""
-        self.agreement.start(call, options=f"{self.parameters.steps} {self.rounds.length} {freezes}")
+        ends = "a round ends, and second moments are frozen" if self.rounds.freezes else "a round ends"
+        options = {"local steps taken": self.parameters.steps, "steps of this round": self.rounds.length}
+        self.agreement.start(call, options=options | {"what happens after them": ends}, kind="steps")
         self.agreement.finish()
 
-    def _rebind(self) -> None:
-        """Follow parameters whose memory was replaced. Local."""
-        if self.parameters.rebind():
+    def _begin_edited(self, call: str) -> None:
+        """Where the state of parameters was edited, all workers end their round, and these parameters get second
+        moments of their own again. Collective if there are any."""
+        parameters = self.parameters
+        if edited := parameters.edited():
+            if parameters.bindings and self.rounds.under_way:
+                self._end_round(call, flush=True, edited=edited)
+            parameters.begin_again(edited)
+            parameters.unbind()
+            parameters.remember()
+
+    def _rebind(self, edited: Sequence[torch.Tensor] = ()) -> None:
+        """Follow parameters whose memory was replaced, but for those whose state was ``edited``. Local."""
+        if self.parameters.rebind(edited):
             large, small = self.parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
 
-    def _exchange(self, exchange: Callable[[], bool]) -> bool:
+    def _exchange(self, exchange: Callable[[], bool], edited: Sequence[torch.Tensor] = ()) -> bool:
         """Let ``exchange``, one of ``rounds``, change weights; returns what it does."""
         parameters = self.parameters
-        self._rebind()
+        self._rebind(edited)
         parameters.pull()
         taken = False
         try:
@@ -534,9 +595,9 @@ class LocalSteps(Steps):
                 self._heal()
         return taken
 
-    def _end_round(self, call: str, *, flush: bool = False) -> bool:
+    def _end_round(self, call: str, *, flush: bool = False, edited: Sequence[torch.Tensor] = ()) -> bool:
         """Whether the round was not lost. Collective."""
-        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
+        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush), edited)
         every, steps = self._check_replicas_every, self.parameters.steps
         if every and steps // every > self._checked // every:
             self._checked = steps
@@ -555,7 +616,10 @@ class LocalSteps(Steps):
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective."""
         if self.included and self.parameters.bindings and self.rounds.under_way:
-            self._end_round("flush", flush=True)
+            self._begin_edited("flush")
+            if self.rounds.under_way and self.parameters.bindings:
+                self._end_round("flush", flush=True)
+            self.parameters.remember()
 
     def check_replicas(self) -> None:
         """Raise ``DesyncError`` on all workers if their weights are not the same, or what they have in common while an

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -22,6 +23,7 @@ from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
+from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Gradients, Where
 from horovod_onebit.torch.loading import check_optimizer
@@ -69,6 +71,7 @@ class _DistributedOptimizer:
         self._gradients.set_passes(passes)
 
     @untraced
+    @outside_inference
     def synchronize(self) -> None:
         """In warm-up, wait until the gradients are averaged, as Horovod's does.
 
@@ -89,6 +92,7 @@ class _DistributedOptimizer:
             self._gradients.automatic = True
 
     @untraced
+    @outside_inference
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale the gradients by one factor, the same on all workers, so that their norm is at most ``max_norm``.
 
@@ -99,7 +103,7 @@ class _DistributedOptimizer:
         positive("max_norm", max_norm)
         if not self._participates:
             return self._clip_own_grad_norm(max_norm)
-        self._compressor.synchronize("clip_grad_norm_", f"max_norm={float(max_norm)}")
+        self._compressor.synchronize("clip_grad_norm_", max_norm=float(max_norm))
         return self._compressor.clip_grad_norm_(max_norm)
 
     def _clip_own_grad_norm(self, max_norm: float) -> float:
@@ -197,6 +201,7 @@ class _DistributedOptimizer:
         """How gradients become bits."""
         return self._compressor.engine.recipe
 
+    @outside_inference
     def flush(self) -> None:
         """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
@@ -206,6 +211,7 @@ class _DistributedOptimizer:
         with torch.no_grad():
             self._compressor.flush()
 
+    @outside_inference
     def check_replicas(self) -> None:
         """Compare weights and optimizer state with worker 0's, bit by bit. Collective; a pass over memory.
 
@@ -224,6 +230,7 @@ class _DistributedOptimizer:
         """
         return self._compressor.stats(norms)
 
+    @outside_inference
     def feedback_state_dict(self) -> dict[str, torch.Tensor]:
         """This worker's error feedback by parameter name (flat float32). Save one for each worker. An empty tensor
         among them has a name that tells what they are of."""
@@ -232,6 +239,7 @@ class _DistributedOptimizer:
         found = {name: torch.from_numpy(value) for name, value in residuals.items()}
         return found | {feedback.mark(compressor.kind, compressor.workers): torch.empty(0)}
 
+    @outside_inference
     def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
         """Take over what ``feedback_state_dict`` of the same worker gave, after ``load_state_dict``.
 
@@ -251,6 +259,7 @@ class _DistributedOptimizer:
             "horovod_onebit.torch.save_checkpoint"
         )
 
+    @outside_inference
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group the warm-up's progress.
         It is the same on all workers, so that saving worker 0's is enough. The error feedback is not in it: see
@@ -260,6 +269,7 @@ class _DistributedOptimizer:
         self._parameters.export(state)
         return state
 
+    @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
         self._load(state_dict, keep_feedback=False)
@@ -406,6 +416,7 @@ def DistributedOptimizer(
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
     _check_plain(optimizer)
+    _check_flushed(optimizer)
     if not hvd.is_initialized():
         raise ConfigurationError("call hvd.init() before DistributedOptimizer")
     names = names_of(optimizer, named_parameters)
@@ -441,7 +452,22 @@ def DistributedOptimizer(
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     compressor.check_groups()
     compressor.parameters.lineage = lineage
+    _wrappers[optimizer] = weakref.ref(wrapped)
     return wrapped
+
+
+_wrappers: Any = weakref.WeakKeyDictionary()
+"""Plain optimizer -> what wraps it now, and shares its state."""
+
+
+def _check_flushed(optimizer: torch.optim.Optimizer) -> None:
+    """Raise if another wrapper of ``optimizer`` has taken local steps that were not exchanged. Alike on all workers."""
+    before = _wrappers[optimizer]() if optimizer in _wrappers else None
+    if before is not None and before._compressor.pending:
+        raise ConfigurationError(
+            "this optimizer was wrapped before, and its workers' weights differ after local steps: call flush() on "
+            "that DistributedOptimizer, on all workers, before you wrap its optimizer again"
+        )
 
 
 def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str]) -> None:

@@ -7,6 +7,7 @@ takes its steps with the averaged gradient. All others are *compressed*: the eng
 from __future__ import annotations
 
 import hashlib
+import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
@@ -25,11 +26,15 @@ from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
 from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.warmup import Phase, Warmup, unbiased
 
+logger = logging.getLogger("horovod_onebit")
+
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
+WORDS = {"lr": "learning rate", "weight_decay": "weight decay", "grad_scale": "the factor of gradients (maximize, op)"}
 SAMPLE = 16  # values of each tensor that a digest covers
 
 Group = dict[str, Any]
@@ -42,7 +47,6 @@ class Parameters:
         names: of all parameters that have been seen.
         moments: how the wrapped optimizer keeps its moments.
         exact_steps: the trained parameters, and how many exact steps each has had.
-        variance_steps: of those that are compressed, or were: the steps that their second moment has seen.
         bindings: the compressed ones, in the order of the groups.
         never: those that are never compressed.
         unstarted: those with a momentum that the wrapped optimizer would not have yet.
@@ -74,12 +78,14 @@ class Parameters:
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}
-        self.variance_steps: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
         self.never: set[torch.Tensor] = set()
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
         self.lineage = ""
+        self.just_started = False  # whether compression has started with the last step, for some of them
+        self._marks: dict[torch.Tensor, dict[str, Mark]] = {}  # of their states, as the last step left them
+        self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
         self._prepared = -1  # the version that the engine is prepared for
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
@@ -124,6 +130,11 @@ class Parameters:
         """The engine was prepared for them as they are."""
         self._prepared = self.version
 
+    def seen(self, p: torch.Tensor) -> int | None:
+        """The steps that the second moment of ``p`` has seen, if it is frozen; it is in the state, and goes with it."""
+        found: int | None = self.optimizer.state.get(p, {}).get(VARIANCE_STEPS)
+        return found
+
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
@@ -144,11 +155,17 @@ class Parameters:
                 fresh.append((group, p, name))
         for group, p, name in fresh:
             self.names[p] = name
+            if self.seen(p) is not None:
+                self._take_back(group, p)
             self._init_state(group, p)
             self.exact_steps[p] = 0
         if fresh:
             self._find_never()
         return [p for _, p, _ in fresh]
+
+    def _take_back(self, group: Group, p: torch.Tensor) -> None:
+        """``p`` was compressed before, in this optimizer or another: its state is for exact steps now."""
+        self.moments.to_plain(group, p, self.optimizer.state[p])
 
     def forget_gone(self) -> set[torch.Tensor]:
         """Forget parameters that were taken out of the groups."""
@@ -156,7 +173,7 @@ class Parameters:
         gone = {p for p in self.exact_steps if id(p) not in here}
         for p in gone:
             self.bindings.pop(p, None)
-            self.variance_steps.pop(p, None)
+            self._marks.pop(p, None)
             self.unstarted.discard(p)
             del self.exact_steps[p]
             self.engine.feedback.discard(self.names[p])
@@ -191,16 +208,19 @@ class Parameters:
             left = [p for p in found if self.compressible(p)]
             self._candidates = key, left
         over = (p for p in self._candidates[1] if self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED)
-        if ready := [p for p in over if p.requires_grad]:
+        ready = [p for p in over if p.requires_grad]
+        if ready:
             groups = self._groups()
             for p in ready:
                 self._start_compressing(groups[p], p)
             self._order()
+            self.remember()
+        self.just_started = bool(ready)
 
     def _start_compressing(self, group: Group, p: torch.Tensor) -> None:
-        fresh = p not in self.variance_steps
+        fresh, state = self.seen(p) is None, self.optimizer.state[p]
         if fresh:
-            self.variance_steps[p] = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
+            state[VARIANCE_STEPS] = int(state.get("step", self.exact_steps[p]))
         self.bind(p)
         if fresh:
             self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
@@ -211,9 +231,10 @@ class Parameters:
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
-        binding = Binding(self.names[p], p, self.optimizer.state[p], self.adapter, self.engine.feedback, place)
-        binding.tensor.variance_steps = self.variance_steps[p]
-        binding.tensor.step = int(self.optimizer.state[p].get("step", self.exact_steps[p]))
+        state = self.optimizer.state[p]
+        binding = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
+        binding.tensor.variance_steps = state[VARIANCE_STEPS]
+        binding.tensor.step = int(state.get("step", self.exact_steps[p]))
         self.bindings[p] = binding
         self.changed()
 
@@ -225,32 +246,105 @@ class Parameters:
         return {p: group for group, _, p in self.enumerated()}
 
     def _unbind(self, group: Group, p: torch.Tensor) -> None:
-        """``p`` was frozen; should it be trained again, it has a whole new warm-up."""
-        binding = self.bindings[p]
-        binding.release()
-        self.adapter.rewind(group, binding.state, self.variance_steps[p])
-        p.grad = None
+        """``p`` is compressed no more; should it be trained again, it has a whole new warm-up."""
+        state = self.optimizer.state[p]
+        if VARIANCE_STEPS in state:
+            self._take_back(group, p)
         self.engine.feedback.reset([self.names[p]])
-        del self.bindings[p], self.variance_steps[p]
+        self.bindings.pop(p, None)
+        self._marks.pop(p, None)
         self.exact_steps[p] = 0
         self.changed()
 
     def refresh(self) -> None:
-        """Follow parameters that were frozen, or whose memory was replaced (``p.data = ...``, a loaded state)."""
+        """Follow parameters that were frozen, whose state was edited, or whose memory was replaced (``p.data = ...``, a
+        loaded state)."""
         frozen = [p for p in self.bindings if not p.requires_grad]
         if frozen:
             groups = self._groups()
             for p in frozen:
                 self._unbind(groups[p], p)
+                p.grad = None
+        self.begin_again(self.edited())
         self.follow_memory()
 
-    def follow_memory(self) -> None:
-        """Follow parameters whose memory was replaced."""
-        moved = [p for p in self.bindings if not self._is_current(p)]
+    def begin_again(self, edited: Sequence[torch.Tensor]) -> None:
+        """The states of these parameters were edited: they have a whole new warm-up."""
+        if not edited:
+            return
+        groups = self._groups()
+        for p in (p for p in edited if p in groups):
+            self._begin_again(groups[p], p)
+        self._order()
+        names = ", ".join(self.names[p] for p in edited[:5]) + (" ..." if len(edited) > 5 else "")
+        level = logging.INFO if self.engine.collectives.rank == 0 else logging.DEBUG
+        logger.log(level, "the state of %s was changed between two steps: the warm-up begins again", names)
+
+    def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
+        """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
+        other = _identities(edited)
+        moved = [p for p in self.bindings if not self._is_current(p) and id(p) not in other]
         for p in moved:
             self.bind(p)
         if moved:
             self._order()
+            self.remember()
+
+    # -- states that somebody else has changed --------------------------------------------------------------------
+
+    def remember(self) -> None:
+        """What is in the states now is what a step has left there."""
+        key = (self.version, len(self.exact_steps))
+        if key != self._watching[0]:
+            self._watching = key, [(p, keys) for p in self.exact_steps if (keys := self._watched_keys(p))]
+        for p, keys in self._watching[1]:
+            state, marks = self.optimizer.state.get(p, {}), self._marks.get(p)
+            if marks is None or marks.keys() != keys or not all(m.is_of(state.get(k)) for k, m in marks.items()):
+                self._marks[p] = {k: Mark(state[k]) for k in keys if isinstance(state.get(k), torch.Tensor)}
+                continue
+            for mark in marks.values():
+                mark.renew()
+
+    def _watched_keys(self, p: torch.Tensor) -> set[str]:
+        """What of the state of ``p`` has to be as a step has left it: all, once the second moment is frozen; before,
+        the second moment that will be."""
+        if (binding := self.bindings.get(p)) is not None:
+            return {*binding.shared, "step"} if "step" in binding.state else set(binding.shared)
+        key = self.moments.variance_key
+        return {key} if key is not None and self.compressible(p) else set()
+
+    def edited(self) -> list[torch.Tensor]:
+        """The parameters whose state is not what the last step has left, and that cannot continue with it."""
+        return [p for p, marks in self._marks.items() if p.requires_grad and self._is_edited(p, marks)]
+
+    def _is_edited(self, p: torch.Tensor, marks: Mapping[str, Mark]) -> bool:
+        state = self.optimizer.state.get(p, {})
+        changed = any(mark.edited(state.get(key)) and not mark.moved(state.get(key)) for key, mark in marks.items())
+        if not changed or self._takes_frozen(p):
+            return changed
+        # Exact steps follow all edits. But a second moment that was set to zeros has seen less than its count says.
+        return self._has_taken_steps(p) and (not self.moments.complete(p, state) or self._has_zeros(state))
+
+    def _takes_frozen(self, p: torch.Tensor) -> bool:
+        """Whether the next step takes the second moment of ``p`` as it is."""
+        return p in self.bindings
+
+    def _has_taken_steps(self, p: torch.Tensor) -> bool:
+        return self.exact_steps[p] > 0
+
+    def _has_zeros(self, state: Mapping[str, Any]) -> bool:
+        key = self.moments.variance_key
+        return key is not None and not bool(state[key].all())
+
+    def _begin_again(self, group: Group, p: torch.Tensor) -> None:
+        # From an empty state where the second moment was set to zeros, or something is missing.
+        state, key = self.optimizer.state[p], self.moments.variance_key
+        mark = None if key is None else self._marks[p].get(key)
+        reset = mark is not None and mark.edited(state.get(key)) and not mark.moved(state.get(key))
+        if not self.moments.complete(p, state) or (reset and self._has_zeros(state)):
+            state.clear()
+        self._unbind(group, p)
+        self._init_state(group, p)
 
     @property
     def leaving(self) -> bool:
@@ -261,7 +355,7 @@ class Parameters:
     @property
     def all_current(self) -> bool:
         """Whether ``refresh`` would change nothing."""
-        return not self.leaving and all(self._is_current(p) for p in self.bindings)
+        return not self.leaving and all(self._is_current(p) for p in self.bindings) and not self.edited()
 
     def _is_current(self, p: torch.Tensor) -> bool:
         binding = self.bindings[p]
@@ -321,8 +415,8 @@ class Parameters:
     def moved(self, kind: Kind) -> None:
         """The engine has taken a step of ``kind``: so have the framework's tensors."""
         if kind is Kind.EXACT:
-            for p, binding in self.bindings.items():
-                self.variance_steps[p] = binding.tensor.variance_steps
+            for binding in self.bindings.values():
+                binding.state[VARIANCE_STEPS] = binding.tensor.variance_steps
                 binding.coarsen(self.adapter.variance_key)
         self.push()
         counters = [b.state["step"] for b in self.bindings.values() if "step" in b.state]
@@ -368,9 +462,37 @@ class Parameters:
         return f"{self._described[1]} {self.lineage} {sum(self.exact_steps.values())}"
 
     def hyperparameters(self) -> str:
-        """The rule of each group, and what else the exact step depends on (``fused`` rounds differently)."""
-        groups = self.optimizer.param_groups
-        return repr([(self.adapter.rule(group, 1.0), group.get("fused"), group.get("foreach")) for group in groups])
+        """Those of all groups, as a text that is the same on all workers."""
+        return repr([self._hyperparameters_of(group) for group in self.optimizer.param_groups])
+
+    def _hyperparameters_of(self, group: Group) -> dict[str, object]:
+        """The rule of ``group``, and what else the exact step depends on (``fused`` rounds differently)."""
+        rule = vars(self.adapter.rule(group, 1.0))
+        return {**rule, "fused": group.get("fused"), "foreach": group.get("foreach")}
+
+    def facts(self) -> dict[str, dict[str, object]]:
+        """What ``describe`` and ``hyperparameters`` are made of, in words."""
+        trained, counts = dict[str, object](), dict[str, object]()
+        for p, name in ((p, self.names[p]) for p in self.ordered() if p in self.names):
+            never = ", and never compressed" if p in self.never else ""
+            trained |= {
+                f"the shape of {name}": tuple(p.shape),
+                f"the dtype of {name}": p.dtype,
+                f"the memory order of {name}": p.stride(),
+                f"whether {name} is frozen": not p.requires_grad,
+                f"how {name} travels": "compressed" if p in self.bindings else f"exact{never}",
+            }
+            counts[f"the number of exact steps of {name}"] = self.exact_steps.get(p, 0)
+        return {
+            "arguments": {"warmup_steps": type(self.warmup).__name__, "schedule": self.schedule},
+            "trained": {"the number of parameters": len(self.ordered()), **trained},
+            "progress": {"which state was loaded": self.lineage or "none", "the warm-up": self.warmup, **counts},
+            "hyperparameters": {
+                f"{WORDS.get(key, key)} of group {number}": value
+                for number, group in enumerate(self.optimizer.param_groups)
+                for key, value in self._hyperparameters_of(group).items()
+            },
+        }
 
     def checksums(self) -> dict[str, int]:
         """CRC-32 of the bytes of every parameter and of its optimizer state."""
@@ -379,14 +501,17 @@ class Parameters:
             name = self.names.get(p, "")
             own = {name: p, **{f"{name} ({key})": value for key, value in self._compared(p).items()}}
             for key, value in own.items():
-                if isinstance(value, torch.Tensor):
+                if isinstance(value, int):
+                    found[key] = value
+                elif isinstance(value, torch.Tensor):
                     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     found[f"{key}#{len(found)}" if key in found else key] = replicas.checksum(data.numpy())
         return found
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
         """What of the state of ``p`` is the same on all workers."""
-        return self.optimizer.state[p]
+        found: Mapping[str, Any] = self.optimizer.state.get(p, {})
+        return found
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """A few values of each tensor of a state, and its progress: workers that loaded different states must not go
@@ -418,8 +543,8 @@ class Parameters:
             exchanges=self.engine.exchanges,
             warmup=self.warmup.state_dict(),
             exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
-            variance_steps=[self.variance_steps.get(p, 0) for p in parameters],
-            taken=[self.taken(p) if p in self.variance_steps else 0 for p in parameters],
+            variance_steps=[self.seen(p) or 0 for p in parameters],
+            taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
         )
 
@@ -431,13 +556,16 @@ class Parameters:
         key, packed = self.moments.variance_key, state["state"]
         self._exported = {}
         for group, position, p in self.enumerated():
-            seen = self.variance_steps.get(p)
-            if key is None or seen is None or key not in packed.get(position, ()):
+            seen = self.seen(p)
+            if seen is None or position not in packed:
+                continue
+            packed[position] = {k: value for k, value in packed[position].items() if k != VARIANCE_STEPS}
+            if key is None or key not in packed[position]:
                 continue
             by = self.moments.variance_factor(group, self.taken(p), seen)
             if by != 1.0:
                 self._exported[p] = packed[position][key] * by
-                packed[position] = {**packed[position], key: self._exported[p]}
+                packed[position][key] = self._exported[p]
         state["param_groups"][0][STATE_KEY] = self.progress().state_dict()
 
     def adopt(self) -> bool:
@@ -458,9 +586,11 @@ class Parameters:
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
         self.bindings.clear()
+        self._marks.clear()
         self._find_never()
         self.changed()
-        self.variance_steps.clear()
+        for state in self.optimizer.state.values():
+            state.pop(VARIANCE_STEPS, None)
         self.unstarted.clear()
         if not keep_feedback:
             self.engine.feedback.reset()
@@ -483,6 +613,8 @@ class Parameters:
         self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
         self._load_moments(progress, seen)
         self.mature()
+        self.just_started = False
+        self.remember()
 
     def _by_position(self, numbers: Sequence[int]) -> dict[torch.Tensor, int]:
         """A number for each parameter; 0 for those that were added since."""
@@ -505,7 +637,7 @@ class Parameters:
                     steps = now
                 state[key] = plain.restored(state[key], by)
             if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
-                self.variance_steps[p] = steps
+                state[VARIANCE_STEPS] = steps
             else:
                 self.adapter.rewind(group, state, steps)
 

@@ -13,10 +13,12 @@ from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import init_state, modernize
-from horovod_onebit.torch.plain import factor
+from horovod_onebit.torch.plain import VARIANCE_STEPS, factor
 
 ParamGroup = dict[str, Any]
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
+ZERO_ONE_KEYS = ("anchor", "local")
+"""What 0/1 Adam keeps in a parameter's state besides: the weights at the last exchange, and counts since."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -80,6 +82,22 @@ class Adapter:
     def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its variance has seen."""
 
+    def to_plain(self, group: ParamGroup, p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
+        """Make of ``state``, in which a compressed run has left its marks, what a plain optimizer has."""
+        for key in filter(None, (self.momentum_key, self.variance_key, self.layer_key)):
+            value = state.get(key)
+            if value is not None:
+                state[key] = value.to(p.device, value.dtype if key == self.layer_key else p.dtype)
+        self.rewind(group, state, state.pop(VARIANCE_STEPS))
+        for key in set(ZERO_ONE_KEYS) - {self.anchor_key, self.layer_key}:
+            state.pop(key, None)
+
+    def complete(self, p: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether ``state`` has what a step of ``p`` needs; if not, it has to begin from the start."""
+        kept = [state.get(key) for key in (self.momentum_key, self.variance_key) if key is not None]
+        counted = self.variance_key is None or "step" in state
+        return counted and all(isinstance(one, torch.Tensor) and one.shape == p.shape for one in kept)
+
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
         """The rule with the hyperparameters that ``group`` has now."""
         values = {field: option(group, path) for field, path in self.wraps.options.items()}
@@ -137,9 +155,8 @@ class LAMBAdapter(AdamAdapter):
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam; the state holds the weights at the last exchange besides."""
 
-    anchor_key = "anchor"
-    layer_key = "local"
-    local_keys = ("exp_avg", "anchor", "local")
+    anchor_key, layer_key = ZERO_ONE_KEYS
+    local_keys = ("exp_avg", *ZERO_ONE_KEYS)
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         super().init_state(group, p, state)

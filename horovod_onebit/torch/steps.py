@@ -45,6 +45,11 @@ class Steps:
         return self.engine.collectives.size if self.included else 0
 
     @property
+    def pending(self) -> bool:
+        """Whether workers' weights differ, after local steps; alike on all."""
+        raise NotImplementedError
+
+    @property
     def phase(self) -> Phase:
         self.adopt()
         return self.parameters.phase
