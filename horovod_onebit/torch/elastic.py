@@ -63,7 +63,7 @@ class _OptimizerHandler(StateHandler):
         """After Horovod was restarted: worker 0's state, and all residuals. Collective."""
         compressor = self.value._compressor
         compressor.leave_world()
-        broadcast_optimizer_state(self.value, root_rank=0)
+        broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
         compressor.share_out()
         self.save()
 

@@ -283,6 +283,9 @@ class _DistributedOptimizer:
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        for entries in self.state.values():  # those of a state that was copied in inference mode cannot be changed
+            copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
+            entries.update(copied)
         # In place: schedulers that were made before wrapping hold the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):
             if "exact" in old:

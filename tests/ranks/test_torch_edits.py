@@ -3,15 +3,19 @@ workers get one clear error. How far weights move in a step tells a stale second
 plain optimizer does with the mean gradients and the same edits."""
 
 import collections
+import copy
 import gc
 
 import horovod.torch as hvd
 import pytest
 import torch
+from hypothesis import HealthCheck, Phase, given, settings
+from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from tests.ranks.torch_common import RANK, SIZE, Lion, assert_replicas_equal, batch
+from horovod_onebit import ConfigurationError, DesyncError, Recipe
+from tests.ranks.torch_common import RANK, SIZE, Lion, assert_replicas_equal, batch, weights
 
 ODD = RANK == SIZE - 1
 LR = 1e-5
@@ -172,9 +176,17 @@ EDITS |= {
 NO_STATE_YET = ("local", "frozen")  # the wrapped optimizer's is made by its first step
 
 
-@pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("edit", EDITS)
-def test_an_edit_of_adams_state_or_groups(edit, mode):
+TRIED = {
+    "warm-up": ("replaced", "clear", "zeros"),
+    "compressed": tuple(EDITS),
+    "local": ("zeros",),
+    "frozen": ("groups", "replaced", "clear", "zeros of data", "moved"),
+    "zero_one": ("groups", "clear", "zeros of data"),
+}
+
+
+@pytest.mark.parametrize(("mode", "edit"), [(mode, edit) for mode in TRIED for edit in TRIED[mode]])
+def test_an_edit_of_adams_state_or_groups(mode, edit):
     run = Run("adam", mode)
     run.train(44)
     for model, optimizer in run.both:
@@ -203,3 +215,277 @@ def test_the_same_plain_optimizer_wrapped_again_in_each_stage(mode):
         run.optimizer = wrap(run.model, run.plain, mode)
         gc.collect()
         assert len(run.plain.state[run.model.second.weight]) <= 6
+
+
+@pytest.mark.parametrize("mode", ["frozen", "zero_one"])
+def test_a_plain_optimizer_in_the_middle_of_a_round_is_not_wrapped_again(mode):
+    run = Run("adam", mode)
+    run.train(48)
+    while not run.optimizer._compressor.pending:  # the first local step of a round
+        run._backward(run.model)
+        run.optimizer.step()
+    with pytest.raises(ConfigurationError, match="flush"):
+        wrap(run.model, run.plain, mode)
+    run.optimizer.flush()
+    run.optimizer = wrap(run.model, run.plain, mode)
+    run.train(48)
+    run.check()
+
+
+def test_a_compressed_run_goes_on_with_another_kind_of_steps():
+    """What the state says is understood by every schedule."""
+    run = Run("adam", "compressed")
+    for mode in ("frozen", "compressed", "zero_one", "local", "compressed"):
+        run.train(32)
+        run.mode, run.optimizer = mode, wrap(run.model, run.plain, mode)
+    run.train(48)
+    run.check()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("edit", ["zeros", "clear", "replaced"])
+def test_an_edit_on_one_worker_alone_is_an_error_on_all(edit, mode):
+    if mode in ("warm-up", "local") and edit == "clear":
+        pytest.skip("exact steps make a state again, alike; own moments are each worker's own")
+    run = Run("adam", mode)
+    run.train(44)
+    if ODD:
+        EDITS[edit](run.model, run.optimizer)
+    if mode == "local" and edit == "zeros":  # each worker's own, and no harm
+        run.train(8)
+        assert_replicas_equal(run.model)
+        return
+    with pytest.raises(DesyncError, match=r"differs between workers|drifted apart|different methods"):
+        run.train(8)
+
+
+@pytest.mark.parametrize("mode", ["compressed", "frozen"])
+def test_after_an_edit_a_checkpoint_continues_bit_by_bit(mode, tmp_path_factory):
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("edited")), root_rank=0, name="folder")
+    run = Run("adam", mode)
+    run.train(44)
+    EDITS["zeros"](run.model, run.optimizer)
+    run.train(28)
+    onebit.save_checkpoint(folder, run.model, run.optimizer)
+    again = Run("adam", mode)
+    onebit.load_checkpoint(folder, again.model, again.optimizer)
+    again.steps, again.twin = run.steps, run.twin
+    for one in (run, again):
+        one.train(8)
+    again.steps = run.steps
+    run.train(4), again.train(4)
+    assert torch.equal(weights(run.model), weights(again.model))
+
+
+# -- what differs, and what is named ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_forgotten_broadcast_is_an_error_in_the_first_step(mode):
+    model = Net(seed=RANK)
+    optimizer = wrap(model, KINDS["adam"](model.parameters()), mode)
+    cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    with pytest.raises(DesyncError, match=r"first.weight.*worker.*[Bb]roadcast"):
+        optimizer.step()
+
+
+def test_a_forgotten_broadcast_of_the_state_is_an_error_in_the_first_step():
+    model = Net()
+    plain = KINDS["adam"](model.parameters())
+    cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
+    plain.step()
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    optimizer = wrap(model, plain, "compressed")
+    optimizer.zero_grad()
+    cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
+    with pytest.raises(DesyncError, match=r"which state was loaded|exp_avg"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("how", ["largest norm", "edit", "edit, not compared"])
+def test_weights_that_part_are_found_before_they_are_compressed(how):
+    torch.manual_seed(0)
+    norm = 1.0 if how == "largest norm" else None  # the rows that a worker looks up are its own
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 32, max_norm=norm), torch.nn.Linear(32, 10))
+    plain = KINDS["adam"](model.parameters())
+    wrapping = {"check_replicas_every": 0} if how == "edit, not compared" else {}
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=5, **wrapping)
+    taken = 0
+
+    def train():
+        nonlocal taken
+        for step in range(8):
+            optimizer.zero_grad()
+            rows = torch.arange(8) + 8 * RANK + step
+            cross_entropy(model(rows), rows % 10).backward()
+            if step == 3 and ODD and norm is None:
+                model[0].weight.data[50] += 1
+            optimizer.step()
+            taken += 1
+
+    if how == "edit, not compared":
+        train()
+        return
+    with pytest.raises(DesyncError, match=r"0.weight of worker 1 differs.*max_norm"):
+        train()
+    assert taken == (5 if how == "edit" else 0)
+
+
+NAMED = {
+    "lr": "learning rate of group 0 differs between workers: 1e-05 on worker 0, 0.003 on worker 1",
+    "betas": "beta2 of group 0 differs between workers: 0.999 on worker 0, 0.9 on worker 1",
+    "weight_decay": "weight decay of group 0 differs between workers",
+    "warmup_steps": "the warm-up differs between workers: .*20.* on worker 0, .*30.* on worker 1",
+    "recipe": "recipe, block_size differs between workers",
+    "requires_grad": "whether last.bias is frozen differs between workers: False on worker 0, True on worker 1",
+    "shape": "the shape of last.bias differs between workers",
+    "groups": "groups differs between workers: None on worker 0, 2 on worker 1",
+}
+
+
+@pytest.mark.parametrize("mode", ["warm-up", "compressed"])
+@pytest.mark.parametrize("what", NAMED)
+def test_an_error_names_what_differs(what, mode):
+    if SIZE != 2:
+        pytest.skip("the texts name two workers")
+    model = Net()
+    if what == "shape" and ODD:
+        model.last = torch.nn.Linear(64, 11)
+    plain = KINDS["adam"](model.parameters())
+    options = dict(MODES[mode])
+    if ODD:
+        options |= {"warmup_steps": {"warmup_steps": 30}, "groups": {"groups": 2}}.get(what, {})
+        options |= {"recipe": Recipe(block_size=512)} if what == "recipe" else {}
+    if what == "warmup_steps" and not ODD:
+        options = {"warmup_steps": 20}
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), **options)
+
+    def step():
+        for p in model.parameters():
+            p.grad = torch.ones_like(p) if p.requires_grad else None
+        optimizer.step()
+
+    if what in ("lr", "betas", "weight_decay", "requires_grad"):
+        for _ in range(21 if mode == "compressed" else 2):
+            step()
+    if ODD:
+        values = {"lr": 3e-3, "betas": (0.9, 0.9), "weight_decay": 0.5}
+        if what in values:
+            optimizer.param_groups[0][what] = values[what]
+        if what == "requires_grad":
+            model.last.bias.requires_grad_(False)
+    with pytest.raises(DesyncError, match=NAMED[what]):
+        step()
+
+
+# -- inference mode, compiled models, hyperparameters that change in every step ----------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["compressed", "frozen", "zero_one"])
+def test_collective_calls_within_inference_mode(mode, tmp_path_factory):
+    """Lightning evaluates in it."""
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("inference")), root_rank=0, name="folder")
+    run = Run("adam", mode)
+    run.train(34)
+    run._backward(run.model)
+    run.optimizer.step()
+    with torch.inference_mode():
+        run.optimizer.flush()
+        run.optimizer.check_replicas()
+        onebit.save_checkpoint(folder, run.model, run.optimizer)
+        onebit.load_checkpoint(folder, run.model, run.optimizer)
+        onebit.broadcast_optimizer_state(run.optimizer)
+        run.optimizer.load_state_dict(copy.deepcopy(run.optimizer.state_dict()))
+        run.optimizer.load_feedback_state_dict(run.optimizer.feedback_state_dict())
+        onebit.load_weights(folder, run.model)
+        run.optimizer.stats()
+    run.train(24)
+    run.check()
+
+
+def test_weights_of_a_compiled_model_are_loaded_into_a_plain_one_and_back(tmp_path_factory):
+    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("compiled")), root_rank=0, name="folder")
+    run = Run("adam", "compressed")
+    run.train(4)
+    compiled = torch.compile(run.model, backend="eager")
+    onebit.save_checkpoint(folder, compiled, run.optimizer)
+    for target in (Net(seed=1), torch.compile(Net(seed=1), backend="eager")):
+        onebit.load_weights(folder, target)
+        assert torch.equal(weights(target), weights(run.model))
+    onebit.load_checkpoint(folder, run.model, run.optimizer)
+
+
+class SharpnessAware:
+    """SAM (Foret et al. 2021) as users write it: the second gradient is taken elsewhere, then the weights come back."""
+
+    def __init__(self, model):
+        self.model, self.old = model, []
+
+    def climb(self):
+        self.old = [p.data for p in self.model.parameters()]
+        for p in self.model.parameters():
+            p.data = p.data + 1e-3 * torch.sign(p.grad)
+
+    def descend(self):
+        for p, old in zip(self.model.parameters(), self.old, strict=True):
+            p.data = old
+
+
+@pytest.mark.parametrize("how", ["one cycle", "sam"])
+def test_what_changes_in_every_step_after_the_backward_pass_is_learned_in_the_warm_up(how):
+    run = Run("adam", "compressed")
+    optimizer, sam = run.optimizer, SharpnessAware(run.model)
+    if how == "sam":
+        optimizer.set_backward_passes_per_step(2)
+    cycle = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=LR, total_steps=200)
+    for _ in range(30):
+        run._backward(run.model)
+        if how == "one cycle":
+            cycle.step()  # before the optimizer's, which PyTorch warns of
+        else:
+            with torch.no_grad():
+                sam.climb()
+            run.model.zero_grad()
+            run._backward(run.model)
+            with torch.no_grad():
+                sam.descend()
+        optimizer.step()
+        run.steps += 1
+    assert optimizer.phase == "compressed"
+    assert_replicas_equal(run.model)
+
+
+# -- anything, in any order --------------------------------------------------------------------------------------------
+
+STEPS = st.tuples(st.just("steps"), st.integers(1, 24))
+CHANGE = st.tuples(st.just("edit"), st.sampled_from(sorted(EDITS)))
+WRAP = st.tuples(st.just("wrap"), st.sampled_from(sorted(MODES)))
+
+
+ACTIONS = st.lists(st.one_of(STEPS, CHANGE, WRAP), max_size=8)
+
+
+@settings(
+    derandomize=True, max_examples=12, deadline=None, database=None, phases=[Phase.generate],
+    suppress_health_check=list(HealthCheck),
+)  # fmt: skip
+@given(st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(MODES)), ACTIONS)
+def test_any_edits_in_any_order(kind, mode, actions):
+    if kind != "adam" and kind != "adamw" and mode == "zero_one":
+        mode = "compressed"
+    run = Run(kind, mode)
+    run.train(4)
+    for what, value in actions:
+        if what == "steps":
+            run.train(value)
+        elif what == "edit":
+            for model, optimizer in run.both:
+                EDITS[value](model, optimizer)
+        elif value != "zero_one" or kind in ("adam", "adamw"):
+            run.optimizer.flush()
+            run.mode, run.optimizer = value, wrap(run.model, run.plain, value)
+    run.train(72)
+    if kind in ("adam", "adamw"):
+        run.check()
+    run.optimizer.flush()
+    assert_replicas_equal(run.model)
