@@ -102,7 +102,7 @@ def test_clipping_averages_differently_in_warm_up(how):
     model, optimizer = started("warm-up")
     backward(model, optimizer, 3)
     if how == "by our own norm":
-        with pytest.raises(DesyncError, match="max_norm differs between workers: 0.01 on worker"):
+        with pytest.raises(DesyncError, match=r"max_norm differs between workers: 0.01 on worker"):
             optimizer.clip_grad_norm_(1e-3 if ODD else 1e-2)
         return
     optimizer.synchronize()

@@ -97,7 +97,8 @@ class Run:
     def check(self, steps=24):
         """``steps`` more move ours as far as the plain optimizer's; all workers have the same."""
         ours, plain = self.train(steps)
-        shortest = 0.6 if self.mode == "local" else 0.8  # of own moments, much is noise, and steps are shorter
+        # Of own moments much is noise, and steps are shorter; so are Lion's, whose signs differ between workers.
+        shortest = 0.4 if self.kind == "lion" else 0.6 if self.mode == "local" else 0.8
         assert shortest * plain <= ours <= 1.2 * plain, (ours, plain)
         assert_replicas_equal(self.model)
         self.optimizer.check_replicas()
