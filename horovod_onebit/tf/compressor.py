@@ -620,6 +620,9 @@ def unpacked(tensor: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:
-    return hvd.allreduce(
-        grad, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
+    # Horovod reduces no bfloat16.
+    sent = tf.cast(grad, tf.float32) if grad.dtype == tf.bfloat16 else grad
+    mean = hvd.allreduce(
+        sent, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
     )
+    return tf.cast(mean, grad.dtype)

@@ -46,7 +46,8 @@ from horovod_onebit.warmup import AutoWarmup, Phase
 logger = logging.getLogger("horovod_onebit")
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
-NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
+NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
 
 _Wrapped: Any = object  # whatever the wrapped optimizer's class has, these have, too
@@ -455,6 +456,12 @@ class _DistributedOptimizer(_Wrapped):
 def check_ours(optimizer: Any) -> Any:
     """``optimizer``, or the one inside its loss scaling, if ``DistributedOptimizer`` returned it; else
     ``ConfigurationError``."""
+    if isinstance(optimizer, MULTI):
+        raise ConfigurationError(
+            "the optimizer is a MultiOptimizer, whose optimizers take steps and keep state by themselves: call this "
+            "with each of model.optimizer.optimizers. A checkpoint, and a callback that compares or flushes, expects "
+            "a model with one DistributedOptimizer"
+        )
     inner = optimizer.inner_optimizer if getattr(optimizer, "distributed", False) else optimizer
     if not isinstance(inner, _DistributedOptimizer):
         raise ConfigurationError(
@@ -552,6 +559,12 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     schedule, kind = wrapping.schedule, type(optimizer)
+    if isinstance(optimizer, MULTI):
+        raise UnsupportedError(
+            "a MultiOptimizer takes no step of its own: wrap each optimizer that is in it, "
+            "keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(default_optimizer="
+            "onebit.DistributedOptimizer(...), {pattern: onebit.DistributedOptimizer(...)}))"
+        )
     if isinstance(schedule, Local) and schedule.delay:
         raise UnsupportedError(
             f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "
