@@ -244,6 +244,11 @@ class LocalSteps(Compressor):
             self.engine.context.kernels.copy(tensor.anchor, tensor.weight)
         self.rounds.length, self.rounds.freezes = 0, False
         edited, self.edits = self.edits, []
+        for i in edited:
+            if self.moments.moved is None and not np.asarray(self.moments.variance(i)).any():
+                assert self.adapter.adam is not None
+                momentum = self.adapter.adam.momentum(self.optimizer, i)  # of the steps that are given up
+                momentum.assign(tf.zeros_like(momentum.value))
         self.begin_again(edited if self.moments.moved is None else ())
         self.engine.end_step()
 

@@ -93,7 +93,13 @@ class _DistributedOptimizer(_Wrapped):
         if not self.built:
             with outside(), keras.src.backend.name_scope(self.name, caller=self):
                 self.build(variables)
-        self._check_variables_are_known(variables)
+        unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
+        if unknown:
+            raise ConfigurationError(
+                f"{getattr(unknown[0], 'path', unknown[0].name)!r} is unknown to this optimizer, which was built for "
+                "other variables, those of another model perhaps, and has their state: make a new optimizer for a new "
+                "model, such as type(plain).from_config(plain.get_config())"
+            )
         grads = list(grads)
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
