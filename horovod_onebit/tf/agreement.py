@@ -108,12 +108,13 @@ class Agreement:
         after every so many steps that the user wants. Local steps compare what a round begins with.
         """
         compressor, optimizer = self._compressor, self._compressor.optimizer
-        wrapping, every = optimizer._wrapping, optimizer._wrapping.check_replicas_every
-        if wrapping.local is not None or every == 0:
+        every = optimizer._wrapping.check_replicas_every
+        if optimizer._wrapping.local is not None:
             return {}
         warm = counts["exact"] < counts["wanted"]
-        most = wrapping.backward_passes_per_step if "passes" in counts else 1
-        compressor.moments.count(counts["steps"], warm=warm, most=max(most, 1))
+        compressor.moments.count(counts["steps"], counts["exact"] + counts["compressed"], warm=warm)
+        if every == 0:
+            return {}
         starts = not warm and not counts["compressed"] and counts["steps"] > 0
         due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every == 0)
         if not compressor.together or not (due or (warm and counts["exact"] == 1)):

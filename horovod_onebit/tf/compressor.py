@@ -216,6 +216,7 @@ class Compressor:
         """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
         optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
         warmup.load_state_dict({})
+        optimizer._begun.assign(int(optimizer.iterations))
         optimizer._exact_steps.assign(0)
         optimizer._compressed_steps.assign(0)
         optimizer._warmup_steps.assign(warmup.steps)

@@ -181,7 +181,7 @@ class LocalSteps(Compressor):
     def stepped(self, steps: Any, learning_rate: Any, number: Any) -> bool:
         """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
         optimizer; whether the round ends."""
-        self.moments.count(int(number) - 1, warm=not self.adapter.frozen(self.optimizer))
+        self.moments.count(int(number), int(steps), warm=not self.adapter.frozen(self.optimizer))
         if (frozen := self.adapter.frozen(self.optimizer)) and self.adapter.adam is not None:
             rule, decays = self.adapter.adam.rule, (0.0, self.optimizer.weight_decay or 0.0)
             adam: list[Any] = [rule(self.optimizer, float(learning_rate), decay, frozen, 1.0) for decay in decays]
@@ -253,9 +253,11 @@ class LocalSteps(Compressor):
         self.engine.end_step()
 
     def warm_up_again(self) -> None:
-        self.optimizer._wrapping.warmup.load_state_dict({})
+        optimizer = self.optimizer
+        optimizer._wrapping.warmup.load_state_dict({})
+        optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
         if self.adapter.adam is not None:
-            self.optimizer._frozen.assign(0)
+            optimizer._frozen.assign(0)
 
     def begin_again(self, edited: Sequence[int] = ()) -> None:
         indices = self.indices

@@ -47,7 +47,6 @@ class Moments:
         self._compressor = compressor
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
-        self._steps: int | None = None  # of the optimizer, when the workers met last
         self.moved: int | None = None  # what ``iterations`` was before somebody has set it
 
     @property
@@ -124,22 +123,24 @@ class Moments:
 
     def forget(self) -> None:
         """The state was replaced as a whole: what the last step left is no longer there."""
-        self._held, self._probes, self._steps, self.moved = {}, {}, None, None
+        self._held, self._probes, self.moved = {}, {}, None
 
-    def count(self, steps: int, *, warm: bool, most: int = 1) -> None:
-        """The optimizer has taken so many ``steps``, at ``most`` so many more than at the last call, unless somebody
-        has set ``iterations``.
+    def count(self, steps: int, since: int, *, warm: bool) -> None:
+        """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer
+        if somebody has set ``iterations``.
 
         The wrapped optimizer corrects the bias of its moments by it. ``warm``: in the warm-up what they have seen is
         then counted as the optimizer counts; afterwards the next step finds that the state was ``moved``."""
-        before, self._steps = self._steps, steps
-        if before is None or before <= steps <= before + most or self._compressor.adapter.moments is None:
+        optimizer = self._optimizer
+        by = steps - since - int(optimizer._begun.value)
+        if not by or self._compressor.adapter.moments is None:
             return
         if not warm:
-            self.moved = before
+            self.moved = steps - by
             return
-        seen = np.array(self._optimizer._seen.value)
-        self._optimizer._seen.assign(np.where(seen > 0, np.maximum(seen + steps - before, 0), 0))
+        seen = np.array(optimizer._seen.value)
+        optimizer._seen.assign(np.where(seen > 0, np.maximum(seen + by, 0), 0))
+        optimizer._begun.assign(steps - since)
 
     def edited(
         self,

@@ -57,6 +57,7 @@ class _DistributedOptimizer(_Wrapped):
     """Mixed into the wrapped Keras optimizer's class."""
 
     # What this class adds: Keras variables, so that they are saved.
+    _begun: Any  # how many steps the optimizer counted when the warm-up began
     _exact_steps: Any
     _compressed_steps: Any
     _warmup_steps: Any
@@ -593,7 +594,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
     wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
-    counters = ["_exact_steps", "_compressed_steps", "_warmup_steps"]
+    counters = ["_begun", "_exact_steps", "_compressed_steps", "_warmup_steps"]
     if wrapping.backward_passes_per_step > 1:
         counters.append("_passes")
     if wrapped._averages_itself:
@@ -602,6 +603,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         setattr(wrapped, counter, wrapped.add_variable(shape=(), dtype="int64", name=f"onebit{counter}"))
     if wrapped._averages_itself:
         wrapped._averaged.assign(int(optimizer.iterations))
+    wrapped._begun.assign(int(optimizer.iterations))
     wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
     wrapped._ours |= {id(getattr(wrapped, counter)) for counter in counters}
     if wrapped.built:
