@@ -36,11 +36,16 @@ def role(variable: Any) -> str:
     return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
 
 
+def _plain_name(variable: Any) -> str:
+    """An optimizer's variable, whose name begins with the path of the one that it is for, without such numbers."""
+    return re.sub(r"_\d+(?=_|$)", "", variable.name)
+
+
 def checksums(optimizer: Any, *, state: bool) -> dict[str, int]:
     """Those of the trained weights, and of the optimizer's ``state`` that all workers have alike, by name."""
     weights = {f"{role(v)}#{i}": v for i, v in enumerate(optimizer._trainable_variables)}
     if state:
-        weights |= {f"{v.name}#{i}": v for i, v in enumerate(optimizer.variables) if ACCUMULATED not in v.name}
+        weights |= {f"{_plain_name(v)}#{i}": v for i, v in enumerate(optimizer.variables) if ACCUMULATED not in v.name}
     # A view of bytes: NumPy's buffers have no bfloat16.
     return {name: replicas.checksum(np.array(v, ndmin=1).view(np.uint8)) for name, v in weights.items()}
 

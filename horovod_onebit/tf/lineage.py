@@ -47,6 +47,12 @@ def take_over(optimizer: Any, wrapped: Any) -> None:
         known = {id(v) for v in variables}
         variables += [v for v in last.plain_variables if id(v) not in known]
         source = last
+    give(wrapped, attributes, variables, source)
+
+
+def give(wrapped: Any, attributes: dict[str, Any], variables: list[Any], source: Any) -> None:
+    """Let ``wrapped``, which is empty, have ``attributes`` of another optimizer, with lists of its own: of the
+    ``variables``, and of the trained ones of ``source``."""
     tracker = attributes.pop("_tracker")
     attributes |= {k: v.copy() for k, v in source.__dict__.items() if k.startswith("_self_") and hasattr(v, "copy")}
     attributes["_trainable_variables_indices"] = dict(source._trainable_variables_indices)

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import tensorflow as tf
@@ -25,14 +25,24 @@ from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call
 
-if TYPE_CHECKING:
-    from horovod_onebit.tf.compressor import Compressor
-
 logger = logging.getLogger("horovod_onebit")
 PROBES = 64
 """Elements of each second moment that are looked at in the warm-up."""
 EVERY = 8
 """Steps of the warm-up from one look to the next, at most."""
+
+
+class Owner(Protocol):
+    """The ``Compressor`` of the optimizer whose moments these are."""
+
+    optimizer: Any
+    adapter: Any
+    engine: Any
+    collectives: Any
+
+    def is_compressed(self, variable: Any) -> bool: ...
+
+    def warm_up_again(self) -> None: ...
 
 
 class Moments:
@@ -43,7 +53,7 @@ class Moments:
     its frozen second moment, or 1 if it has none.
     """
 
-    def __init__(self, compressor: Compressor) -> None:
+    def __init__(self, compressor: Owner) -> None:
         self._compressor = compressor
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
