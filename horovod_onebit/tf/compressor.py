@@ -32,7 +32,7 @@ from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine, asking
-from horovod_onebit.tf.moments import Moments, address
+from horovod_onebit.tf.moments import Moments, same
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -379,7 +379,7 @@ class Compressor:
         host = self.engine.context.kernels.host
         for i, momentum in zip(indices, values.momenta, strict=True):
             left = self._momenta.get(i)
-            if momentum is None or left is None or not progress.marks[i] or address(momentum) == address(left):
+            if momentum is None or left is None or not progress.marks[i] or same(left, momentum):
                 continue
             now = host(momentum)
             if now.any() and not np.array_equal(now, host(left)):

@@ -213,6 +213,8 @@ class LocalSteps(Compressor):
         self._pull(values)
         try:
             self.lost = not self.rounds.exchange()
+            if self.lost:
+                self._restore_frozen()
             self._push_momenta()
         except NonFiniteError as error:
             self._error = error
@@ -235,7 +237,21 @@ class LocalSteps(Compressor):
         if self.moments.moved is not None:
             return list(indices)
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
-        return self.moments.edited(indices, [_flat_view(self.moments.variance(i)) for i in indices], seen, marks)
+        values = [_flat_view(self.moments.variance(i)) for i in indices]
+        edited = self.moments.edited(indices, values, seen, marks)
+        return [i for i in edited if not self._is_damaged(i)]
+
+    def _is_damaged(self, index: int) -> bool:
+        """Whether a frozen second moment has become NaN or Inf and can be restored, when the round is lost."""
+        known = self.moments.held(index) is not None
+        return known and not np.isfinite(_flat_view(self.moments.variance(index))).all()
+
+    def _restore_frozen(self) -> None:
+        """A round was lost: frozen second moments that are damaged are again what they were."""
+        for i in self.indices if self.adapter.frozen(self.optimizer) else ():
+            if self._is_damaged(i):
+                variance = self.moments.variance(i)
+                variance.assign(tf.reshape(tf.cast(np.array(self.moments.held(i)), variance.dtype), variance.shape))
 
     def _give_up(self) -> None:
         """Go back to the round's beginning, where the workers are together, and begin again."""
@@ -292,7 +308,9 @@ class LocalSteps(Compressor):
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         seen[members] = number
         kept = [_rounded(one, self.moments.variance(i)) for i, one in zip(members, self.second[1], strict=True)]
-        marks[members] = [self.moments.mark(one.astype(np.float32)) for one in kept]
+        for i, one in zip(members, kept, strict=True):
+            marks[i] = self.moments.mark(one.astype(np.float32))
+            self.moments.hold(i, one.astype(np.float32).reshape(-1))
         optimizer._seen.assign(seen)
         optimizer._marks.assign(marks)
 

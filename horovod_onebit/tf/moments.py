@@ -163,22 +163,23 @@ class Moments:
 
         ``variances`` are arrays in the host's memory or on the GPU.
         """
-        found = []
+        found, seen_by, marked = [], seen.tolist(), marks.tolist()
         for i, variance in zip(indices, variances, strict=True):
             if variance is None:
                 continue
-            if not seen[i] or (marks[i] and not self._is_known(i, variance, int(marks[i]))):
+            held = self._held.get(i)
+            if not seen_by[i] or (
+                marked[i] and (held is None or not same(held, variance)) and not self._is_known(i, variance, marked[i])
+            ):
                 found.append(i)
         return found
 
     def _is_known(self, index: int, variance: Any, mark: int) -> bool:
-        held = self._held.get(index)
-        if held is None or address(held) != address(variance):
-            host = self._compressor.engine.context.kernels.host
-            same = held is not None and np.array_equal(host(held), host(variance))
-            if not same and self.mark(variance) != mark:
-                return False
-            self._held[index] = variance
+        """Whether a second moment in other memory has the values of before, or those that the ``mark`` is of."""
+        held, host = self._held.get(index), self._compressor.engine.context.kernels.host
+        if (held is None or not np.array_equal(host(held), host(variance))) and self.mark(variance) != mark:
+            return False
+        self._held[index] = variance
         return True
 
     def mark(self, variance: Any) -> int:
@@ -192,6 +193,10 @@ class Moments:
         """The second moment of variable number ``index`` is frozen as it is."""
         if variance is not None:
             self._held[index] = variance
+
+    def held(self, index: int) -> Any:
+        """The frozen second moment of variable number ``index``, if it is known."""
+        return self._held.get(index)
 
     def look(self, variables: Sequence[Any], steps: Any, *, last: Any) -> None:
         """After exact step number ``steps``, a tensor, which is the ``last`` one of the warm-up perhaps: see whether
@@ -248,7 +253,8 @@ class Moments:
         logger.log(level, text, names)
 
 
-def address(array: Any) -> int:
-    """Where the numbers of an array are, in the host's memory or on the GPU."""
-    found = array.__array_interface__["data"][0] if isinstance(array, np.ndarray) else array.address
-    return int(found)
+def same(held: Any, array: Any) -> bool:
+    """Whether two arrays of one size are in the same memory, in the host's or on the GPU."""
+    if isinstance(held, np.ndarray) and isinstance(array, np.ndarray):
+        return np.may_share_memory(held, array)
+    return isinstance(held, np.ndarray) == isinstance(array, np.ndarray) and bool(held.address == array.address)

@@ -457,8 +457,8 @@ def test_a_multi_optimizer_is_refused_by_name(tmp_path):
 EDITS = st.sampled_from(["zero all", "zero one", "momenta", "rate", "wrap", "plain and back", "nothing"])
 
 
-@settings(max_examples=6, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
-@given(case=st.sampled_from(CASES), edits=st.lists(st.tuples(EDITS, st.integers(2, 7)), min_size=3, max_size=5))
+@settings(max_examples=4, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck), database=None)
+@given(case=st.sampled_from(CASES), edits=st.lists(st.tuples(EDITS, st.integers(2, 7)), min_size=2, max_size=4))
 def test_after_any_edits_a_run_moves_as_a_plain_optimizer_does(tmp_path_factory, case, edits):
     kind, name = case
     model, plain = build(), OPTIMIZERS[name]()
