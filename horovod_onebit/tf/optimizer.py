@@ -357,21 +357,32 @@ class _DistributedOptimizer(_Wrapped):
         """The variables that the wrapped optimizer has by itself, in its order."""
         return [v for v in self._variables if id(v) not in self._ours]
 
+    @property
+    def variables(self) -> list[Any]:
+        """The wrapped optimizer's variables, then those that this class adds, whether it was built before or not."""
+        return [*self.plain_variables, *(v for v in self._variables if id(v) in self._ours)]
+
     def set_weights(self, weights: Any) -> None:
         """Assign what ``variables`` of such an optimizer were, or those of a plain one: then the warm-up begins
         again. Local."""
-        weights = list(weights)
-        if self.built and len(weights) == len(self.plain_variables):
-            values = [np.asarray(weight) for weight in weights]
-            for variable, value in zip(self.plain_variables, values, strict=True):
-                if tuple(variable.shape) != value.shape:
-                    raise ConfigurationError(
-                        f"the weights of a plain optimizer do not fit: {variable.path!r} has shape "
-                        f"{tuple(variable.shape)} and its value {value.shape}"
-                    )
+        values, own = [np.asarray(weight) for weight in weights], self.variables
+        plain = self.plain_variables
+        if not self.built or len(values) not in (len(own), len(plain)):
+            raise ConfigurationError(
+                f"set_weights got {len(values)} values: expected those of a built optimizer's variables, {len(own)}, "
+                f"or of a plain one's, {len(plain)}"
+            )
+        targets = own if len(values) == len(own) else plain
+        for variable, value in zip(targets, values, strict=True):
+            if tuple(variable.shape) != value.shape:
+                raise ConfigurationError(
+                    f"set_weights: {variable.path!r} has shape {tuple(variable.shape)} and its value {value.shape}"
+                )
+        if targets is plain:
             self._take_plain(values)
             return
-        super().set_weights(weights)
+        for variable, value in zip(targets, values, strict=True):
+            variable.assign(value)
         self._compressor.forget()
 
     def load_own_variables(self, store: Any) -> None:
