@@ -581,17 +581,28 @@ class Engine:
 
     def _conclude(self, rules: Sequence[Rule], tensors: Sequence[Tensor], *, finite: bool) -> bool:
         """All have arrived: the step is taken if all messages are finite, and taken back if not."""
-        flags = [item.arrived.finite for item in self._sent.values() if item.arrived is not None]
-        everywhere = np.logical_and.reduce(flags, axis=0)
+        where = self.refusing
         with self.times.measure("decode"):
-            if finite and bool(np.all(everywhere)):
+            if finite and not where:
                 self.tensors = list(tensors)
                 return self._finish(rules)
             self.exchange.settle(False)
             self.restore_all()
-        where = np.flatnonzero(~np.atleast_1d(everywhere)).tolist()
         self.say_skipped(f"the {self.sent} of worker {where or 'unknown'}")
         return False
+
+    @property
+    def refusing(self) -> list[int]:
+        """The workers of which a message that has arrived is not finite."""
+        flags = [item.arrived.finite for item in self._sent.values() if item.arrived is not None]
+        everywhere: NDArray[np.bool_] = np.atleast_1d(np.logical_and.reduce(flags, axis=0))
+        return list(np.flatnonzero(~everywhere).tolist())
+
+    def refuse(self) -> None:
+        """All messages of a step have arrived, and no worker takes it, which is no fault of the gradients. Local."""
+        self.exchanges += 1
+        self.exchange.settle(False)
+        self.restore_all()
 
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}

@@ -14,6 +14,7 @@ from horovod_onebit.tf.checkpoint import load_checkpoint, load_weights, save_che
 from horovod_onebit.tf.functions import broadcast_variables
 from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import DistributedOptimizer
+from horovod_onebit.tf.plain import plain_optimizer
 from horovod_onebit.tf.replicas import check_replicas
 
 __all__ = [
@@ -26,5 +27,6 @@ __all__ = [
     "check_replicas",
     "load_checkpoint",
     "load_weights",
+    "plain_optimizer",
     "save_checkpoint",
 ]

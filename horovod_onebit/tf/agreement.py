@@ -2,23 +2,63 @@
 
 from __future__ import annotations
 
-import functools
 import numbers
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
+from horovod_onebit import handshake, replicas
 from horovod_onebit.errors import DesyncError
+from horovod_onebit.handshake import Facts
 from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.lineage import check_last
 from horovod_onebit.tf.meeting import meet
 
+ACCUMULATED = "onebit_accumulated"
+"""In the names of variables with gradients that wait for the next step, each worker's own."""
 NOT_COMPARED = {"name", "learning_rate"}
 """Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
+COUNTERS = {
+    "steps": "the number of optimizer steps (iterations)",
+    "exact": "the number of exact steps since the warm-up began",
+    "wanted": "the number of exact steps that the warm-up has",
+    "compressed": "the number of compressed steps since the warm-up ended",
+    "passes": "the number of backward passes",
+    "marks": "which local steps have been taken",
+}
 
 
 def role(variable: Any) -> str:
     """A variable's path without the numbers that Keras gives by how many layers there were before in this process."""
     return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
+
+
+def _plain_name(variable: Any) -> str:
+    """An optimizer's variable, whose name begins with the path of the one that it is for, without such numbers."""
+    return re.sub(r"_\d+(?=_|$)", "", variable.name)
+
+
+def checksums(optimizer: Any, *, state: bool) -> dict[str, int]:
+    """Those of the trained weights, and of the optimizer's ``state`` that all workers have alike, by name."""
+    weights = {f"{role(v)}#{i}": v for i, v in enumerate(optimizer._trainable_variables)}
+    if state:
+        weights |= {f"{_plain_name(v)}#{i}": v for i, v in enumerate(optimizer.variables) if ACCUMULATED not in v.name}
+    # A view of bytes: NumPy's buffers have no bfloat16.
+    return {name: replicas.checksum(np.array(v, ndmin=1).view(np.uint8)) for name, v in weights.items()}
+
+
+@dataclass(frozen=True)
+class _Compared:
+    """What a worker has compared last."""
+
+    trained: tuple[int, ...]
+    clips: Mapping[str, object]
+    rate: float
+    counts: Mapping[str, int]
+    checksums: Mapping[str, int]
 
 
 class Agreement:
@@ -30,48 +70,117 @@ class Agreement:
         self._keys: list[str] | None = None
         self._rows: dict[tuple[int, ...], str] = {}
 
-    def reach(self, trained: Sequence[int], now: Sequence[Any]) -> Any:
+    def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
         """True, or ``DesyncError`` on every worker. Collective.
 
-        ``trained`` are the numbers of the variables; ``now`` has the learning rate, and the counters that decide what
-        kind of step it is: steps taken, exact ones, exact ones wanted, and passes, if several make a step.
+        ``trained`` are the numbers of the variables; ``now`` has the learning rate, ``"rate"``, and by their names in
+        ``COUNTERS`` those that decide what kind of step it is.
         """
         compressor, optimizer = self._compressor, self._compressor.optimizer
-        clips = str([optimizer.clipnorm, optimizer.global_clipnorm])  # as a graph knows them, from its tracing
-        record = functools.partial(self._record, tuple(trained), clips)
-        return meet(compressor.collectives, record, now, f"a step of {compressor.engine.name}")
+        # As a graph knows them, from its tracing.
+        clips = {f"{name} of this step": getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm")}
+        names = [name for name in now if name != "rate"]
+        last: list[_Compared] = []
 
-    def _record(self, trained: tuple[int, ...], clips: str, learning_rate: Any, *counters: Any) -> Any:
-        compressor = self._compressor
-        engine, optimizer = compressor.engine, compressor.optimizer
+        def record(rate: Any, *counters: Any) -> Any:
+            counts = {name: int(counter) for name, counter in zip(names, counters, strict=True)}
+            self._check()
+            found = self._count_and_compare(counts)
+            last[:] = [_Compared(tuple(trained), clips, float(rate), counts, found)]
+            return self._record(last[0])
+
+        inputs = [now["rate"], *(now[name] for name in names)]
+        call = f"a step of {compressor.engine.name}"
+        return meet(compressor.collectives, record, inputs, call, lambda: self._facts(call, last[0]))
+
+    def _check(self) -> None:
+        """Raise what this worker finds by itself."""
+        compressor, engine = self._compressor, self._compressor.engine
+        check_last(compressor.optimizer)
+        refusal, compressor.refusal = compressor.refusal, None
+        if refusal is not None:
+            raise refusal
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "
                 "horovod_onebit.tf.elastic.KerasState and run tell the optimizer"
             )
-        counts = [int(counter) for counter in counters]
-        rule = compressor.adapter.rule(optimizer, float(learning_rate), 0.0, counts[1], 1.0)
-        setup = f"{counts} {self._wrapping} {clips} {self._variables(trained)}"
-        return engine.record(setup=setup, options=f"{rule} {self._options()}")
 
-    def _options(self) -> str:
+    def _count_and_compare(self, counts: Mapping[str, int]) -> dict[str, int]:
+        """Checksums of weights and state, if they are to be compared before this step, which all workers know alike.
+
+        That is before the second step, because some programs broadcast after the first; when compression starts; and
+        after every so many steps that the user wants. Local steps compare what a round begins with.
+        """
+        compressor, optimizer = self._compressor, self._compressor.optimizer
+        every = optimizer._wrapping.check_replicas_every
+        if optimizer._wrapping.local is not None:
+            return {}
+        warm = counts["exact"] < counts["wanted"]
+        compressor.moments.count(counts["steps"], counts["exact"] + counts["compressed"], warm=warm)
+        if every == 0:
+            return {}
+        starts = not warm and not counts["compressed"] and counts["steps"] > 0
+        due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every == 0)
+        if not compressor.together or not (due or (warm and counts["exact"] == 1)):
+            return {}
+        return checksums(optimizer, state=due)
+
+    def _record(self, now: _Compared) -> Any:
+        compressor = self._compressor
+        rule = compressor.adapter.rule(compressor.optimizer, now.rate, 0.0, now.counts["exact"], 1.0)
+        setup = f"{list(now.counts.values())} {self._wrapping} {now.clips} {self._variables(now.trained)}"
+        options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
+        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else "")
+
+    def _options(self) -> dict[str, object]:
         """The wrapped optimizer's options as they are now."""
         optimizer = self._compressor.optimizer
         if self._keys is None:
             self._keys = sorted(optimizer.wrapped_config().keys() - NOT_COMPARED)
-        values = [getattr(optimizer, key, None) for key in self._keys]
         simple = (str, numbers.Number, type(None))  # what else there is may be written with its address
-        return str([v if isinstance(v, simple) else type(v).__name__ for v in values])
+        values = {key: getattr(optimizer, key, None) for key in self._keys}
+        return {key: value if isinstance(value, simple) else type(value).__name__ for key, value in values.items()}
 
     def _variables(self, trained: tuple[int, ...]) -> str:
         """What is trained, and how each variable is treated."""
         if trained not in self._rows:
-            compressor, optimizer = self._compressor, self._compressor.optimizer
-            rows = []
-            for i in trained:
-                v = optimizer._trainable_variables[i]
-                decays = compressor.decays(v)
-                constraint = type(getattr(v, "constraint", None)).__name__
-                rows.append((i, role(v), tuple(v.shape), str(v.dtype), decays, compressor.is_compressed(v), constraint))
-            self._rows[trained] = str(rows)
+            self._rows[trained] = str([(i, self._described(i)) for i in trained])
         return self._rows[trained]
+
+    def _described(self, index: int) -> dict[str, object]:
+        compressor = self._compressor
+        variable = compressor.optimizer._trainable_variables[index]
+        return {
+            "name": role(variable),
+            "shape": tuple(variable.shape),
+            "dtype": str(variable.dtype),
+            "weight decay": "decayed" if compressor.decays(variable) else "not decayed",
+            "compression": "compressed" if compressor.is_compressed(variable) else "exact",
+            "constraint": type(getattr(variable, "constraint", None)).__name__,
+        }
+
+    def _facts(self, call: str, now: _Compared) -> Facts:
+        compressor, wrapping = self._compressor, self._compressor.optimizer._wrapping
+        config = wrapping.compared()
+        recipe = {f"recipe.{name}": value for name, value in config.pop("recipe").items()}
+        count = len(compressor.optimizer._trainable_variables)
+        rows = {i: self._described(i) for i in range(count)}
+        trained: dict[str, object] = {"the number of variables": count}
+        trained |= {f"the name of variable {i}": row.pop("name") for i, row in rows.items()}
+        for i, row in rows.items():
+            name = trained[f"the name of variable {i}"]
+            trained |= {f"the {what} of variable {i}, {name}": value for what, value in row.items()}
+            gradient = "there" if i in now.trained else "none"
+            trained[f"the gradient of variable {i}, {name}"] = gradient
+        progress = {COUNTERS[name]: value for name, value in now.counts.items()}
+        hyperparameters = {"the learning rate": np.float32(now.rate), **self._options(), **now.clips}
+        sums = {f"the checksum of {name}": f"{value:08x}" for name, value in now.checksums.items()}
+        return handshake.said(
+            call,
+            arguments=config | recipe,
+            trained=trained,
+            progress=progress | {"the number of compressed steps tried": compressor.engine.exchanges},
+            hyperparameters=hyperparameters,
+            replicas=sums,
+        )

@@ -18,18 +18,21 @@ import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import tensorflow as tf
+from numpy.typing import NDArray
 
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
+from horovod_onebit.handshake import workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tf.collectives import HorovodCollectives, plain
 from horovod_onebit.tf.coroutine import Coroutine, asking
+from horovod_onebit.tf.moments import Moments, same
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -44,7 +47,8 @@ class Progress:
 
     learning_rate: float
     steps: int
-    exact_steps: int
+    seen: NDArray[np.int64]  # by variable of the optimizer, how many gradients its second moment has seen
+    marks: NDArray[np.int64]  # by variable, 0 if it has taken no compressed step
 
 
 @dataclass(frozen=True)
@@ -69,6 +73,8 @@ class UnderWay:
         factors: by which each gradient is clipped, first those of the compressed variables.
         moved: the compressed variables after the step, as far as messages have arrived.
         grads: the gradients that are there, flat, by number of the variable.
+        edited: the variables whose moments somebody has changed since the last step: no worker takes this one.
+        begun: by number of the variable, the marks of those whose first compressed step it is; see ``Moments``.
         sent: when the last message left, and how much time decoding had taken by then, in seconds.
     """
 
@@ -76,6 +82,8 @@ class UnderWay:
     factors: Sequence[float]
     moved: list[Tensor]
     grads: dict[int, Array] = field(default_factory=dict)
+    edited: Sequence[int] = ()
+    begun: Mapping[int, int] = field(default_factory=dict)
     sent: tuple[float, float] = (0.0, 0.0)
 
 
@@ -110,6 +118,9 @@ class Compressor:
         self.indices: tuple[int, ...] = ()
         self.under_way: UnderWay | None = None
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
+        self.moments = Moments(self)
+        self.refusal: ConfigurationError | None = None  # to be raised when the workers meet
+        self._momenta: dict[int, Any] = {}  # by number of the variable, as the last step left them, where it matters
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
@@ -191,13 +202,43 @@ class Compressor:
         """Not its path: Keras numbers layers by how many there were before in this process."""
         return f"{index}.{variable.name}"
 
-    def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, norm: Any = None) -> int:
-        """Show the run to the automatic warm-up; the number of exact steps that it wants now."""
+    def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, seen: Any, norms: Any) -> int:
+        """Show the run to the automatic warm-up; the number of exact steps that it wants now. ``norms`` are those of
+        the second moments that have ``seen`` so much; empty if there are none."""
         beta2, step = getattr(self.optimizer, "beta_2", 0.0), int(steps)
         if warmup.wants(step):
-            corrected = None if norm is None else unbiased(float(norm), beta2, step)
-            warmup.observe(step, corrected, float(learning_rate), beta2)
+            pairs = zip(np.array(norms), np.array(seen), strict=True)
+            corrected = [unbiased(float(norm), beta2, int(count)) for norm, count in pairs]
+            warmup.observe(step, math.hypot(*corrected) if corrected else None, float(learning_rate), beta2)
         return warmup.steps
+
+    def warm_up_again(self) -> None:
+        """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
+        optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
+        warmup.load_state_dict({})
+        optimizer._begun.assign(int(optimizer.iterations))
+        optimizer._exact_steps.assign(0)
+        optimizer._compressed_steps.assign(0)
+        optimizer._warmup_steps.assign(warmup.steps)
+
+    def begin_again(self, edited: Sequence[int] = ()) -> None:
+        """The state is that of a plain optimizer from now on, and the warm-up begins. The moments of the variables
+        ``edited`` were set by somebody. Local; on all workers alike."""
+        self.moments.make_plain(edited)
+        self.warm_up_again()
+        self.indices, self._momenta = (), {}
+
+    def take_plain(self) -> None:
+        """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
+        self.settle()
+        self.moments.take_plain()
+        self.warm_up_again()
+        self.indices, self._momenta = (), {}
+
+    def forget(self) -> None:
+        """The optimizer's state was replaced as a whole. Local."""
+        self.moments.forget()
+        self._momenta = {}
 
     def average(self, pairs: Sequence[tuple[Any, Any]], wrapping: Wrapping) -> tuple[list[Any], Any]:
         """The averages of gradients by Horovod's own operations, and whether they are finite, on all workers alike.
@@ -271,19 +312,19 @@ class Compressor:
             self.tensors.append(tensor)
 
     def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
-        """Point the tensors at the values. At the first compressed step, the exact steps' momentum becomes the
-        rule's."""
-        first = progress.steps == progress.exact_steps
+        """Point the tensors at the values. At a variable's first compressed step, the exact steps' momentum becomes
+        the rule's."""
+        first = [not progress.marks[i] for i in self.indices]
         for i, tensor in enumerate(self.tensors):
             momentum, tensor.weight, tensor.variance = values.momenta[i], values.weights[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 there = tensor.momentum.size == tensor.weight.size
                 momentum = tensor.momentum if there else self._zeros(tensor.weight.size)
-            elif first:
+            elif first[i]:
                 momentum = self._first_momentum(momentum, progress.learning_rate)
             tensor.momentum = momentum
-            tensor.step, tensor.variance_steps = progress.steps, progress.exact_steps
-        self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first=first)
+            tensor.step, tensor.variance_steps = progress.steps, int(progress.seen[self.indices[i]])
+        self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first)
 
     def _zeros(self, size: int) -> Array:
         return np.zeros(size, np.float32) if self.place is None else self.place.zeros(size)
@@ -302,8 +343,7 @@ class Compressor:
     ) -> list[Rule]:
         """Prepare the engine for a step of ``kind`` of the variables ``indices``; the rules that take it."""
         self._bind(indices)
-        variables = (self.optimizer._trainable_variables[i] for i in indices)
-        rules = [self._rule(v, progress, factor, kind) for v, factor in zip(variables, factors, strict=False)]
+        rules = [self._rule(i, progress, factor, kind) for i, factor in zip(indices, factors, strict=False)]
         self._load(values, rules, progress)
         self.engine.prepare(self.tensors, rules)
         return rules
@@ -325,7 +365,34 @@ class Compressor:
         factors = self._clip_factors(squares, len(indices) + len(sizes))
         self.compute(lambda: self._begin(indices, values, progress, factors))
 
+    def _edited(self, indices: tuple[int, ...], values: Values, progress: Progress) -> list[int]:
+        """The variables whose moments somebody has changed, so that this step cannot be taken."""
+        if self.moments.moved is not None:  # another count of steps corrects both moments
+            return list(indices)
+        found = self.moments.edited(indices, values.variances, progress.seen, progress.marks)
+        if self.adapter.converts_momentum:
+            self._check_momenta(indices, values, progress)
+        return found
+
+    def _check_momenta(self, indices: Sequence[int], values: Values, progress: Progress) -> None:
+        """Zeros are the same in every form; any other value that was assigned may be meant either way."""
+        host = self.engine.context.kernels.host
+        for i, momentum in zip(indices, values.momenta, strict=True):
+            left = self._momenta.get(i)
+            if momentum is None or left is None or not progress.marks[i] or same(left, momentum):
+                continue
+            now = host(momentum)
+            if now.any() and not np.array_equal(now, host(left)):
+                name = getattr(self.optimizer._trainable_variables[i], "path", "")
+                self.refusal = ConfigurationError(
+                    f"the momentum of {name!r} was assigned after compression had started, when that variable holds "
+                    "the mean gradient in place of Keras's momentum. Load a plain optimizer's state by "
+                    "optimizer.set_weights(plain.variables) or load_own_variables(), or a whole state by "
+                    "load_checkpoint() or load_weights()"
+                )
+
     def _begin(self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float]) -> None:
+        edited = self._edited(indices, values, progress)
         rules = self._take_up(indices, values, progress, factors, Kind.ONEBIT)
         plan = self.engine.plan(Kind.ONEBIT, rules)
         has_momentum = [momentum is not None for momentum in values.momenta]
@@ -335,7 +402,25 @@ class Compressor:
             replace(tensor, weight=weight, momentum=next(momenta) if has else tensor.momentum)
             for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
         ]
-        self.under_way = UnderWay(plan, factors, moved)
+        begun = {}
+        for i, variance in zip(indices, values.variances, strict=True):
+            if not progress.marks[i]:
+                begun[i] = self.moments.mark(variance)
+                self.moments.hold(i, variance)
+        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun)
+
+    @property
+    def _refuses(self) -> bool:
+        """Whether this worker cannot take the step that is under way, so that none may."""
+        return self.refusal is not None or (self.under_way is not None and bool(self.under_way.edited))
+
+    def contributed(self, grad: Array) -> Array:
+        """What is encoded of a gradient; NaN if this worker cannot take the step, which all workers then skip."""
+        if not self._refuses:
+            return self.clipped(grad)
+        if self.place is None:
+            return np.full_like(grad, np.nan)
+        return self.place.computed(lambda g: tf.fill(tf.shape(g), np.float32(np.nan)), grad)
 
     def clipped(self, grad: Array) -> Array:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
@@ -358,11 +443,35 @@ class Compressor:
         decoded = self.engine.times.decode - step.sent[1]
         self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
         try:
-            taken = self.compute(lambda: self.engine.conclude(step.plan, step.moved, finite=finite))
+            if self._refuses:
+                taken = self.compute(self._refuse)
+            else:
+                taken = self.compute(lambda: self.engine.conclude(step.plan, step.moved, finite=finite))
         finally:
             self._end()
         self.tensors = list(self.engine.tensors)
+        if taken and self.adapter.converts_momentum:
+            self._momenta |= {i: tensor.momentum for i, tensor in zip(self.indices, self.tensors, strict=True)}
+        if taken and step.begun:
+            marks = np.array(self.optimizer._marks.value)
+            for i, mark in step.begun.items():
+                marks[i] = mark
+            self.optimizer._marks.assign(marks)
+        if step.edited:
+            self.moments.say(step.edited)
+            self.begin_again(step.edited if self.moments.moved is None else ())
         return taken, np.array(step.factors[len(self.indices) :], np.float32), step.moved
+
+    def _refuse(self) -> bool:
+        """End a step that this worker could not take."""
+        others = sorted(set(range(self.engine.collectives.size)) - set(self.engine.refusing))
+        self.engine.refuse()
+        if others and self.engine.recipe.on_nonfinite == "raise":  # they raise, too
+            raise DesyncError(
+                f"the optimizer's state was changed on this worker and not on {workers(others)}: make the same changes "
+                "on all workers"
+            )
+        return False
 
     def _end(self) -> None:
         """Take back what is left of a step, and close its accounts."""
@@ -376,11 +485,11 @@ class Compressor:
         if self.place is not None:
             self.place.wait()
 
-    def _rule(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
+    def _rule(self, index: int, progress: Progress, factor: float, kind: Kind) -> Rule:
         optimizer = self.optimizer
-        decay = optimizer.weight_decay if self.decays(variable) else 0.0
+        decay = optimizer.weight_decay if self.decays(optimizer._trainable_variables[index]) else 0.0
         scale = factor * self._factor
-        return self.adapter.rule(optimizer, progress.learning_rate, decay, progress.exact_steps, scale)
+        return self.adapter.rule(optimizer, progress.learning_rate, decay, int(progress.seen[index]), scale)
 
     @property
     def _factor(self) -> float:
@@ -432,6 +541,7 @@ class Compressor:
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave."""
+        self.forget()
         self.engine.exchanges, self.engine.skipped = counts["exchanges"], counts["skipped"]
         self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
 
@@ -511,6 +621,9 @@ def unpacked(tensor: Any, variables: Sequence[Any]) -> list[Any]:
 
 
 def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:
-    return hvd.allreduce(
-        grad, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
+    # Horovod reduces no bfloat16.
+    sent = tf.cast(grad, tf.float32) if grad.dtype == tf.bfloat16 else grad
+    mean = hvd.allreduce(
+        sent, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
     )
+    return tf.cast(mean, grad.dtype)

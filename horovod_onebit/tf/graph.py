@@ -56,13 +56,13 @@ def adopt(array: np.ndarray) -> Any:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
 
 
-def host_call(work: Callable[[], None]) -> None:
-    """Run ``work`` whenever the step runs, and not only when it is traced."""
+def host_call(work: Callable[..., None], *inputs: Any) -> None:
+    """Run ``work`` with the values of ``inputs`` whenever the step runs, and not only when it is traced."""
     if tf.executing_eagerly():
-        work()
+        work(*inputs)
     else:
         with tf.device("/CPU:0"):
-            tf.py_function(work, [], [])
+            tf.py_function(work, list(inputs), [])
 
 
 def host_value(work: Callable[..., Any], inputs: Sequence[Any], dtype: Any) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.averages import second_moments
-from horovod_onebit.errors import ConfigurationError, NonFiniteError, UnsupportedError
+from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
@@ -78,7 +78,11 @@ class LocalAdapter(Adapter):
             return self.adam.momentum(optimizer, index)
         return optimizer._round_momenta[index] if optimizer._wrapping.local.momentum else None
 
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
+    @property
+    def moments(self) -> Adapter | None:
+        return self.adam
+
+    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:
         return Delta(lr=learning_rate)  # for the agreement
 
 
@@ -106,6 +110,7 @@ class LocalSteps(Compressor):
         self.rounds = Rounds(self.engine, wrapping.local, freezing)
         self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
         self.second: tuple[int, list[Any]] = 0, []  # see ``freeze``
+        self.edits: list[int] = []  # variables whose frozen moments somebody has set
         self.lost = False  # the last round
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
@@ -129,6 +134,8 @@ class LocalSteps(Compressor):
                 "what is trained has changed in the middle of a round of local steps: call optimizer.flush() before "
                 "the change, on all workers"
             )
+        if self.edits:
+            self.begin_again(self.edits if self.moments.moved is None else ())
         variables = [self.optimizer._trainable_variables[i] for i in indices]
         self.indices, self.tensors = (), []
         for i, variable, value in zip(indices, variables, values, strict=True):
@@ -141,7 +148,13 @@ class LocalSteps(Compressor):
         both = list(zip(variables, self.tensors, strict=True))
         large = [tensor for variable, tensor in both if self.is_compressed(variable)]
         small = [tensor for variable, tensor in both if not self.is_compressed(variable)]
-        self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
+        try:
+            self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
+        except DesyncError as error:
+            raise DesyncError(
+                f"{error}. To begin with those of worker 0: callbacks.BroadcastGlobalVariablesCallback(0) in fit, "
+                "broadcast_variables(model.variables) in a loop of your own, before the first step"
+            ) from None
         self.indices = indices
 
     def frozen_rule(self) -> FrozenAdam | None:
@@ -168,6 +181,7 @@ class LocalSteps(Compressor):
     def stepped(self, steps: Any, learning_rate: Any, number: Any) -> bool:
         """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
         optimizer; whether the round ends."""
+        self.moments.count(int(number), int(steps), warm=not self.adapter.frozen(self.optimizer))
         if (frozen := self.adapter.frozen(self.optimizer)) and self.adapter.adam is not None:
             rule, decays = self.adapter.adam.rule, (0.0, self.optimizer.weight_decay or 0.0)
             adam: list[Any] = [rule(self.optimizer, float(learning_rate), decay, frozen, 1.0) for decay in decays]
@@ -192,10 +206,15 @@ class LocalSteps(Compressor):
 
     def exchange(self, *values: Any) -> None:
         """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
-        self._pull(values)
         self.lost = True
+        if self.edits:  # the steps since were taken with other moments than those that all have in common
+            self._give_up()
+            return
+        self._pull(values)
         try:
             self.lost = not self.rounds.exchange()
+            if self.lost:
+                self._restore_frozen()
             self._push_momenta()
         except NonFiniteError as error:
             self._error = error
@@ -208,23 +227,92 @@ class LocalSteps(Compressor):
 
     def marks(self) -> int:
         """What workers must have alike besides counts of steps."""
-        return 2 * self.adapter.frozen(self.optimizer) + self.rounds.freezes
+        self.edits = self._find_edits()
+        return 4 * self.adapter.frozen(self.optimizer) + 2 * bool(self.edits) + self.rounds.freezes
+
+    def _find_edits(self) -> list[int]:
+        optimizer, indices = self.optimizer, self.indices
+        if self.adapter.adam is None or not self.adapter.frozen(optimizer):
+            return []
+        if self.moments.moved is not None:
+            return list(indices)
+        seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
+        values = [_flat_view(self.moments.variance(i)) for i in indices]
+        edited = self.moments.edited(indices, values, seen, marks)
+        return [i for i in edited if not self._is_damaged(i)]
+
+    def _is_damaged(self, index: int) -> bool:
+        """Whether a frozen second moment has become NaN or Inf and can be restored, when the round is lost."""
+        known = self.moments.held(index) is not None
+        return known and not np.isfinite(_flat_view(self.moments.variance(index))).all()
+
+    def _restore_frozen(self) -> None:
+        """A round was lost: frozen second moments that are damaged are again what they were."""
+        for i in self.indices if self.adapter.frozen(self.optimizer) else ():
+            if self._is_damaged(i):
+                variance = self.moments.variance(i)
+                variance.assign(tf.reshape(tf.cast(np.array(self.moments.held(i)), variance.dtype), variance.shape))
+
+    def _give_up(self) -> None:
+        """Go back to the round's beginning, where the workers are together, and begin again."""
+        self.moments.say(self.edits)
+        for tensor in self.tensors:
+            self.engine.context.kernels.copy(tensor.anchor, tensor.weight)
+        self.rounds.length, self.rounds.freezes = 0, False
+        edited, self.edits = self.edits, []
+        for i in edited:
+            if self.moments.moved is None and not np.asarray(self.moments.variance(i)).any():
+                assert self.adapter.adam is not None
+                momentum = self.adapter.adam.momentum(self.optimizer, i)  # of the steps that are given up
+                momentum.assign(tf.zeros_like(momentum.value))
+        self.begin_again(edited if self.moments.moved is None else ())
+        self.engine.end_step()
+
+    def warm_up_again(self) -> None:
+        optimizer = self.optimizer
+        optimizer._wrapping.warmup.load_state_dict({})
+        optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
+        if self.adapter.adam is not None:
+            optimizer._frozen.assign(0)
+
+    def begin_again(self, edited: Sequence[int] = ()) -> None:
+        indices = self.indices
+        super().begin_again(edited)
+        self.edits = []
+        if self.rounds.under_way:  # it ends by the same rules on all workers
+            self.indices = indices
 
     def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool) -> None:
         """Average the second moments, after step ``number`` of the optimizer: ``second`` is then that number and these
         moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
         ``usable``. Runs in ``coroutine``; collective."""
-        engine, correction = self.engine, np.float32(1 - self.optimizer.beta_2**number)
-        own, last = [view(one) / correction for one in variances], [view(one) for one in grads]
+        engine, beta2 = self.engine, self.optimizer.beta_2
+        seen = np.array(self.optimizer._seen.value)[list(self.indices)]
+        own = [view(v) / np.float32(1 - beta2 ** max(int(n), 1)) for v, n in zip(variances, seen, strict=True)]
+        last = [view(one) for one in grads]
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
         usable = usable and not self.lost
         found = second_moments(own, last, size, engine.collectives, name, engine.traffic, usable=usable)
         if found is None:
             self.second = 0, [self._memory.copy(view(one)) for one in variances]
         else:
+            correction = np.float32(1 - beta2**number)
             self.second = number, [self._memory.copy(one * correction) for one in found]
+            self._freeze_counts(number)
             self.indices = ()
         engine.end_step()
+
+    def _freeze_counts(self, number: int) -> None:
+        """Second moments are ``second`` from now on, and are corrected by ``number`` steps."""
+        optimizer, members = self.optimizer, list(self.indices)
+        seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
+        seen[members] = number
+        kept = [_rounded(one, self.moments.variance(i)) for i, one in zip(members, self.second[1], strict=True)]
+        for i, one in zip(members, kept, strict=True):
+            marks[i] = self.moments.mark(one.astype(np.float32))
+            self.moments.hold(i, one.astype(np.float32).reshape(-1))
+        optimizer._seen.assign(seen)
+        optimizer._marks.assign(marks)
 
     def say(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""
@@ -274,7 +362,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
             tf.convert_to_tensor(optimizer.learning_rate),
             tf.convert_to_tensor(optimizer._iterations.value) + 1,
         )
-        cond(finite, lambda: _step(optimizer, own_step), skip)
+        cond(finite, lambda: _step(optimizer, variables, own_step), skip)
         optimizer._compressed_steps.assign_add(1)
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
         ends = host_value(steps.stepped, [count, rate, number], tf.bool)
@@ -284,7 +372,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
             cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs], finite))
 
 
-def _step(optimizer: Any, own_step: Callable[[], None]) -> None:
+def _step(optimizer: Any, variables: Sequence[Any], own_step: Callable[[], None]) -> None:
     """The wrapped optimizer's step, by ``update`` once its second moments are frozen."""
     steps: LocalSteps = optimizer._compressor
 
@@ -295,10 +383,15 @@ def _step(optimizer: Any, own_step: Callable[[], None]) -> None:
         finally:
             steps.takes_frozen = False
 
+    def warm_step() -> None:
+        own_step()
+        optimizer._count_seen(variables)
+        steps.moments.look(variables, tf.convert_to_tensor(optimizer._iterations.value), last=False)
+
     if steps.adapter.adam is None:
         own_step()
     else:
-        cond(tf.convert_to_tensor(optimizer._frozen.value) > 0, frozen_step, own_step, whole=True)
+        cond(tf.convert_to_tensor(optimizer._frozen.value) > 0, frozen_step, warm_step, whole=True)
 
 
 def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -340,7 +433,8 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
 def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
     count = tf.convert_to_tensor(optimizer._compressed_steps.value)
     marks = host_value(lambda: np.int64(optimizer._compressor.marks()), [], tf.int64)
-    return optimizer._agreement.reach(indices, [tf.convert_to_tensor(optimizer.learning_rate), *[count] * 3, marks])
+    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate), "exact": count, "marks": marks}
+    return optimizer._agreement.reach(indices, now)
 
 
 def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) -> Any:
@@ -377,6 +471,12 @@ def _heal(optimizer: Any) -> None:
 
 def _host(variable: Any) -> np.ndarray:
     return np.asarray(variable).reshape(-1)
+
+
+def _flat_view(variable: Any) -> np.ndarray:
+    """The values of ``variable`` in its own memory if they are float32 there; not to be written to."""
+    with tf.device("/CPU:0"):
+        return view(tf.identity(tf.cast(tf.convert_to_tensor(variable), tf.float32))).reshape(-1)
 
 
 def _rounded(array: Any, variable: Any) -> np.ndarray:

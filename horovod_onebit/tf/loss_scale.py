@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.graph import in_order, outside
+from horovod_onebit.tf.lineage import give
 from horovod_onebit.tf.meeting import all_finite
 
 
@@ -88,6 +89,6 @@ def refuse_copy(optimizer: Any) -> None:
 def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:
     """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; its scale is kept."""
     wrapped: Any = object.__new__(LossScaleOptimizer)
-    wrapped.__dict__.update(optimizer.__dict__)
+    give(wrapped, dict(optimizer.__dict__), list(optimizer._variables), optimizer)
     wrapped.inner_optimizer = inner
     return wrapped

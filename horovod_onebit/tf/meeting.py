@@ -13,21 +13,32 @@ from functools import lru_cache
 from typing import Any
 
 import horovod.tensorflow as hvd
+import numpy as np
 import tensorflow as tf
 
 from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.handshake import Finite
+from horovod_onebit.handshake import Facts, Finite
 from horovod_onebit.tf.collectives import HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value, outside
 
+FAILED = "an error"
+"""What a worker does that has found one by itself."""
 
-def meet(collectives: HorovodCollectives, record: Callable[..., Any], inputs: Sequence[Any], call: str) -> Any:
+
+def meet(
+    collectives: HorovodCollectives,
+    record: Callable[..., Any],
+    inputs: Sequence[Any],
+    call: str,
+    facts: Callable[[], Facts],
+) -> Any:
     """Tell the others the ``record`` (``handshake.agreement``) of the values of ``inputs``; returns whether no worker
     has said that something is not finite, in a graph as a tensor.
 
-    An error of ``record`` is raised when the others have been told, who then get a ``DesyncError``. In a graph, the
+    An error of ``record`` is raised when the others have been told, who then get a ``DesyncError``. ``facts`` are those
+    behind the last record: they are exchanged if the records differ, and the error names those that do. In a graph, the
     caller sees to it that meetings are ``in_order``.
     """
     failed: list[Exception] = []  # emptied before it is raised, or a frame and the error would keep each other
@@ -38,15 +49,23 @@ def meet(collectives: HorovodCollectives, record: Callable[..., Any], inputs: Se
             return tf.constant(record(*values))
         except Exception as error:
             failed.append(error)
-            return tf.constant(_record(collectives, "failed", f"{type(error).__name__}: {error}", Finite.NO))
+            return tf.constant(_record(collectives, FAILED, _text(error), Finite.NO))
 
     def hear(total: Any) -> bool:
-        if failed:
-            raise failed.pop()
+        error = failed.pop() if failed else None
+
+        def explain(text: str) -> str:
+            own = facts() if error is None else handshake.said(FAILED, _text(error))
+            return handshake.differences(text, _gathered(handshake.packed(own), collectives))
+
         try:
-            return handshake.read_agreement(view(total), collectives.size).finite
-        except DesyncError as error:
-            raise DesyncError(f"{error}. This worker was about to do this: {call}") from None
+            found = handshake.read_agreement(view(total), collectives.size, explain)
+        except DesyncError as desync:
+            if error is None:
+                raise DesyncError(f"{desync}. This worker was about to do this: {call}") from None
+        if error is not None:
+            raise error
+        return found.finite
 
     gather = collectives.sum_integers(agreement_name(collectives.process_set))
     if tf.executing_eagerly():
@@ -55,6 +74,21 @@ def meet(collectives: HorovodCollectives, record: Callable[..., Any], inputs: Se
         said = tf.py_function(say, list(inputs), tf.int32)
     said.set_shape([None])
     return host_value(hear, [gather(said)], tf.bool)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
+
+
+def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
+    """The texts of all workers, which have no zeros in them, when all of them ask for them. Collective.
+
+    It runs in a host function: an eager operation waits on Horovod's thread, and needs none of TensorFlow's.
+    """
+    with tf.device("/CPU:0"):
+        text = tf.constant(np.frombuffer(own + b"\0", np.uint8))
+        rows = hvd.allgather(text, name=f"{collectives.name}.facts", process_set=collectives.process_set)
+    return view(rows).tobytes().split(b"\0")[:-1]
 
 
 def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "") -> Any:
@@ -77,7 +111,7 @@ def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: s
     def record(value: Any) -> Any:
         return _record(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
 
-    return meet(collectives, record, [finite], call)
+    return meet(collectives, record, [finite], call, lambda: handshake.said(call, setup))
 
 
 @contextlib.contextmanager
@@ -90,7 +124,7 @@ def told(process_set: Any) -> Iterator[None]:
         if process_set.included():
             # What this meeting raises is less than what is raised here.
             with outside(), contextlib.suppress(Exception):
-                announce("failed", process_set, f"{type(error).__name__}: {error}")
+                announce(FAILED, process_set, _text(error))
         raise
 
 

@@ -20,7 +20,7 @@ from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Stats
-from horovod_onebit.tf.agreement import Agreement
+from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import (
     check_callers,
@@ -32,6 +32,7 @@ from horovod_onebit.tf.graph import (
     outside,
     run_independently,
 )
+from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.meeting import told
@@ -43,10 +44,10 @@ from horovod_onebit.tf.zero_one import ZeroOneSteps
 from horovod_onebit.warmup import AutoWarmup, Phase
 
 logger = logging.getLogger("horovod_onebit")
-ACCUMULATED = "onebit_accumulated"
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
-NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer)
+MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
+NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
 
 _Wrapped: Any = object  # whatever the wrapped optimizer's class has, these have, too
@@ -56,6 +57,7 @@ class _DistributedOptimizer(_Wrapped):
     """Mixed into the wrapped Keras optimizer's class."""
 
     # What this class adds: Keras variables, so that they are saved.
+    _begun: Any  # how many steps the optimizer counted when the warm-up began
     _exact_steps: Any
     _compressed_steps: Any
     _warmup_steps: Any
@@ -84,6 +86,7 @@ class _DistributedOptimizer(_Wrapped):
 
     def _checked_pairs(self, grads: Any, trainable_variables: Any) -> list[tuple[Any, Any]]:
         """The gradients that there are, dense, and their variables."""
+        check_last(self)
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
@@ -91,7 +94,13 @@ class _DistributedOptimizer(_Wrapped):
         if not self.built:
             with outside(), keras.src.backend.name_scope(self.name, caller=self):
                 self.build(variables)
-        self._check_variables_are_known(variables)
+        unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
+        if unknown:
+            raise ConfigurationError(
+                f"{getattr(unknown[0], 'path', unknown[0].name)!r} is unknown to this optimizer, which was built for "
+                "other variables, those of another model perhaps, and has their state: make a new optimizer for a new "
+                "model, such as type(plain).from_config(plain.get_config())"
+            )
         grads = list(grads)
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
@@ -156,13 +165,19 @@ class _DistributedOptimizer(_Wrapped):
             take_step(self, pairs, own_step)
             return
         trained = [self._get_variable_index(v) for _, v in pairs]
-        counters = [self._iterations, self._exact_steps, self._warmup_steps]
+        counters = {
+            "steps": self._iterations,
+            "exact": self._exact_steps,
+            "wanted": self._warmup_steps,
+            "compressed": self._compressed_steps,
+        }
         if self._wrapping.backward_passes_per_step > 1:
-            counters.append(self._passes)
+            counters["passes"] = self._passes
         large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
         small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
         with in_order():
-            now = [tf.convert_to_tensor(v) for v in (self.learning_rate, *(counter.value for counter in counters))]
+            now = {name: tf.convert_to_tensor(counter.value) for name, counter in counters.items()}
+            now["rate"] = tf.convert_to_tensor(self.learning_rate)
             # What follows depends on the answer: no other collective may be started before it.
             agreed = self._agreement.reach(trained, now)
             with tf.control_dependencies([agreed]):
@@ -170,7 +185,7 @@ class _DistributedOptimizer(_Wrapped):
             if means:
                 run_independently(means[0])
             taken, factors = either(
-                tf.logical_and(now[2] < now[3], agreed),
+                tf.logical_and(now["exact"] < now["wanted"], agreed),
                 lambda: self._warmup_step(large, means, finite),
                 lambda: self._compressed_step(large, small, finite),
             )
@@ -193,12 +208,24 @@ class _DistributedOptimizer(_Wrapped):
                     grads = self._clip_gradients(scaled)
                 self._apply_weight_decay(variables)
                 self._backend_update_step(grads, variables, self.learning_rate)
+                self._count_seen(variables)
             self._exact_steps.assign_add(1)
+            steps = tf.convert_to_tensor(self._exact_steps.value)
+            self._compressor.moments.look(
+                variables, steps, last=steps >= tf.convert_to_tensor(self._warmup_steps.value)
+            )
             if isinstance(w.warmup, AutoWarmup):
                 self._observe(w.warmup)
 
         cond(finite, take, lambda: host_call(self._compressor.skip), whole=True)
         return finite, factors[len(means) :]
+
+    def _count_seen(self, variables: list[Any]) -> None:
+        """The second moments of ``variables`` have seen one gradient more."""
+        if self._compressor.adapter.moments is not None:
+            counts = np.zeros(len(self._trainable_variables), np.int64)
+            counts[[self._get_variable_index(v) for v in variables]] = 1
+            self._seen.assign_add(counts)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         if getattr(self._compressor, "takes_frozen", False):
@@ -209,13 +236,15 @@ class _DistributedOptimizer(_Wrapped):
     def _observe(self, warmup: AutoWarmup) -> None:
         """Show the run to the automatic warm-up, which may set the number of exact steps."""
         compressor, steps = self._compressor, tf.convert_to_tensor(self._exact_steps.value)
-        variables = [(i, v) for i, v in enumerate(self._trainable_variables) if compressor.is_compressed(v)]
-        variances = [compressor.adapter.variance(self, i) for i, _ in variables]
-        known = [tf.convert_to_tensor(v) for v in variances if v is not None]
+        numbers = [i for i, v in enumerate(self._trainable_variables) if compressor.is_compressed(v)]
+        variances = [compressor.moments.variance(i) for i in numbers]
+        if None in variances:
+            numbers, variances = [], []
 
         def look() -> None:
-            norm = [tf.linalg.global_norm(known)] if known else []
-            inputs = [steps, tf.convert_to_tensor(self.learning_rate), *norm]
+            norms = tf.stack([tf.norm(tf.convert_to_tensor(v)) for v in variances]) if variances else tf.zeros([0])
+            seen = tf.gather(tf.convert_to_tensor(self._seen.value), np.array(numbers, np.int64))
+            inputs = [steps, tf.convert_to_tensor(self.learning_rate), seen, norms]
             self._warmup_steps.assign(host_value(lambda *values: compressor.observe(warmup, *values), inputs, tf.int64))
 
         cond(steps % warmup.every == 0, look)
@@ -256,6 +285,7 @@ class _DistributedOptimizer(_Wrapped):
         with self._without("clipnorm", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
                 super().apply(means, variables)
+                self._count_seen(variables)
             else:
                 self._backend_apply_gradients([], [])  # what follows every step: the moving average
                 self._iterations.assign_add(1)
@@ -306,15 +336,67 @@ class _DistributedOptimizer(_Wrapped):
         """Create the wrapped optimizer's variables, and what this project needs besides."""
         if self.built:
             return
+        before = dict(self.__dict__)
         super().build(variables)
+        self._lineage.built = {k for k, v in self.__dict__.items() if k not in before or before[k] is not v}
         self._add_variables()
 
     def _add_variables(self) -> None:
+        """Create what this project needs besides the wrapped optimizer's variables, which are there."""
+        plain = {id(v) for v in self.plain_variables}
         self._compressor.exclude(self._wrapping.exact)
+        self._compressor.moments.build()
         self._compressor.adapter.build(self)
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
+        self._ours |= {id(v) for v in self._variables} - plain
+
+    @property
+    def plain_variables(self) -> list[Any]:
+        """The variables that the wrapped optimizer has by itself, in its order."""
+        return [v for v in self._variables if id(v) not in self._ours]
+
+    @property
+    def variables(self) -> list[Any]:
+        """The wrapped optimizer's variables, then those that this class adds, whether it was built before or not."""
+        return [*self.plain_variables, *(v for v in self._variables if id(v) in self._ours)]
+
+    def set_weights(self, weights: Any) -> None:
+        """Assign what ``variables`` of such an optimizer were, or those of a plain one: then the warm-up begins
+        again. Local."""
+        values, own = [np.asarray(weight) for weight in weights], self.variables
+        plain = self.plain_variables
+        if not self.built or len(values) not in (len(own), len(plain)):
+            raise ConfigurationError(
+                f"set_weights got {len(values)} values: expected those of a built optimizer's variables, {len(own)}, "
+                f"or of a plain one's, {len(plain)}"
+            )
+        targets = own if len(values) == len(own) else plain
+        for variable, value in zip(targets, values, strict=True):
+            if tuple(variable.shape) != value.shape:
+                raise ConfigurationError(
+                    f"set_weights: {variable.path!r} has shape {tuple(variable.shape)} and its value {value.shape}"
+                )
+        if targets is plain:
+            self._take_plain(values)
+            return
+        for variable, value in zip(targets, values, strict=True):
+            variable.assign(value)
+        self._compressor.forget()
+
+    def load_own_variables(self, store: Any) -> None:
+        """For Keras's files: those of such an optimizer, or of a plain one; then the warm-up begins again. Local."""
+        if self.built and len(store.keys()) == len(self.plain_variables):
+            self._take_plain([np.asarray(store[str(i)]) for i in range(len(self.plain_variables))])
+            return
+        super().load_own_variables(store)
+        self._compressor.forget()
+
+    def _take_plain(self, values: list[np.ndarray]) -> None:
+        for variable, value in zip(self.plain_variables, values, strict=True):
+            variable.assign(value)
+        self._compressor.take_plain()
 
     # -- this project's interface ---------------------------------------------------------------------------------
 
@@ -392,6 +474,12 @@ class _DistributedOptimizer(_Wrapped):
 def check_ours(optimizer: Any) -> Any:
     """``optimizer``, or the one inside its loss scaling, if ``DistributedOptimizer`` returned it; else
     ``ConfigurationError``."""
+    if isinstance(optimizer, MULTI):
+        raise ConfigurationError(
+            "the optimizer is a MultiOptimizer, whose optimizers take steps and keep state by themselves: call this "
+            "with each of model.optimizer.optimizers. A checkpoint, and a callback that compares or flushes, expects "
+            "a model with one DistributedOptimizer"
+        )
     inner = optimizer.inner_optimizer if getattr(optimizer, "distributed", False) else optimizer
     if not isinstance(inner, _DistributedOptimizer):
         raise ConfigurationError(
@@ -423,6 +511,7 @@ def DistributedOptimizer(
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
     kernels: str = "auto",
+    check_replicas_every: int | None = None,
 ) -> Any:
     """A Keras optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
@@ -447,6 +536,10 @@ def DistributedOptimizer(
         kernels: ``"auto"`` compresses variables on a GPU there, by the CUDA kernels, where these work and all
             compressed variables are on one GPU; ``"cuda"`` raises an error where they do not work; ``"cpu"``
             compresses in the host's memory, as any does with a ``schedule``.
+        check_replicas_every: the weights of all workers are compared before the second step, and with the optimizer's
+            state when compression starts: differences raise ``DesyncError`` on all workers, which names them. A number
+            compares both after every so many steps, too; 0 compares nothing. With ``Local``, each round compares what
+            it begins with, and numbers other than 0 are refused.
 
     ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.
 
@@ -475,7 +568,7 @@ def DistributedOptimizer(
         sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
-        schedule=schedule, kernels=kernels,
+        schedule=schedule, kernels=kernels, check_replicas_every=check_replicas_every,
     )  # fmt: skip
     Placement(kernels).check()
     return _distributed(optimizer, wrapping)
@@ -484,6 +577,12 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     schedule, kind = wrapping.schedule, type(optimizer)
+    if isinstance(optimizer, MULTI):
+        raise UnsupportedError(
+            "a MultiOptimizer takes no step of its own: wrap each optimizer that is in it, "
+            "keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(default_optimizer="
+            "onebit.DistributedOptimizer(...), {pattern: onebit.DistributedOptimizer(...)}))"
+        )
     if isinstance(schedule, Local) and schedule.delay:
         raise UnsupportedError(
             f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "
@@ -494,18 +593,19 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
-    for field in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
-        if getattr(optimizer, field) is not None:
-            positive(field, getattr(optimizer, field))
+    for option in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
+        if getattr(optimizer, option) is not None:
+            positive(option, getattr(optimizer, option))
     wrapped: Any = object.__new__(_class_of(kind))
-    wrapped.__dict__.update(optimizer.__dict__)
+    take_over(optimizer, wrapped)
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
+    wrapped._ours = frozenset()
     name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
     steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
     wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
-    counters = ["_exact_steps", "_compressed_steps", "_warmup_steps"]
+    counters = ["_begun", "_exact_steps", "_compressed_steps", "_warmup_steps"]
     if wrapping.backward_passes_per_step > 1:
         counters.append("_passes")
     if wrapped._averages_itself:
@@ -514,9 +614,12 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         setattr(wrapped, counter, wrapped.add_variable(shape=(), dtype="int64", name=f"onebit{counter}"))
     if wrapped._averages_itself:
         wrapped._averaged.assign(int(optimizer.iterations))
+    wrapped._begun.assign(int(optimizer.iterations))
     wrapped._warmup_steps.assign(0 if wrapping.local else wrapping.warmup.steps)
+    wrapped._ours |= {id(getattr(wrapped, counter)) for counter in counters}
     if wrapped.built:
         wrapped._add_variables()
+    wrapped._lineage.last = wrapped
     return wrapped
 
 

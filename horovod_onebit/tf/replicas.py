@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
-
 from horovod_onebit import replicas
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf.agreement import checksums
 from horovod_onebit.tf.meeting import announce, told
-from horovod_onebit.tf.optimizer import ACCUMULATED, check_ours
+from horovod_onebit.tf.optimizer import check_ours
 
 
 def check_replicas(optimizer: Any) -> None:
@@ -33,9 +32,5 @@ def check_replicas(optimizer: Any) -> None:
             "replicas were to be compared after a local step, when workers' weights differ: call optimizer.flush() "
             "before, on all workers"
         )
-    variables = [*optimizer._trainable_variables, *(optimizer.variables if wrapping.local is None else [])]
-    checksums: dict[str, int] = {}
-    for index, variable in enumerate(variables):
-        if ACCUMULATED not in variable.name:
-            checksums[f"{variable.name}#{index}"] = replicas.checksum(np.asarray(variable))
-    replicas.check(checksums, engine.collectives, f"{engine.name}.replicas")
+    found = checksums(optimizer, state=wrapping.local is None)
+    replicas.check(found, engine.collectives, f"{engine.name}.replicas")

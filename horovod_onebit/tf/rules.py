@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pkgutil import resolve_name
-from typing import Any
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -39,9 +39,14 @@ class Adapter:
         """Add the variables that the rule needs and the wrapped optimizer has not; called once it is built."""
 
     def keep(
-        self, optimizer: Any, tensors: Sequence[Tensor], indices: Sequence[int], rules: Sequence[Rule], *, first: bool
+        self,
+        optimizer: Any,
+        tensors: Sequence[Tensor],
+        indices: Sequence[int],
+        rules: Sequence[Rule],
+        first: Sequence[bool],
     ) -> None:
-        """Before a compressed step: bring what ``build`` added to ``tensors``, in the ``first`` one from them."""
+        """Before a compressed step: bring what ``build`` added to ``tensors``; from those whose ``first`` it is."""
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         """The Keras variable that holds the momentum of variable number ``index``, or None."""
@@ -51,17 +56,30 @@ class Adapter:
         """The Keras variable that holds the second moment, or None."""
         return None if self.wraps.variance is None else getattr(optimizer, self.wraps.variance)[index]
 
+    @property
+    def moments(self) -> Adapter | None:
+        """What knows where the second moments are; None if there are none."""
+        return None if self.wraps.variance is None else self
+
+    converts_momentum: ClassVar[bool] = False
+    """Whether the rule's momentum is another than the wrapped optimizer's."""
+
     def first_momentum(self, value: Any, learning_rate: float) -> Any:
         """The rule's momentum from what the exact steps left, an array or a tensor, when compression starts."""
         return value
 
-    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
+    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
+        """The wrapped optimizer's momentum, from the rule's: the reverse of ``first_momentum``."""
+        return value
+
+    def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
         """The rule's fields, besides those that differ between steps and variables."""
         return {name: getattr(optimizer, option) for name, option in self.wraps.options.items()}
 
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, exact_steps: int, scale: float) -> Rule:
-        """The rule with the hyperparameters of this step; ``scale`` multiplies the gradient."""
-        values = self.options(optimizer, exact_steps) | dict(self.wraps.fixed)
+    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:
+        """The rule with the hyperparameters of this step. ``seen``: how many steps the second moment has seen;
+        ``scale`` multiplies the gradient."""
+        values = self.options(optimizer, seen) | dict(self.wraps.fixed)
         return self.wraps.rule(  # type: ignore[call-arg]
             lr=learning_rate, weight_decay=weight_decay, grad_scale=scale, **values
         )
@@ -70,9 +88,9 @@ class Adapter:
 class AdamAdapter(Adapter):
     """Adam and AdamW. Keras adds epsilon to the root of the *uncorrected* second moment: it is scaled to match."""
 
-    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
-        values = super().options(optimizer, exact_steps)
-        correction = 1 / (1 - optimizer.beta_2 ** max(exact_steps, 1))
+    def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
+        values = super().options(optimizer, seen)
+        correction = 1 / (1 - optimizer.beta_2 ** max(seen, 1))
         return values | {"eps": values["eps"] * correction**0.5}
 
 
@@ -80,13 +98,18 @@ class SGDAdapter(Adapter):
     """SGD. Keras keeps ``m = momentum * m - lr * g``; from the first compressed step on, the variable holds the
     rule's momentum instead, a mean gradient without learning rate or sign."""
 
+    converts_momentum = True
+
     def momentum(self, optimizer: Any, index: int) -> Any:
         return super().momentum(optimizer, index) if optimizer.momentum else None
 
     def first_momentum(self, value: Any, learning_rate: float) -> Any:
         return value / np.float32(-learning_rate or np.inf)
 
-    def options(self, optimizer: Any, exact_steps: int) -> dict[str, Any]:
+    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
+        return value * np.float32(-learning_rate)
+
+    def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
         momentum = float(optimizer.momentum)
         return {"momentum": momentum, "nesterov": bool(optimizer.nesterov and momentum)}
 
@@ -99,23 +122,28 @@ class LambAdapter(Adapter):
         optimizer._coefficients = optimizer.add_variable(shape=shape, dtype="float32", name="onebit_coefficients")
 
     def keep(
-        self, optimizer: Any, tensors: Sequence[Tensor], indices: Sequence[int], rules: Sequence[Rule], *, first: bool
+        self,
+        optimizer: Any,
+        tensors: Sequence[Tensor],
+        indices: Sequence[int],
+        rules: Sequence[Rule],
+        first: Sequence[bool],
     ) -> None:
         known = np.array(optimizer._coefficients.value.numpy())
-        for i, tensor, rule in zip(indices, tensors, rules, strict=True):
+        for i, tensor, rule, begins in zip(indices, tensors, rules, first, strict=True):
             assert tensor.layer is not None
-            tensor.layer[COEFFICIENT] = 0 if first else known[i]
-            if first:
+            tensor.layer[COEFFICIENT] = 0 if begins else known[i]
+            if begins:
                 rule.begin(tensor, optimizer._compressor.engine.context)
                 known[i] = tensor.layer[COEFFICIENT]
-        if first:
+        if any(first):
             optimizer._coefficients.assign(known)
 
 
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam. What that keeps besides becomes variables: the compressed variables' weights at the last
-    exchange, what was counted since (see ``rules.zero_one_adam``), the number of compressed steps tried, by which their
-    kinds go, and how many of them have renewed the second moment."""
+    exchange, what was counted since (see ``rules.zero_one_adam``), and the number of compressed steps tried, by which
+    their kinds go."""
 
     def build(self, optimizer: Any) -> None:
         variables, compressed = optimizer._trainable_variables, optimizer._compressor.is_compressed
@@ -124,7 +152,6 @@ class ZeroOneAdapter(AdamAdapter):
         ]
         optimizer._counted = optimizer.add_variable((len(variables), 3), dtype="float32", name="onebit_counted")
         optimizer._tried = optimizer.add_variable((), dtype="int64", name="onebit_tried")
-        optimizer._renewals = optimizer.add_variable((), dtype="int64", name="onebit_renewals")
 
 
 ADAPTERS = {

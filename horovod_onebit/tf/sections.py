@@ -62,7 +62,7 @@ class Section:
         compressor, step = self._compressor, self._compressor.under_way
         assert step is not None
         self._parcel = Parcel()
-        step.grads |= {i: compressor.clipped(g) for i, g in zip(self._all[self._number], grads, strict=True)}
+        step.grads |= {i: compressor.contributed(g) for i, g in zip(self._all[self._number], grads, strict=True)}
         compressor.compute(self._send)
         step.sent = time.perf_counter(), compressor.engine.times.decode
         return self._leave()

@@ -53,15 +53,15 @@ def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pai
     """
     optimizer, sizes = compressor.optimizer, _sizes(small)
     indices, momenta, variances = _state(compressor, large)
-    now = [optimizer.learning_rate, optimizer._iterations, optimizer._compressed_steps]
+    now = [optimizer.learning_rate, optimizer._iterations, optimizer._seen, optimizer._marks]
     state = [v for v in (*(v for _, v in large), *momenta, *variances) if v is not None]
     grads = [g for g, _ in large] if compressor.in_one_piece else []
     inputs, opened = handed(place, [tf.convert_to_tensor(i) for i in (*state, *grads)])
 
-    def work(learning_rate: Any, steps: Any, compressed: Any, squares: Any, *rest: Any) -> None:
+    def work(learning_rate: Any, steps: Any, seen: Any, marks: Any, squares: Any, *rest: Any) -> None:
         arrays = iter(opened(rest[len(finite) :]))
         values = _values(arrays, large, momenta, variances, place)
-        now = Progress(float(learning_rate), int(steps), int(steps) - int(compressed))
+        now = Progress(float(learning_rate), int(steps), np.array(seen), np.array(marks))
         known = all(rest[: len(finite)])
         compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
 

@@ -10,7 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 
 from horovod_onebit import face
-from horovod_onebit.checks import flag
+from horovod_onebit.checks import flag, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Local, ZeroOne
@@ -30,6 +30,7 @@ class Wrapping(face.Arguments):
     name: str | None = None
     schedule: ZeroOne | Local | None = None
     kernels: str = "auto"
+    check_replicas_every: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -41,8 +42,15 @@ class Wrapping(face.Arguments):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
+        if self.check_replicas_every is not None:
+            whole("check_replicas_every", self.check_replicas_every, least=0)
         if self.local is not None:
             self.check_local()
+            if self.check_replicas_every:
+                raise UnsupportedError(
+                    f"check_replicas_every={self.check_replicas_every} with Local(...): workers' weights differ "
+                    "between exchanges; use callbacks.ReplicaCheckCallback, or flush() and then check_replicas()"
+                )
 
     @property
     def local(self) -> Local | None:
@@ -51,7 +59,11 @@ class Wrapping(face.Arguments):
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
-        return str({key: value for key, value in self.to_config().items() if key not in ("exact", "kernels")})
+        return str(self.compared())
+
+    def compared(self) -> dict[str, Any]:
+        """What all workers must have in common, by argument."""
+        return {key: value for key, value in self.to_config().items() if key not in ("exact", "kernels")}
 
     def to_config(self) -> dict[str, Any]:
         """As plain values, but for the process set."""
@@ -68,6 +80,7 @@ class Wrapping(face.Arguments):
             "name": self.name,
             "schedule": None if self.schedule is None else dataclasses.asdict(self.schedule),
             "kernels": self.kernels,
+            "check_replicas_every": self.check_replicas_every,
         }
 
     @classmethod

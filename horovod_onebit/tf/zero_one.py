@@ -15,6 +15,8 @@ import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
 from horovod_onebit.engine import Plan
+from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.handshake import workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
@@ -53,39 +55,70 @@ class ZeroOneSteps(Compressor):
             self.count_averages(sum(sizes))
             factors = self._clip_factors(squares, len(indices) + len(sizes))
             kind = kind_of(self.schedule, engine.exchanges + 1)
+            edited = self._edited(indices, values, progress)
             rules = self._take_up(indices, values, progress, factors, kind)
             own = [self.clipped(grad) for grad in grads]
-            self._done = self._exchange(engine.plan(kind, rules), own, finite=finite), factors
-            if self._done[0]:
+            taken = self._exchange(engine.plan(kind, rules), own, edited, finite=finite)
+            self._done = taken, factors
+            if taken:
                 self._keep(rules)
+                self._mark(indices, values, progress)
         except BaseException:
             engine.restore_all()
             raise
         finally:
             optimizer._tried.assign(engine.exchanges)
             engine.end_step()
+        if edited:
+            self.moments.say(edited)
+            self.begin_again(edited if self.moments.moved is None else ())
+
+    def warm_up_again(self) -> None:
+        super().warm_up_again()
+        optimizer = self.optimizer
+        optimizer._tried.assign(0)
+        optimizer._counted.assign(np.zeros(optimizer._counted.shape, np.float32))
+
+    def _mark(self, indices: tuple[int, ...], values: Values, progress: Progress) -> None:
+        """A step was taken: its second moments are those that the next one expects."""
+        marks = np.array(self.optimizer._marks.value)
+        changed = np.array_equal(np.array(self.optimizer._seen.value), progress.seen)
+        for i, tensor in zip(indices, self.tensors, strict=True):
+            if not marks[i] or not changed:
+                marks[i] = self.moments.mark(tensor.variance)
+                self.moments.hold(i, tensor.variance)
+        self.optimizer._marks.assign(marks)
 
     def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
         taken, factors = self._done
         return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
 
-    def _exchange(self, plan: Plan, grads: Sequence[Array], *, finite: bool) -> bool:
-        engine, arrive, by_number = self.engine, self._start_finite(grads), dict(enumerate(grads))
+    def _exchange(self, plan: Plan, grads: Sequence[Array], edited: Sequence[int], *, finite: bool) -> bool:
+        engine, by_number = self.engine, dict(enumerate(grads))
+        arrive = self._start_agreeing(grads, edited)
         engine.send_rest(by_number, plan)
         with engine.times.measure("exchange"):  # a whole round, messages and all
-            finite = arrive() and finite
-        return engine.receive(by_number, plan, finite=finite)
+            all_finite, on = arrive()
+        if not on:
+            return engine.receive(by_number, plan, finite=all_finite and finite)
+        engine.restore_all()
+        engine.exchanges += 1
+        if len(on) < engine.collectives.size:
+            raise DesyncError(
+                f"the optimizer's state was changed on {workers(on)} and not on the others: make the same changes on "
+                "all workers"
+            )
+        if self.departed:
+            raise ConfigurationError(
+                "the optimizer's state was changed after local steps, when workers' weights differ: call "
+                "optimizer.flush() on all workers before the change (or now, and continue)"
+            )
+        return False
 
-    def _take_up(
-        self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
-    ) -> list[Rule]:
-        seen = progress.exact_steps + int(self.optimizer._renewals.value)  # by the second moment
-        return super()._take_up(indices, values, replace(progress, exact_steps=seen), factors, kind)
-
-    def _rule(self, variable: Any, progress: Progress, factor: float, kind: Kind) -> Rule:
+    def _rule(self, index: int, progress: Progress, factor: float, kind: Kind) -> Rule:
         if kind is Kind.EXACT:  # Keras's epsilon goes by the second moment as it will be
-            progress = replace(progress, exact_steps=progress.exact_steps + 1)
-        return zero_one_adam.of(super()._rule(variable, progress, factor, kind), kind)  # type: ignore[arg-type]
+            progress = replace(progress, seen=progress.seen + 1)
+        return zero_one_adam.of(super()._rule(index, progress, factor, kind), kind)  # type: ignore[arg-type]
 
     def _load(self, values: Values, rules: Sequence[Any], progress: Progress) -> None:
         super()._load(values, rules, progress)
@@ -101,12 +134,21 @@ class ZeroOneSteps(Compressor):
                 assert tensor.variance is not None
                 tensor.variance = self._memory.copy(tensor.variance)
 
-    def _start_finite(self, grads: Sequence[Array]) -> Callable[[], bool]:
-        """Start asking whether all workers' ``grads`` are finite: a local step sends nothing else that would tell, and
-        cannot be taken back."""
-        own = np.array([not all_finite(grads)], np.float32)
+    def _start_agreeing(
+        self, grads: Sequence[Array], edited: Sequence[int]
+    ) -> Callable[[], tuple[bool, Sequence[int]]]:
+        """Start asking whether all workers' ``grads`` are finite, and on which workers moments were ``edited``: a local
+        step sends nothing else that would tell, and cannot be taken back."""
+        size = self.collectives.size
+        own = np.zeros(1 + size, np.float32)
+        own[0], own[1 + self.collectives.rank] = not all_finite(grads), bool(edited)
         handle = self.collectives.allreduce(own, f"{self.engine.name}.finite")
-        return lambda: not handle.wait().any()
+
+        def arrive() -> tuple[bool, Sequence[int]]:
+            total = handle.wait()
+            return not total[0], np.flatnonzero(total[1:]).tolist()
+
+        return arrive
 
     def _keep(self, rules: Sequence[Any]) -> None:
         """A step was taken by ``rules``: keep what is neither weight nor momentum."""
@@ -120,7 +162,9 @@ class ZeroOneSteps(Compressor):
             counted[i] = tensor.layer
         optimizer._counted.assign(counted)
         if rules and rules[0].kind is Kind.EXACT:
-            optimizer._renewals.assign_add(1)
+            seen = np.array(optimizer._seen.value)
+            seen[list(self.indices)] += 1
+            optimizer._seen.assign(seen)
 
     @property
     def departed(self) -> tuple[int, ...]:
@@ -146,8 +190,8 @@ class ZeroOneSteps(Compressor):
         variables = [optimizer._trainable_variables[i] for i in indices]
         momenta = [adapter.momentum(optimizer, i) for i in indices]
         variances = [_flat(adapter.variance(optimizer, i)) for i in indices]
-        steps, compressed = int(optimizer._iterations.value), int(optimizer._compressed_steps.value)
-        progress = Progress(float(optimizer.learning_rate), steps, steps - compressed)
+        seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
+        progress = Progress(float(optimizer.learning_rate), int(optimizer._iterations.value), seen, marks)
         values = Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances)
         engine.exchanges = int(optimizer._tried.value)
         rules = self._take_up(indices, values, progress, [1.0] * len(indices), Kind.SYNC)

@@ -1,0 +1,260 @@
+"""What each second moment has seen, and whether the moments are still those that the last step left.
+
+A second moment v that began with zeros and has seen V gradients is corrected by 1 - beta2^V. Keras's optimizers correct
+by the count T of ``iterations``, and in the warm-up v is as they need it: the *plain form*. Once v is frozen, T goes on
+and V does not. V is therefore kept for each variable, in a variable of the optimizer, so that it is saved and loaded
+with v. In plain form v is (1 - beta2^T) / (1 - beta2^V) times as much, and has "seen" T.
+
+A user may assign to the moments between two steps. A frozen v is written by nobody else: this module holds the memory
+in which v was found last, and TensorFlow then writes new values elsewhere. An address that is still the same costs
+nothing and is certain. If it is another, the values are compared, and then their checksum with the one that was saved
+when v was frozen, so that a state that was loaded whole is known from one that was changed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import tensorflow as tf
+from numpy.typing import NDArray
+
+from horovod_onebit.kernels.checksum import checksums
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.tf.graph import cond, host_call
+
+logger = logging.getLogger("horovod_onebit")
+PROBES = 64
+"""Elements of each second moment that are looked at in the warm-up."""
+EVERY = 8
+"""Steps of the warm-up from one look to the next, at most."""
+
+
+class Owner(Protocol):
+    """The ``Compressor`` of the optimizer whose moments these are."""
+
+    optimizer: Any
+    adapter: Any
+    engine: Any
+    collectives: Any
+
+    def is_compressed(self, variable: Any) -> bool: ...
+
+    def warm_up_again(self) -> None: ...
+
+
+class Moments:
+    """The moments of one Keras ``DistributedOptimizer``.
+
+    What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen; and
+    ``_marks``, (variables,) int64, which is 0 for a variable that has taken no compressed step, else the checksum of
+    its frozen second moment, or 1 if it has none.
+    """
+
+    def __init__(self, compressor: Owner) -> None:
+        self._compressor = compressor
+        self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
+        self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
+        self.moved: int | None = None  # what ``iterations`` was before somebody has set it
+
+    @property
+    def _optimizer(self) -> Any:
+        return self._compressor.optimizer
+
+    def build(self) -> None:
+        """Add the variables. Moments that are there already are those of a plain optimizer."""
+        optimizer = self._optimizer
+        shape = (len(optimizer._trainable_variables),)
+        optimizer._seen = optimizer.add_variable(shape, dtype="int64", name="onebit_seen")
+        optimizer._marks = optimizer.add_variable(shape, dtype="int64", name="onebit_marks")
+        optimizer._seen.assign(self._of_plain())
+
+    def variance(self, index: int) -> Any:
+        """The Keras variable that holds the second moment of variable number ``index``; None if there is none."""
+        moments = self._compressor.adapter.moments
+        return None if moments is None else moments.variance(self._optimizer, index)
+
+    def _of_plain(self, only: Collection[int] | None = None) -> NDArray[np.int64]:
+        """What second moments in plain form have seen; 0 if they are zeros. ``only``: those that are looked at."""
+        optimizer, taken = self._optimizer, int(self._optimizer.iterations)
+        seen = np.zeros(len(optimizer._trainable_variables), np.int64)
+        if taken:
+            for i in range(len(seen)) if only is None else only:
+                variance = self.variance(i)
+                seen[i] = taken if variance is not None and np.asarray(variance).any() else 0
+        return seen
+
+    # -- the plain form -----------------------------------------------------------------------------------------------
+
+    def in_plain_form(self, edited: Collection[int] = ()) -> Iterator[tuple[Any, Any]]:
+        """The moments that are not in plain form: their Keras variables, and what their values are then.
+
+        Those of the variables ``edited`` were assigned by somebody, who knows the plain form alone.
+        """
+        compressor, optimizer = self._compressor, self._optimizer
+        taken = int(optimizer.iterations) if self.moved is None else self.moved
+        seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
+        rate = float(optimizer.learning_rate)
+        for i, variable in enumerate(optimizer._trainable_variables):
+            alone = optimizer._wrapping.local is not None
+            if i in edited or not (marks[i] or seen[i]) or not (alone or compressor.is_compressed(variable)):
+                continue
+            variance = self.variance(i)
+            if variance is not None and taken and seen[i] not in (0, taken):
+                factor = (1 - optimizer.beta_2**taken) / (1 - optimizer.beta_2 ** int(seen[i]))
+                yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
+            momentum = None if alone or not marks[i] else compressor.adapter.momentum(optimizer, i)
+            if momentum is not None:
+                value = tf.convert_to_tensor(momentum)
+                plain = compressor.adapter.plain_momentum(value, rate)
+                if plain is not value:
+                    yield momentum, plain
+
+    def make_plain(self, edited: Collection[int] = ()) -> None:
+        """Bring all moments into plain form. Local; on all workers alike."""
+        optimizer = self._optimizer
+        before = np.array(optimizer._seen.value)
+        for variable, value in list(self.in_plain_form(edited)):
+            variable.assign(value)
+        known = np.flatnonzero(before).tolist()
+        optimizer._seen.assign(self._of_plain({*known, *edited}))
+        optimizer._marks.assign(np.zeros_like(before))
+        self.forget()
+
+    def take_plain(self) -> None:
+        """A plain optimizer's state was assigned to the wrapped optimizer's variables."""
+        self._optimizer._seen.assign(self._of_plain())
+        self._optimizer._marks.assign(np.zeros(len(self._optimizer._trainable_variables), np.int64))
+        self.forget()
+
+    # -- edits ----------------------------------------------------------------------------------------------------
+
+    def forget(self) -> None:
+        """The state was replaced as a whole: what the last step left is no longer there."""
+        self._held, self._probes, self.moved = {}, {}, None
+
+    def count(self, steps: int, since: int, *, warm: bool) -> None:
+        """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer
+        if somebody has set ``iterations``.
+
+        The wrapped optimizer corrects the bias of its moments by it. ``warm``: in the warm-up what they have seen is
+        then counted as the optimizer counts; afterwards the next step finds that the state was ``moved``."""
+        optimizer = self._optimizer
+        by = steps - since - int(optimizer._begun.value)
+        if not by or self._compressor.adapter.moments is None:
+            return
+        if not warm:
+            self.moved = steps - by
+            return
+        seen = np.array(optimizer._seen.value)
+        optimizer._seen.assign(np.where(seen > 0, np.maximum(seen + by, 0), 0))
+        optimizer._begun.assign(steps - since)
+
+    def edited(
+        self,
+        indices: Sequence[int],
+        variances: Sequence[Any],
+        seen: NDArray[np.int64],
+        marks: NDArray[np.int64],
+    ) -> list[int]:
+        """Of the variables ``indices``, those whose second moment is not the one that was frozen, or has seen nothing.
+
+        ``variances`` are arrays in the host's memory or on the GPU.
+        """
+        found, seen_by, marked = [], seen.tolist(), marks.tolist()
+        for i, variance in zip(indices, variances, strict=True):
+            if variance is None:
+                continue
+            held = self._held.get(i)
+            if not seen_by[i] or (
+                marked[i] and (held is None or not same(held, variance)) and not self._is_known(i, variance, marked[i])
+            ):
+                found.append(i)
+        return found
+
+    def _is_known(self, index: int, variance: Any, mark: int) -> bool:
+        """Whether a second moment in other memory has the values of before, or those that the ``mark`` is of."""
+        held, host = self._held.get(index), self._compressor.engine.context.kernels.host
+        if (held is None or not np.array_equal(host(held), host(variance))) and self.mark(variance) != mark:
+            return False
+        self._held[index] = variance
+        return True
+
+    def mark(self, variance: Any) -> int:
+        """The checksum of a second moment, not 0; 1 if there is none."""
+        if variance is None:
+            return 1
+        words = np.ascontiguousarray(self._compressor.engine.context.kernels.host(variance), np.float32)
+        return 2 + int(checksums(words.view(np.uint8)[None])[0])
+
+    def hold(self, index: int, variance: Any) -> None:
+        """The second moment of variable number ``index`` is frozen as it is."""
+        if variance is not None:
+            self._held[index] = variance
+
+    def held(self, index: int) -> Any:
+        """The frozen second moment of variable number ``index``, if it is known."""
+        return self._held.get(index)
+
+    def look(self, variables: Sequence[Any], steps: Any, *, last: Any) -> None:
+        """After exact step number ``steps``, a tensor, which is the ``last`` one of the warm-up perhaps: see whether
+        the second moments of ``variables`` are those of the last look, with what was added since.
+
+        A second moment shrinks by beta2 in a step at most. One that has shrunk by more was replaced, and has seen only
+        what came since the last look, or less; the warm-up begins again.
+        """
+        optimizer, moments = self._optimizer, self._compressor.adapter.moments
+        if moments is None or not variables:
+            return
+        indices = [optimizer._get_variable_index(v) for v in variables]
+        beta2 = float(optimizer.beta_2)
+        power_of_two = tf.equal(tf.bitwise.bitwise_and(steps, steps - 1), 0)
+        due = tf.logical_or(tf.logical_or(power_of_two, steps % EVERY == 0), last)
+
+        def probe() -> None:
+            parts = [tf.reshape(tf.convert_to_tensor(self.variance(i)), [-1])[:PROBES] for i in indices]
+            values = [tf.cast(part, tf.float32) for part in parts]
+
+            def work(number: Any, probes: Any) -> None:
+                self._compare(indices, int(number), np.array(probes), beta2)
+
+            host_call(work, steps, tf.concat(values, 0))
+
+        cond(due, probe, whole=True)
+
+    def _compare(self, indices: Sequence[int], number: int, values: Array, beta2: float) -> None:
+        optimizer, at, replaced = self._optimizer, 0, []
+        for i in indices:
+            size = min(PROBES, int(np.prod(optimizer._trainable_variables[i].shape, dtype=np.int64)))
+            now, at = values[at : at + size], at + size
+            before, last = self._probes.get(i, (0, None))
+            if last is not None and before < number:
+                since = number - before
+                if (now < last * np.float32(beta2**since * (1 - 1e-4))).any():
+                    replaced.append((i, since))
+            self._probes[i] = number, now
+        if replaced:
+            seen = np.array(optimizer._seen.value)
+            for i, since in replaced:
+                seen[i] = min(seen[i], since)
+            optimizer._seen.assign(seen)
+            self.say([i for i, _ in replaced])
+            self._compressor.warm_up_again()
+            self._probes = {i: (0, value) for i, (_, value) in self._probes.items()}
+
+    def say(self, edited: Sequence[int]) -> None:
+        """Log that the warm-up begins again."""
+        level = logging.WARNING if self._compressor.collectives.rank == 0 else logging.DEBUG
+        variables = [self._optimizer._trainable_variables[i] for i in edited]
+        names = ", ".join(getattr(v, "path", v.name) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
+        text = "the optimizer's state of %s was set or reset, or is new: the warm-up begins again"
+        logger.log(level, text, names)
+
+
+def same(held: Any, array: Any) -> bool:
+    """Whether two arrays of one size are in the same memory, in the host's or on the GPU."""
+    if isinstance(held, np.ndarray) and isinstance(array, np.ndarray):
+        return np.may_share_memory(held, array)
+    return isinstance(held, np.ndarray) == isinstance(array, np.ndarray) and bool(held.address == array.address)

@@ -1,0 +1,503 @@
+"""The Keras face on real ranks: what becomes of a run whose state, variables or wrapping somebody changes."""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
+from hypothesis import HealthCheck, given, settings
+from hypothesis import Phase as Stage
+from hypothesis import strategies as st
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError
+from horovod_onebit.warmup import Phase
+from tests.ranks.keras_common import (
+    LOSS,
+    OPTIMIZERS,
+    RANK,
+    assert_replicas_equal,
+    batch,
+    build,
+    gradients,
+    step_of,
+    train,
+    weights,
+)
+
+WARMUP = 5
+KINDS = {
+    "one bit": lambda: {"warmup_steps": WARMUP},
+    "local": lambda: {"schedule": onebit.Local(every=2, freeze=6)},
+    "0/1": lambda: {"schedule": onebit.ZeroOne(9, 4, 100, 1)},
+}
+OF_ADAM = ("adam", "adamw")
+CASES = [("one bit", kind) for kind in ("adam", "adamw", "sgd", "lamb", "lion")]
+CASES += [("local", kind) for kind in ("adam", "adamw", "sgd")] + [("0/1", "adam")]
+LIMITS = {"one bit": 1.9, "local": 2.5, "0/1": 1.9}
+"""By how much moves may be longer than the plain optimizer's: one bit has the same magnitude for a whole block, and
+local steps divide by the size of one worker's gradients. What this file is about multiplies them by 3 and more."""
+
+
+def made(kind, optimizer="adam", seed=0, **options):
+    model = build(seed)
+    found = onebit.DistributedOptimizer(OPTIMIZERS[optimizer](**options), **KINDS[kind]())
+    found.build(model.trainable_variables)
+    return model, found
+
+
+def kernels(model):
+    return np.concatenate([np.asarray(v).reshape(-1) for v in model.trainable_variables if len(v.shape) == 2])
+
+
+def plain_step(model, optimizer):
+    """A step of a plain optimizer with the mean gradient."""
+
+    def step(x, y):
+        grads, _ = gradients(model, x, y)
+        means = hvd.grouped_allreduce(grads)
+        optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
+
+    return step
+
+
+def moved(model, optimizer, steps, start, step=None):
+    """How far an element of a kernel moves in a step, in learning rates: the mean of ``steps`` steps."""
+    step, found = step or step_of(model, optimizer), []
+    for number in range(start, start + steps):
+        before = kernels(model)
+        step(*map(tf.constant, batch(number)))
+        found.append(np.abs(kernels(model) - before).mean() / float(optimizer.learning_rate))
+    return float(np.mean(found))
+
+
+def twin(model, optimizer):
+    """A plain optimizer, made without this library, with the same state, and a model with the same weights."""
+    other = build()
+    for target, variable in zip(other.trainable_variables, model.trainable_variables, strict=True):
+        target.assign(variable)
+    plain = optimizer.plain_class().from_config(optimizer.wrapped_config())
+    plain.build(other.trainable_variables)
+    for target, variable in zip(plain.variables, onebit.plain_optimizer(optimizer).variables, strict=True):
+        target.assign(variable)
+    return other, plain
+
+
+def assert_moves_like_plain(kind, model, optimizer, other, plain, start, steps=6):
+    optimizer.flush()
+    if kind == "local":  # the end of a round finds what was set, and takes its steps back
+        train(model, optimizer, 2, start=start)
+    ours = moved(model, optimizer, steps, start)
+    optimizer.flush()
+    expected = moved(other, plain, steps, start, plain_step(other, plain))
+    assert ours < LIMITS[kind] * expected + 1e-3, (ours, expected)
+    assert ours > 0.4 * expected, (ours, expected)
+    assert_replicas_equal(model)
+
+
+def moments(optimizer):
+    return [v for v in optimizer.plain_variables if v.name.endswith(("momentum", "velocity"))]
+
+
+def zero(variables):
+    for variable in variables:
+        variable.assign(tf.zeros_like(variable.value))
+
+
+# -- wrapped again -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_a_plain_optimizer_that_is_wrapped_again_goes_on(kind, name):
+    model, plain = build(), OPTIMIZERS[name]()
+    counts = set()
+    for stage in range(3):
+        optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
+        if stage:
+            assert optimizer.built
+            assert int(optimizer.iterations) >= 8 * stage
+            assert_moves_like_plain(kind, model, optimizer, *twin(model, optimizer), 8 * stage, 8)
+        else:
+            train(model, optimizer, 8)
+            optimizer.flush()
+        counts.add((len(optimizer.variables), len(plain.variables)))
+    assert len(counts) == 1
+    assert counts.pop()[1] == len(OPTIMIZERS[name]().variables)
+
+
+def test_what_was_wrapped_before_is_not_used_any_more():
+    model, plain = build(), OPTIMIZERS["adam"]()
+    first = onebit.DistributedOptimizer(plain, warmup_steps=3)
+    train(model, first, 4)
+    onebit.DistributedOptimizer(plain, warmup_steps=3)
+    with pytest.raises(ConfigurationError, match="was wrapped again"):
+        train(model, first, 1, start=4)
+
+
+def test_local_steps_that_were_not_exchanged_are_not_taken_over():
+    model, plain = build(), OPTIMIZERS["adam"]()
+    first = onebit.DistributedOptimizer(plain, schedule=onebit.Local(every=4))
+    train(model, first, 5)
+    with pytest.raises(ConfigurationError, match="call flush"):
+        onebit.DistributedOptimizer(plain, schedule=onebit.Local(every=4))
+    first.flush()
+    train(model, onebit.DistributedOptimizer(plain, schedule=onebit.Local(every=4)), 4, start=5)
+
+
+def test_a_new_model_needs_an_optimizer_of_its_own():
+    plain = OPTIMIZERS["adam"]()
+    train(build(), onebit.DistributedOptimizer(plain, warmup_steps=3), 4)
+    with pytest.raises(ConfigurationError, match="is unknown to this optimizer"):
+        train(build(), onebit.DistributedOptimizer(plain, warmup_steps=3), 1)
+
+
+def test_the_optimizer_of_a_loaded_plain_model_keeps_its_moments(tmp_path):
+    model = build()
+    model.compile(optimizer=OPTIMIZERS["adam"](), loss=LOSS)
+    model.optimizer.build(model.trainable_variables)
+    step = plain_step(model, model.optimizer)
+    for number in range(12):
+        step(*map(tf.constant, batch(number)))
+    if RANK == 0:
+        model.save(tmp_path / "plain.keras")
+    path = broadcast_object(str(tmp_path / "plain.keras"), name="path")
+    again = keras.models.load_model(path)
+    optimizer = onebit.DistributedOptimizer(again.optimizer, warmup_steps=3)
+    assert (np.asarray(optimizer._seen) == 12).all()
+    assert_moves_like_plain("one bit", again, optimizer, model, model.optimizer, 12)
+
+
+# -- back to Keras -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_training_goes_on_with_a_plain_optimizer(kind, name):
+    model, optimizer = made(kind, name)
+    train(model, optimizer, 14)
+    optimizer.flush()
+    plain = onebit.plain_optimizer(optimizer)
+    assert type(plain) is type(OPTIMIZERS[name]())
+    assert len(plain.variables) == len(optimizer.plain_variables)
+    other = OPTIMIZERS[name]()
+    beside = build()
+    other.build(beside.trainable_variables)
+    ours = moved(beside, other, 14, 0, plain_step(beside, other))
+    assert moved(model, plain, 6, 14, plain_step(model, plain)) < 1.4 * ours
+
+
+def test_a_plain_optimizer_of_local_steps_needs_a_flush():
+    model, optimizer = made("local")
+    train(model, optimizer, 3)
+    with pytest.raises(ConfigurationError, match=r"call optimizer.flush\(\)"):
+        onebit.plain_optimizer(optimizer)
+
+
+# -- state that is set -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("at", [3, 12])
+@pytest.mark.parametrize(("kind", "name"), CASES)
+def test_moments_that_are_reset_are_measured_again(kind, name, at):
+    model, optimizer = made(kind, name)
+    train(model, optimizer, at)
+    optimizer.flush()
+    pair = twin(model, optimizer)
+    zero(moments(optimizer))
+    zero(moments_of_plain(pair[1]))
+    assert_moves_like_plain(kind, model, optimizer, *pair, at, 9)
+    if name in OF_ADAM:
+        assert 0 < np.asarray(optimizer._seen).max() <= 9
+
+
+def moments_of_plain(optimizer):
+    return [v for v in optimizer.variables if v.name.endswith(("momentum", "velocity"))]
+
+
+@pytest.mark.parametrize("how", ["value", "one variable", "all variables", "set_weights", "load_own_variables"])
+def test_every_way_to_set_the_state_is_followed(how):
+    model, optimizer = made("one bit")
+    train(model, optimizer, 12)
+    other, plain = twin(model, optimizer)
+    if how == "value":
+        for variable in moments(optimizer):
+            variable.value.assign(tf.zeros_like(variable.value))
+        zero(moments_of_plain(plain))
+    elif how == "one variable":
+        zero(moments(optimizer)[:2])
+        zero(moments_of_plain(plain)[:2])
+    elif how == "all variables":
+        zero([v for v in optimizer.variables if "learning_rate" not in v.name])
+        zero([v for v in plain.variables if "learning_rate" not in v.name])
+    else:
+        zero(moments_of_plain(plain))
+        values = [np.asarray(v) for v in plain.variables]
+        if how == "set_weights":
+            optimizer.set_weights(values)
+        else:
+            optimizer.load_own_variables({str(i): value for i, value in enumerate(values)})
+    assert_moves_like_plain("one bit", model, optimizer, other, plain, 12, 9)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+@pytest.mark.parametrize("name", ["adam", "lamb"])
+def test_iterations_that_are_set_are_followed(name):
+    model, optimizer = made("one bit", name)
+    train(model, optimizer, 12)
+    other, plain = twin(model, optimizer)
+    for one in (optimizer, plain):
+        one.iterations.assign(0)
+    assert_moves_like_plain("one bit", model, optimizer, other, plain, 12, 9)
+
+
+def test_a_momentum_of_sgd_that_may_be_meant_either_way_is_refused():
+    model, optimizer = made("one bit", "sgd")
+    train(model, optimizer, 9)
+    variable = moments(optimizer)[0]
+    variable.assign(tf.ones_like(variable.value))
+    with pytest.raises(ConfigurationError, match=r"set_weights\(plain.variables\)"):
+        train(model, optimizer, 3, start=9)
+    zero([variable])
+    train(model, optimizer, 3, start=9)
+    assert_replicas_equal(model)
+
+
+def test_moments_that_one_worker_alone_resets_are_an_error_on_all():
+    model, optimizer = made("one bit")
+    train(model, optimizer, 9, graph=True)
+    if RANK == 0:
+        zero(moments(optimizer))
+    with pytest.raises((DesyncError, tf.errors.OpError), match=r"exact steps.*differs between workers"):
+        train(model, optimizer, 3, start=9, graph=True)
+
+
+def test_a_variable_that_is_trained_late_begins_the_warm_up_again():
+    model, optimizer = made("one bit")
+    kernel = model.trainable_variables[0]
+
+    def step(x, y, *, whole):
+        grads, _ = gradients(model, x, y)
+        chosen = [(g, v) for g, v in zip(grads, model.trainable_variables, strict=True) if whole or v is not kernel]
+        optimizer.apply_gradients(chosen)
+
+    for number in range(8):
+        step(*map(tf.constant, batch(number)), whole=False)
+    assert optimizer.phase is Phase.COMPRESSED
+    step(*map(tf.constant, batch(8)), whole=True)
+    assert optimizer.phase is Phase.WARMUP
+    for number in range(9, 16):
+        before = np.array(kernel)
+        step(*map(tf.constant, batch(number)), whole=True)
+        assert np.abs(np.array(kernel) - before).mean() < 2e-3
+    assert_replicas_equal(model)
+
+
+def test_a_state_that_is_loaded_whole_is_no_edit(tmp_path):
+    model, optimizer = made("one bit")
+    train(model, optimizer, 9)
+    values, residuals = [np.array(v) for v in (*model.variables, *optimizer.variables)], optimizer.feedback_state_dict()
+    train(model, optimizer, 4, start=9)
+    expected = weights(model)
+    for variable, value in zip((*model.variables, *optimizer.variables), values, strict=True):
+        variable.assign(value)
+    optimizer.load_feedback_state_dict(residuals)
+    train(model, optimizer, 4, start=9)
+    np.testing.assert_array_equal(weights(model), expected)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+# -- replicas ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["one bit", "local"])
+def test_a_forgotten_broadcast_is_an_error_before_the_second_step(kind):
+    model, optimizer = made(kind, seed=RANK)
+    with pytest.raises(DesyncError, match=r"kernel.*BroadcastGlobalVariablesCallback"):
+        train(model, optimizer, 2)
+
+
+def test_a_broadcast_after_the_first_step_is_in_time():
+    model, optimizer = made("one bit", seed=RANK)
+    train(model, optimizer, 1)
+    onebit.broadcast_variables([*model.variables, *optimizer.variables])
+    train(model, optimizer, 8, start=1)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("every", [None, 0, 4])
+def test_replicas_are_compared_as_often_as_the_user_wants(every):
+    model = build()
+    arguments = {"warmup_steps": 3, "check_replicas_every": every}
+    optimizer = onebit.DistributedOptimizer(OPTIMIZERS["adam"](), **arguments)
+    train(model, optimizer, 6)
+    if RANK == 1:
+        model.trainable_variables[0].assign_add(tf.ones_like(model.trainable_variables[0].value))
+    if every:
+        with pytest.raises(DesyncError, match=r"checksum of .*kernel"):
+            train(model, optimizer, 4, start=6)
+    else:
+        train(model, optimizer, 4, start=6)
+
+
+# -- what an error says ------------------------------------------------------------------------------------------------
+
+
+def an_own_learning_rate(model, optimizer):
+    optimizer.learning_rate = 0.003 if RANK else 0.001
+
+
+def an_own_warm_up(model, optimizer):
+    optimizer._warmup_steps.assign(7 + RANK)
+
+
+def a_frozen_layer(model, optimizer):
+    model.layers[0].trainable = RANK == 0
+
+
+NAMED = {
+    "learning rate": (
+        an_own_learning_rate,
+        "the learning rate differs between workers: 0.001 on worker 0, 0.003 on worker 1",
+    ),
+    "warm-up": (an_own_warm_up, "exact steps that the warm-up has differs between workers: 7 on worker 0, 8 on"),
+    "frozen": (a_frozen_layer, "the gradient of variable 0, .*kernel differs between workers: there on worker 0, none"),
+}
+
+
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("what", NAMED)
+def test_an_error_names_what_differs_and_the_values(what, graph):
+    change, text = NAMED[what]
+    model, optimizer = made("one bit")
+    train(model, optimizer, 2)
+    change(model, optimizer)
+    with pytest.raises((DesyncError, tf.errors.OpError), match=text):
+        train(model, optimizer, 1, start=2, graph=graph)
+
+
+def test_an_argument_of_one_worker_is_named():
+    model = build()
+    optimizer = onebit.DistributedOptimizer(OPTIMIZERS["adam"](), warmup_steps=3, sparse_as_dense=RANK == 1)
+    with pytest.raises(
+        DesyncError, match="sparse_as_dense differs between workers: False on worker 0, True on worker 1"
+    ):
+        train(model, optimizer, 1)
+
+
+def test_a_gradient_that_is_none_on_one_worker_is_named():
+    model, optimizer = made("one bit")
+    grads, _ = gradients(model, *batch(0))
+    grads[-1] = None if RANK else grads[-1]
+    with pytest.raises(
+        DesyncError, match=r"the gradient of variable 3, .*bias differs between workers: there on worker 0"
+    ):
+        optimizer.apply(grads, model.trainable_variables)
+
+
+# -- other dtypes, several optimizers ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float64"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_variables_of_every_dtype(kind, dtype):
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(96, activation="relu", dtype=dtype), keras.layers.Dense(10)]
+    model = keras.Sequential([keras.layers.Input((32,)), *layers])
+    optimizer = onebit.DistributedOptimizer(OPTIMIZERS["adam"](epsilon=1e-4), **KINDS[kind]())
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    losses = []
+    x, y = batch(0)
+    for _ in range(14):
+        losses.append(float(np.asarray(LOSS(y, model(x)))))
+        model.train_on_batch(x, y)
+    assert losses[-1] < losses[0]
+    optimizer.flush()
+    onebit.check_replicas(optimizer)
+    rows = hvd.allgather(tf.constant(weights(model).astype(np.float32)[None])).numpy()
+    assert (rows == rows[0]).all()
+
+
+def several(**arguments):
+    adam, sgd = (onebit.DistributedOptimizer(OPTIMIZERS[name](), **arguments) for name in ("adam", "sgd"))
+    model = build()
+    chosen = keras.optimizers.OptimizerMap(default_optimizer=adam, optimizer_map={".*bias": sgd})
+    model.compile(optimizer=keras.optimizers.MultiOptimizer(chosen), loss=LOSS, jit_compile=False)
+    return model
+
+
+@pytest.mark.parametrize("kind", ["one bit", "local"])
+def test_a_multi_optimizer_of_wrapped_ones_trains(kind):
+    model = several(**KINDS[kind]())
+    callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    for number in range(8):
+        model.fit(*batch(number), verbose=0, callbacks=[callback])
+    for optimizer in model.optimizer.optimizers:
+        optimizer.flush()
+        onebit.check_replicas(optimizer)
+    assert_replicas_equal(model)
+
+
+def test_a_multi_optimizer_is_refused_by_name(tmp_path):
+    plain = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(OPTIMIZERS["adam"]()))
+    for arguments in ({}, {"schedule": onebit.Local()}):
+        with pytest.raises(UnsupportedError, match="wrap each optimizer that is in it"):
+            onebit.DistributedOptimizer(plain, **arguments)
+    model = several(warmup_steps=3)
+    with pytest.raises(ConfigurationError, match=r"each of model\.optimizer\.optimizers"):
+        onebit.check_replicas(model.optimizer)
+    with pytest.raises(Exception, match=r"each of model\.optimizer\.optimizers"):
+        onebit.save_checkpoint(tmp_path, model)
+
+
+# -- anything, in any order --------------------------------------------------------------------------------------------
+
+EDITS = st.sampled_from(["zero all", "zero one", "momenta", "rate", "wrap", "plain and back", "nothing"])
+
+
+ONCE = {"derandomize": True, "deadline": None, "database": None, "phases": [Stage.generate]}  # alike on all ranks
+
+
+@settings(max_examples=4, suppress_health_check=list(HealthCheck), **ONCE)
+@given(case=st.sampled_from(CASES), edits=st.lists(st.tuples(EDITS, st.integers(2, 7)), min_size=2, max_size=4))
+def test_after_any_edits_a_run_moves_as_a_plain_optimizer_does(tmp_path_factory, case, edits):
+    kind, name = case
+    model, plain = build(), OPTIMIZERS[name]()
+    optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
+    train(model, optimizer, 7)
+    optimizer.flush()
+    at = 7
+    for edit, steps in edits:
+        other, beside = twin(model, optimizer)
+        if edit == "zero all":
+            zero(moments(optimizer))
+            zero(moments_of_plain(beside))
+        elif edit == "zero one":
+            zero(moments(optimizer)[:1])
+            zero(moments_of_plain(beside)[:1])
+        elif edit == "momenta":
+            zero([v for v in moments(optimizer) if v.name.endswith("momentum")])
+            zero([v for v in moments_of_plain(beside) if v.name.endswith("momentum")])
+        elif edit == "rate":
+            optimizer.learning_rate = beside.learning_rate = float(optimizer.learning_rate) / 2
+        elif edit == "wrap":
+            optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
+        elif edit == "plain and back":
+            plain = onebit.plain_optimizer(optimizer)
+            optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
+        assert_moves_like_plain(kind, model, optimizer, other, beside, at, steps + 2)
+        at += steps + 2
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    folder = broadcast_object(str(tmp_path_factory.mktemp("edits")), name="folder")
+    onebit.save_checkpoint(folder, model)
+    train(model, optimizer, 4, start=at)
+    optimizer.flush()
+    again, resumed = made(kind, name)
+    again.compile(optimizer=resumed, loss=LOSS, jit_compile=False)
+    onebit.load_checkpoint(folder, again)
+    train(again, resumed, 4, start=at)
+    resumed.flush()
+    np.testing.assert_array_equal(weights(again), weights(model))
