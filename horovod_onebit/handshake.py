@@ -169,9 +169,9 @@ def meet(collectives: Any, name: str, call: str, setup: str) -> None:
     read_agreement(total, collectives.size, lambda text: named(text, said(call, setup), collectives, name))
 
 
-def said(call: str, setup: str = "") -> dict[str, dict[str, object]]:
+def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     """The facts of a worker that is about to do ``call``, or that has found an error, ``setup``."""
-    return {"call": {"what the workers do": f"{call} ({setup})" if setup else call}}
+    return {"call": {"what the workers do": f"{call} ({setup})" if setup else call}, **facts}
 
 
 def named(text: str, facts: Facts, collectives: Any, name: str) -> str:

@@ -175,7 +175,7 @@ class Agreement:
             trained[f"the gradient of variable {i}, {name}"] = gradient
         progress = {COUNTERS[name]: value for name, value in now.counts.items()}
         hyperparameters = {"the learning rate": np.float32(now.rate), **self._options(), **now.clips}
-        sums = {f"the checksum of {name}": f"{value:08x}" for name, value in now.checksums.items()}
+        sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
         return handshake.said(
             call,
             arguments=config | recipe,

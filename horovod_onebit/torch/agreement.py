@@ -168,17 +168,17 @@ class Agreement:
 
     def _in_words(
         self, call: str, options: handshake.Facts, gradients: str, replicas: Mapping[str, int]
-    ) -> dict[str, dict[str, object]]:
+    ) -> handshake.Facts:
         """What ``start`` has told the others."""
-        facts = handshake.said(call)
         arguments = {"check_replicas_every": self._options}
-        facts["arguments"] = self._engine.arguments() | self._gradients.arguments() | arguments
+        facts: dict[str, Any] = {
+            "arguments": self._engine.arguments() | self._gradients.arguments() | arguments,
+            "progress": {"compressed steps": self._engine.exchanges},
+        }
         for kind, found in chain(self._parameters.facts().items(), options.items()):
             facts[kind] = {**facts.get(kind, {}), **found}
-        facts["progress"]["compressed steps"] = self._engine.exchanges
-        facts["gradients"] = {"what was done to the averaged gradients": gradients}
-        facts["replicas"] = dict(replicas)
-        return facts
+        averaged = {"what was done to the averaged gradients": gradients}
+        return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 
     def _explained(self, text: str) -> str:
         return handshake.named(text, self._facts(), self._engine.collectives, self.name)

@@ -118,11 +118,7 @@ class Gradients:
 
     def _take(self, p: torch.Tensor) -> None:
         """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
-        if p in _owners:
-            handle, owner = _owners[p]
-            handle.remove()
-            if owner() not in (None, self):
-                owner()._lost.add(p)
+        let_go(p, self)
         own = weakref.ref(self)
 
         def hook(parameter: torch.Tensor) -> None:
@@ -397,6 +393,15 @@ class Gradients:
         self.drop()
         self.forget_marks()
         self.where = Where.NOWHERE
+
+
+def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
+    """Take ``p`` from the DistributedOptimizer that watches it, if it is not the ``successor``'s."""
+    if p in _owners:
+        handle, owner = _owners.pop(p)
+        handle.remove()
+        if owner() not in (None, successor):
+            owner()._lost.add(p)
 
 
 class _Countdown:

@@ -10,11 +10,12 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import horovod.torch as hvd
+import numpy as np
 import torch
 
 from horovod_onebit.averages import second_moments
@@ -31,7 +32,7 @@ from horovod_onebit.schedule import Local
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
-from horovod_onebit.torch.hooks import Where, all_finite, unscale
+from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
@@ -110,6 +111,7 @@ class LocalParameters(Parameters):
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
+        self.renewed: set[torch.Tensor] = set()  # whose state was edited since moments were frozen
         self.thawed = False  # whether some second moments were frozen, and have to be again
 
     @property
@@ -135,11 +137,10 @@ class LocalParameters(Parameters):
         self.bindings = {}
         self.changed()
 
-    def rebind(self, edited: Iterable[torch.Tensor] = ()) -> bool:
-        """Follow parameters whose memory was replaced (``p.data = ...``), but for those whose state was ``edited``;
-        whether there are any."""
-        other = {id(p) for p in edited}
-        moved = [p for p, binding in self.bindings.items() if not binding.is_current() and id(p) not in other]
+    def rebind(self) -> bool:
+        """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any. Those that are not
+        frozen any more end the round where it has begun."""
+        moved = [p for p, b in self.bindings.items() if not b.is_current() and self._takes_frozen(p) is _is_frozen(b)]
         for p in moved:
             self._bind_one(p)
         return bool(moved)
@@ -190,7 +191,7 @@ class LocalParameters(Parameters):
         self.thawed = True
 
     def _takes_frozen(self, p: torch.Tensor) -> bool:
-        return p in self.bindings and _is_frozen(self.bindings[p])
+        return p in self.bindings and _is_frozen(self.bindings[p]) and self.seen(p) is not None
 
     def _has_taken_steps(self, p: torch.Tensor) -> bool:
         return self.steps > 0
@@ -201,9 +202,18 @@ class LocalParameters(Parameters):
         momentum, variance = str(self.adam.momentum_key), str(self.adam.variance_key)
         return {momentum, variance, "step"} if self._takes_frozen(p) else {variance}
 
-    def begin_again(self, edited: Sequence[torch.Tensor]) -> None:
-        super().begin_again(edited)
-        self.thawed |= bool(edited)
+    def _begin_again(self, group: dict[str, Any], p: torch.Tensor) -> None:
+        binding = self.bindings.get(p)
+        super()._begin_again(group, p)
+        if binding is not None:  # the round ends for it, too
+            self.bindings[p] = binding
+            self.thawed |= _is_frozen(binding)
+        self.renewed.add(p)
+
+    @property
+    def young(self) -> bool:
+        """Whether the second moment of some parameter whose state was edited has seen too little to be frozen."""
+        return any(self.taken(p) < self.local.freeze for p in self.renewed if p.requires_grad)
 
     @property
     def learning_rate(self) -> float:
@@ -214,7 +224,7 @@ class LocalParameters(Parameters):
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
         found: dict[torch.Tensor, FrozenAdam] = {}
         for group in self.optimizer.param_groups if self.any_frozen else ():
-            members = [p for p in group["params"] if p in self.bindings and _is_frozen(self.bindings[p])]
+            members = [p for p in group["params"] if self._takes_frozen(p)]
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
@@ -258,6 +268,7 @@ class LocalParameters(Parameters):
                 second = plain.coarsen(torch.from_numpy(value) * share).view(p.shape)
                 self.optimizer.state[p][key] = second.to(p.device)
                 self.optimizer.state[p][VARIANCE_STEPS] = self.steps
+        self.renewed.clear()
         self.unbind()
         return True
 
@@ -457,7 +468,8 @@ class LocalSteps(Steps):
         """Take notice of parameters that are new or gone, and of other workers."""
         if self.engine.workers_changed:
             self.leave_world()
-        self.parameters.find_new()
+        for p in self.parameters.find_new():
+            let_go(p)
         self.adopt()
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
@@ -508,7 +520,9 @@ class LocalSteps(Steps):
         try:
             if self.rounds.stepped(parameters.steps, parameters.learning_rate):
                 taken = self._end_round("step")
-                if self.rounds.freezes and not parameters.freeze(usable=taken and not skipped):
+                if self.rounds.freezes and self._any_young():
+                    self.rounds.thaw(parameters.steps)
+                elif self.rounds.freezes and not parameters.freeze(usable=taken and not skipped):
                     self.rounds.put_off()
             elif self.rounds.due:
                 self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
@@ -521,7 +535,7 @@ class LocalSteps(Steps):
     def _follow(self) -> None:
         """Begin a round before the first step, or where what is trained has changed since."""
         self.check_groups()
-        self._begin_edited("step")
+        self.parameters.begin_again(self.parameters.edited())
         bound = self.parameters.bindings
         if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
             if self.parameters.any_frozen:  # or the wrapped optimizer's steps follow by themselves
@@ -557,31 +571,29 @@ class LocalSteps(Steps):
 
     def _agree(self, call: str) -> None:
         ends = "a round ends, and second moments are frozen" if self.rounds.freezes else "a round ends"
-        options = {"local steps taken": self.parameters.steps, "steps of this round": self.rounds.length}
+        options = {
+            "local steps taken": self.parameters.steps,
+            "steps of this round": self.rounds.length,
+            "whether an optimizer's state was changed by hand": self.parameters.thawed,
+        }
         self.agreement.start(call, options=options | {"what happens after them": ends}, kind="steps")
         self.agreement.finish()
 
-    def _begin_edited(self, call: str) -> None:
-        """Where the state of parameters was edited, all workers end their round, and these parameters get second
-        moments of their own again. Collective if there are any."""
-        parameters = self.parameters
-        if edited := parameters.edited():
-            if parameters.bindings and self.rounds.under_way:
-                self._end_round(call, flush=True, edited=edited)
-            parameters.begin_again(edited)
-            parameters.unbind()
-            parameters.remember()
+    def _any_young(self) -> bool:
+        """Whether moments cannot be frozen yet on some worker. Collective."""
+        own, collectives = np.array([self.parameters.young], np.float32), self.engine.collectives
+        return bool(collectives.allreduce(own, f"{self.engine.name}.young").wait().any())
 
-    def _rebind(self, edited: Sequence[torch.Tensor] = ()) -> None:
-        """Follow parameters whose memory was replaced, but for those whose state was ``edited``. Local."""
-        if self.parameters.rebind(edited):
+    def _rebind(self) -> None:
+        """Follow parameters whose memory was replaced. Local."""
+        if self.parameters.rebind():
             large, small = self.parameters.bound()
             self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
 
-    def _exchange(self, exchange: Callable[[], bool], edited: Sequence[torch.Tensor] = ()) -> bool:
+    def _exchange(self, exchange: Callable[[], bool]) -> bool:
         """Let ``exchange``, one of ``rounds``, change weights; returns what it does."""
         parameters = self.parameters
-        self._rebind(edited)
+        self._rebind()
         parameters.pull()
         taken = False
         try:
@@ -595,9 +607,11 @@ class LocalSteps(Steps):
                 self._heal()
         return taken
 
-    def _end_round(self, call: str, *, flush: bool = False, edited: Sequence[torch.Tensor] = ()) -> bool:
+    def _end_round(self, call: str, *, flush: bool = False) -> bool:
         """Whether the round was not lost. Collective."""
-        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush), edited)
+        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
+        if self.parameters.thawed:  # the next round has other rules
+            self.parameters.unbind()
         every, steps = self._check_replicas_every, self.parameters.steps
         if every and steps // every > self._checked // every:
             self._checked = steps
@@ -616,9 +630,8 @@ class LocalSteps(Steps):
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective."""
         if self.included and self.parameters.bindings and self.rounds.under_way:
-            self._begin_edited("flush")
-            if self.rounds.under_way and self.parameters.bindings:
-                self._end_round("flush", flush=True)
+            self.parameters.begin_again(self.parameters.edited())
+            self._end_round("flush", flush=True)
             self.parameters.remember()
 
     def check_replicas(self) -> None:
