@@ -304,9 +304,16 @@ class Engine:
         gathered = self.collectives.allgather(record, name).wait()
 
         def explain(text: str) -> str:
-            both = zip(layout.tensors, rules, strict=True)
-            tensors: dict[str, object] = {s.name: f"{s.size} elements {s.detail} by {rule.name}" for s, rule in both}
-            facts = {"arguments": self.arguments(), "trained": tensors}
+            tensors = dict[str, object]()
+            for spec, rule in zip(layout.tensors, rules, strict=True):
+                tensors |= {
+                    f"the number of elements of {spec.name}": spec.size,
+                    f"shape, memory order and dtype of {spec.name}": spec.detail,
+                    f"the algorithm of {spec.name}": rule.name,
+                }
+            facts: dict[str, dict[str, object]] = {
+                "arguments": self.arguments(), "trained": tensors, "progress": {"compressed steps": self.exchanges}
+            }  # fmt: skip
             return handshake.named(text, facts, self.collectives, name)
 
         handshake.check_handshake(gathered, self.collectives.size, explain)
@@ -332,7 +339,7 @@ class Engine:
 
     def arguments(self) -> dict[str, object]:
         """What of ``record`` was chosen when the optimizer was built, in words."""
-        recipe = {f"recipe, {field.name}": getattr(self.recipe, field.name) for field in fields(self.recipe)}
+        recipe = {f"the recipe's {field.name}": getattr(self.recipe, field.name) for field in fields(self.recipe)}
         calls = f"{self._refused} together, {self._forgotten} alone"
         return {"the optimizer's number": self.name, **recipe, "steps that were given up": calls}
 

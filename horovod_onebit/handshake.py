@@ -196,7 +196,7 @@ def differences(text: str, rows: Sequence[bytes]) -> str:
     """What ``packed`` facts of all workers, padded with zeros, differ in, in words; ``text`` if in nothing."""
     facts = [json.loads(row.rstrip(b"\0")) for row in rows]
     found = list[tuple[str, str]]()
-    for kind in dict.fromkeys(kind for one in facts for kind in one):
+    for kind in ADVICE:
         for what in dict.fromkeys(what for one in facts for what in one.get(kind, ())):
             values = [one.get(kind, {}).get(what, "none") for one in facts]
             if kind == "replicas":  # checksums, of the workers that have sent some

@@ -87,7 +87,8 @@ def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
     """
     with tf.device("/CPU:0"):
         text = tf.constant(np.frombuffer(own + b"\0", np.uint8))
-        rows = hvd.allgather(text, name=f"{collectives.name}.facts", process_set=collectives.process_set)
+        process_set = collectives.process_set
+        rows = hvd.allgather(text, name=f"{agreement_name(process_set)}.facts", process_set=process_set)
     return view(rows).tobytes().split(b"\0")[:-1]
 
 

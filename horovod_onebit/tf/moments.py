@@ -232,7 +232,10 @@ class Moments:
             before, last = self._probes.get(i, (0, None))
             if last is not None and before < number:
                 since = number - before
-                if (now < last * np.float32(beta2**since * (1 - 1e-4))).any():
+                # Each step may round down, and what is tiny to nothing.
+                smallest = 1e-4 if optimizer._trainable_variables[i].dtype == "float16" else 1e-30
+                least = last * np.float32((beta2 * (1 - 2e-3)) ** since)
+                if (np.isfinite(last) & (last > smallest) & (now < least)).any():
                     replaced.append((i, since))
             self._probes[i] = number, now
         if replaced:

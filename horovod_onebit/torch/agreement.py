@@ -97,22 +97,20 @@ class Agreement:
         self,
         call: str,
         finite: Finite = Finite.UNKNOWN,
-        options: Mapping[str, object] | None = None,
+        options: handshake.Facts | None = None,
         gradients: str = "",
         replicas: Mapping[str, int] | None = None,
-        *,
-        kind: str = "hyperparameters",
     ) -> None:
         """Tell the others.
 
         ``call`` is one of ``handshake.CALLS``, ``finite`` whether this worker's gradients are, ``options`` what else
-        must be the same on all workers, by name (facts of ``kind``), ``gradients`` what averaged gradients are now,
+        must be the same on all workers, ``gradients`` what averaged gradients are now,
         ``replicas`` checksums of weights and state, if they are compared now.
         """
         edited = self._gradients.edited()
         setup = f"{self._parameters.describe()} {self._gradients.describe()} {self._options}"
         hyperparameters = f"{self._parameters.hyperparameters()} {options}"
-        self._facts = functools.partial(self._in_words, call, {kind: options or {}}, gradients, replicas or {})
+        self._facts = functools.partial(self._in_words, call, options or {}, gradients, replicas or {})
         self._threads.enter(self)
         self._begun = True
         try:

@@ -110,7 +110,7 @@ class Compressor(Steps):
             not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
         )
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
-        self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, options, values)
+        self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
         return self.agreement.finish()
 
     def _recall(self) -> None:
@@ -191,6 +191,7 @@ class Compressor(Steps):
         options: dict[str, object] = {"whether a GradScaler is used": scaled}
         if warm:
             options["the GradScaler's scale"] = loss_scale
+        said = {"hyperparameters": options}
         values, compared = "", self._compared()
         if warm and settled:
             values = self.gradients.fingerprint()
@@ -199,11 +200,11 @@ class Compressor(Steps):
         # When all is encoded, it is known whether all gradients are finite.
         late = self.parameters.prepared and not warm and not self._zero_one
         if not late:
-            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, options, values, compared)
+            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, said, values, compared)
 
         def agreed() -> Verdict:
             if late:
-                self.agreement.start("step", self.engine.sent_finite, options, values, compared)
+                self.agreement.start("step", self.engine.sent_finite, said, values, compared)
             verdict = self.agreement.finish()
             # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
             return verdict if finite else replace(verdict, finite=False)
@@ -213,9 +214,8 @@ class Compressor(Steps):
     def _compared(self) -> dict[str, int]:
         """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
         parameters = self.parameters
-        # 0/1 Adam's weights may differ later, when a parameter starts that was frozen.
-        started = parameters.just_started and not (self._zero_one and self.engine.exchanges)
-        due, self._compares, parameters.just_started = self._compares or started, False, False
+        due, self._compares, parameters.just_started = self._compares or parameters.just_started, False, False
+        due &= not (self._zero_one and self.engine.exchanges > 0)  # weights may differ then
         return parameters.checksums() if due and self._check_replicas_every != 0 and self.workers > 1 else {}
 
     def _warmup_step(
@@ -292,6 +292,7 @@ class Compressor(Steps):
         parameters = self.parameters
         if self.included and self._zero_one and parameters.bindings:
             self.agreement.meet("flush")
+            self.adopt()
             edited = parameters.edited()
             parameters.follow_memory(edited)
             plan = parameters.plan(Kind.SYNC)

@@ -26,7 +26,7 @@ from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Wraps
-from horovod_onebit.rules.frozen import FrozenAdam, no_steps
+from horovod_onebit.rules.frozen import FrozenAdam, forget_steps, no_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
 from horovod_onebit.torch import plain
@@ -191,7 +191,8 @@ class LocalParameters(Parameters):
         self.thawed = True
 
     def _takes_frozen(self, p: torch.Tensor) -> bool:
-        return p in self.bindings and _is_frozen(self.bindings[p]) and self.seen(p) is not None
+        binding = self.bindings.get(p)
+        return self.seen(p) is not None and (binding is None or _is_frozen(binding))
 
     def _has_taken_steps(self, p: torch.Tensor) -> bool:
         return self.steps > 0
@@ -205,15 +206,16 @@ class LocalParameters(Parameters):
     def _begin_again(self, group: dict[str, Any], p: torch.Tensor) -> None:
         binding = self.bindings.get(p)
         super()._begin_again(group, p)
-        if binding is not None:  # the round ends for it, too
+        if binding is not None:  # the round ends for it, too, without a momentum of the steps so far
             self.bindings[p] = binding
-            self.thawed |= _is_frozen(binding)
+            forget_steps(binding.tensor)
+        self.thawed |= self.steps >= self.warmup.steps
         self.renewed.add(p)
 
     @property
     def young(self) -> bool:
         """Whether the second moment of some parameter whose state was edited has seen too little to be frozen."""
-        return any(self.taken(p) < self.local.freeze for p in self.renewed if p.requires_grad)
+        return any(0 < self.taken(p) < self.local.freeze for p in self.trained() if p in self.renewed)
 
     @property
     def learning_rate(self) -> float:
@@ -253,6 +255,8 @@ class LocalParameters(Parameters):
             state = self.optimizer.state[p]
             self.adam.init_state(group, p, state)  # on a worker whose gradients never reached it
             steps, beta2 = int(state["step"]), float(group["betas"][1])
+            if not steps:
+                state["step"].fill_(self.steps)
             own = state[key].detach().to("cpu", torch.float32).reshape(-1)
             moments.append((p, 1 - beta2**self.steps, own / (1 - beta2 ** max(steps, 1))))
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
@@ -319,6 +323,8 @@ class LocalParameters(Parameters):
     def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
         self.unbind()
+        self.thawed = False
+        self.renewed.clear()
         if whole is not None:
             self.kept.clear()
         self._find_never()
@@ -473,7 +479,9 @@ class LocalSteps(Steps):
         self.adopt()
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
+                self.parameters.begin_again(self.parameters.edited())
                 self._end_round("step", flush=True)
+                self.parameters.remember()
             self.parameters.unbind()
         for p in self.parameters.forget_gone():
             self.parameters.kept.pop(p, None)
@@ -486,8 +494,14 @@ class LocalSteps(Steps):
 
         It is passed over if gradients are not finite. ``loss_scale``: what they have to be divided by.
         """
-        parameters, result = self.parameters, None
         self._follow()
+        try:
+            return self._step(own_step, closure, loss_scale)
+        finally:
+            self.parameters.remember()
+
+    def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, loss_scale: float | None) -> Any:
+        parameters, result = self.parameters, None
         trained, rules, skipped = parameters.trained(), parameters.rules(), False
         parameters.forget_frozen()
 
@@ -529,7 +543,6 @@ class LocalSteps(Steps):
         finally:
             self.agreement.reset()
             self.engine.end_step()
-        parameters.remember()
         return result
 
     def _follow(self) -> None:
@@ -550,13 +563,12 @@ class LocalSteps(Steps):
 
     def _begin(self) -> None:
         parameters = self.parameters
-        if parameters.thawed:
-            self.rounds.thaw(parameters.steps)
-            parameters.thawed = False
+        self._thaw()
         begins = {"local steps taken": parameters.steps, "what happens after them": "a round begins"}
-        self.agreement.start("step", options=begins, kind="steps")
+        self.agreement.start("step", options={"steps": begins})
         self.agreement.finish()
         parameters.bind_all()
+        parameters.remember()
         parameters.pull()
         device = self.engine.collectives.takes_device_memory
         large, small = parameters.bound()
@@ -574,10 +586,16 @@ class LocalSteps(Steps):
         options = {
             "local steps taken": self.parameters.steps,
             "steps of this round": self.rounds.length,
-            "whether an optimizer's state was changed by hand": self.parameters.thawed,
+            "what happens after them": ends,
         }
-        self.agreement.start(call, options=options | {"what happens after them": ends}, kind="steps")
+        changed = {"whether an optimizer's state was changed by hand": self.parameters.thawed}
+        self.agreement.start(call, options={"trained": changed, "steps": options})
         self.agreement.finish()
+
+    def _thaw(self) -> None:
+        if self.parameters.thawed:
+            self.rounds.thaw(self.parameters.steps)
+            self.parameters.thawed = False
 
     def _any_young(self) -> bool:
         """Whether moments cannot be frozen yet on some worker. Collective."""
@@ -611,6 +629,7 @@ class LocalSteps(Steps):
         """Whether the round was not lost. Collective."""
         taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
         if self.parameters.thawed:  # the next round has other rules
+            self._thaw()
             self.parameters.unbind()
         every, steps = self._check_replicas_every, self.parameters.steps
         if every and steps // every > self._checked // every:
@@ -630,6 +649,7 @@ class LocalSteps(Steps):
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective."""
         if self.included and self.parameters.bindings and self.rounds.under_way:
+            self.adopt()
             self.parameters.begin_again(self.parameters.edited())
             self._end_round("flush", flush=True)
             self.parameters.remember()
@@ -645,6 +665,7 @@ class LocalSteps(Steps):
     def interrupt(self) -> None:
         """All workers together continue from other weights, or another state: the next step begins a round."""
         self.engine.abandon_step()
+        self._thaw()
         self.parameters.unbind()
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from itertools import count as numbers_from
 from typing import Any
@@ -85,6 +85,7 @@ class Parameters:
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, dict[str, Mark]] = {}  # of their states, as the last step left them
+        self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
         self._prepared = -1  # the version that the engine is prepared for
         self._patterns = exact
@@ -288,19 +289,20 @@ class Parameters:
             self.bind(p)
         if moved:
             self._order()
-            self.remember()
+            self.remember(other)
 
     # -- states that somebody else has changed --------------------------------------------------------------------
 
-    def remember(self) -> None:
-        """What is in the states now is what a step has left there."""
+    def remember(self, but: Collection[int] = ()) -> None:
+        """What is in the states now is what a step has left there, ``but`` for parameters of these ids."""
         key = (self.version, len(self.exact_steps))
         if key != self._watching[0]:
             self._watching = key, [(p, keys) for p in self.exact_steps if (keys := self._watched_keys(p))]
-        for p, keys in self._watching[1]:
+        for p, keys in self._watching[1] if not but else [one for one in self._watching[1] if id(one[0]) not in but]:
             state, marks = self.optimizer.state.get(p, {}), self._marks.get(p)
             if marks is None or marks.keys() != keys or not all(m.is_of(state.get(k)) for k, m in marks.items()):
                 self._marks[p] = {k: Mark(state[k]) for k in keys if isinstance(state.get(k), torch.Tensor)}
+                self._zeros[p] = self._count_zeros(state) if self._takes_frozen(p) else p.numel() - 1
                 continue
             for mark in marks.values():
                 mark.renew()
@@ -323,7 +325,7 @@ class Parameters:
         if not changed or self._takes_frozen(p):
             return changed
         # Exact steps follow all edits. But a second moment that was set to zeros has seen less than its count says.
-        return self._has_taken_steps(p) and (not self.moments.complete(p, state) or self._has_zeros(state))
+        return self._has_taken_steps(p) and (not self.moments.complete(p, state) or self._was_reset(p, state))
 
     def _takes_frozen(self, p: torch.Tensor) -> bool:
         """Whether the next step takes the second moment of ``p`` as it is."""
@@ -332,16 +334,20 @@ class Parameters:
     def _has_taken_steps(self, p: torch.Tensor) -> bool:
         return self.exact_steps[p] > 0
 
-    def _has_zeros(self, state: Mapping[str, Any]) -> bool:
-        key = self.moments.variance_key
-        return key is not None and not bool(state[key].all())
+    def _was_reset(self, p: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        """Whether the second moment of ``p`` has more zeros than before; in exact steps, nothing else."""
+        return self._count_zeros(state) > self._zeros.get(p, p.numel() - 1)
+
+    def _count_zeros(self, state: Mapping[str, Any]) -> int:
+        value = state.get(self.moments.variance_key or "")
+        return -1 if value is None else value.numel() - int(value.count_nonzero())
 
     def _begin_again(self, group: Group, p: torch.Tensor) -> None:
         # From an empty state where the second moment was set to zeros, or something is missing.
         state, key = self.optimizer.state[p], self.moments.variance_key
         mark = None if key is None else self._marks[p].get(key)
         reset = mark is not None and mark.edited(state.get(key)) and not mark.moved(state.get(key))
-        if not self.moments.complete(p, state) or (reset and self._has_zeros(state)):
+        if not self.moments.complete(p, state) or (reset and self._was_reset(p, state)):
             state.clear()
         self._unbind(group, p)
         self._init_state(group, p)
@@ -503,7 +509,7 @@ class Parameters:
             for key, value in own.items():
                 if isinstance(value, int):
                     found[key] = value
-                elif isinstance(value, torch.Tensor):
+                elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
                     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     found[f"{key}#{len(found)}" if key in found else key] = replicas.checksum(data.numpy())
         return found

@@ -348,7 +348,7 @@ NAMED = {
     "betas": "beta2 of group 0 differs between workers: 0.999 on worker 0, 0.9 on worker 1",
     "weight_decay": "weight decay of group 0 differs between workers",
     "warmup_steps": "the warm-up differs between workers: .*20.* on worker 0, .*30.* on worker 1",
-    "recipe": "recipe, block_size differs between workers",
+    "recipe": "the recipe's block_size differs between workers",
     "requires_grad": "whether last.bias is frozen differs between workers: False on worker 0, True on worker 1",
     "shape": "the shape of last.bias differs between workers",
     "groups": "groups differs between workers: None on worker 0, 2 on worker 1",
