@@ -57,13 +57,13 @@ ADVICE = {
     "same step",
     "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
-    "hyperparameters": "Set it to the same value on all workers before the step",
+    "hyperparameters": "Set this hyperparameter to the same value on all workers before the step",
     "steps": "All workers must take the same steps: give them the same number of batches",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
     "were broadcast, something changes the weights of one worker alone: nn.Embedding(max_norm=...), a seed, a branch, "
-    "an edit of the weights, hosts whose processors round differently (check_replicas_every=0 does not compare)",
+    "an edit of the weights, hosts whose processors round differently (check_replicas_every=False does not compare)",
 }
 """What to do about facts that differ between workers, by the kind of the fact."""
 SHOWN = 3  # facts that an error lists

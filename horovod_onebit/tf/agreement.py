@@ -118,7 +118,7 @@ class Agreement:
             return {}
         warm = counts["exact"] < counts["wanted"]
         compressor.moments.count(counts["steps"], counts["exact"] + counts["compressed"], warm=warm)
-        if every == 0:
+        if every is False:
             return {}
         starts = not warm and not counts["compressed"] and counts["steps"] > 0
         due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every == 0)

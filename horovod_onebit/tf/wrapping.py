@@ -42,8 +42,8 @@ class Wrapping(face.Arguments):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
-        if self.check_replicas_every is not None:
-            whole("check_replicas_every", self.check_replicas_every, least=0)
+        if self.check_replicas_every is not None and self.check_replicas_every is not False:
+            whole("check_replicas_every", self.check_replicas_every, "None, False or a whole number of steps")
         if self.local is not None:
             self.check_local()
             if self.check_replicas_every:

@@ -64,10 +64,10 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
 
 def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
     """``check_replicas_every``."""
-    if every is None:
+    if every is None or every is False:
         return
-    whole("check_replicas_every", every, "None, 0 or a whole number of steps", least=0)
-    if every and isinstance(schedule, ZeroOne):
+    whole("check_replicas_every", every, "None, False or a whole number of steps")
+    if isinstance(schedule, ZeroOne):
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
 

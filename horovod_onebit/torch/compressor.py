@@ -216,7 +216,7 @@ class Compressor(Steps):
         parameters = self.parameters
         due, self._compares, parameters.just_started = self._compares or parameters.just_started, False, False
         due &= not (self._zero_one and self.engine.exchanges > 0)  # weights may differ then
-        return parameters.checksums() if due and self._check_replicas_every != 0 and self.workers > 1 else {}
+        return parameters.checksums() if due and self._check_replicas_every is not False and self.workers > 1 else {}
 
     def _warmup_step(
         self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None, scaled: bool,

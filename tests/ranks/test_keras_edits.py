@@ -328,7 +328,7 @@ def test_a_broadcast_after_the_first_step_is_in_time():
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("every", [None, 0, 4])
+@pytest.mark.parametrize("every", [None, False, 4])
 def test_replicas_are_compared_as_often_as_the_user_wants(every):
     model = build()
     arguments = {"warmup_steps": 3, "check_replicas_every": every}

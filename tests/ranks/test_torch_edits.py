@@ -320,7 +320,7 @@ def test_weights_that_part_are_found_before_they_are_compressed(how):
     norm = 1.0 if how == "largest norm" else None  # the rows that a worker looks up are its own
     model = torch.nn.Sequential(torch.nn.Embedding(100, 32, max_norm=norm), torch.nn.Linear(32, 10))
     plain = KINDS["adam"](model.parameters())
-    wrapping = {"check_replicas_every": 0} if how == "edit, not compared" else {}
+    wrapping = {"check_replicas_every": False} if how == "edit, not compared" else {}
     optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=5, **wrapping)
     taken = 0
 
