@@ -52,7 +52,8 @@ AGREEMENT_MEANING = {
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
-    "arguments": "Build DistributedOptimizer with the same arguments, as often, and in the same order on all workers",
+    "arguments": "Each argument of DistributedOptimizer must be the same on all workers, and so must the order in "
+    "which optimizers are built",
     "trained": "All workers must build the same model, and freeze, add, remove or reset the same parameters before the "
     "same step",
     "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "

@@ -408,8 +408,8 @@ def DistributedOptimizer(
         kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these work; ``"cuda"``
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
-            ``check_replicas``. None compares in the first step and when compression starts only, False never. (``Local``
-            always compares the weights when its first round begins.)
+            ``check_replicas``. None compares in the first step and when compression starts only, False never.
+            (``Local`` always compares the weights when its first round begins.)
         exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
             allreduce of small tensors. Those that need it have elements whose gradient is always zero (the row of an
             embedding's ``padding_idx``, masked weights) and must not move at all. A parameter group may say so as
