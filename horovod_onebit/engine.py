@@ -340,8 +340,7 @@ class Engine:
     def arguments(self) -> dict[str, object]:
         """What of ``record`` was chosen when the optimizer was built, in words."""
         recipe = {f"the recipe's {field.name}": getattr(self.recipe, field.name) for field in fields(self.recipe)}
-        calls = f"{self._refused} together, {self._forgotten} alone"
-        return {"the optimizer's number": self.name, **recipe, "steps that were given up": calls}
+        return {"the optimizer's number": self.name, **recipe}
 
     def end_step(self) -> None:
         """Close this step's accounts."""

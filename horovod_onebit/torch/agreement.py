@@ -63,6 +63,9 @@ class Compared(Protocol):
 
     def arguments(self) -> dict[str, object]: ...
 
+    @property
+    def generation(self) -> str: ...
+
     def send_late(self, reason: str, *, averages: bool = False) -> None: ...
 
     def refuse(self) -> None: ...
@@ -169,12 +172,10 @@ class Agreement:
     ) -> handshake.Facts:
         """What ``start`` has told the others."""
         arguments = {"check_replicas_every": self._options}
-        facts: dict[str, Any] = {
-            "arguments": self._engine.arguments() | self._gradients.arguments() | arguments,
-            "progress": {"compressed steps": self._engine.exchanges},
-        }
+        facts: dict[str, Any] = {"arguments": self._engine.arguments() | self._gradients.arguments() | arguments}
         for kind, found in chain(self._parameters.facts().items(), options.items()):
             facts[kind] = {**facts.get(kind, {}), **found}
+        facts["progress"] |= {"compressed steps": self._engine.exchanges, "steps given up": self._gradients.generation}
         averaged = {"what was done to the averaged gradients": gradients}
         return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 

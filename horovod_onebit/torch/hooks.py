@@ -335,7 +335,7 @@ class Gradients:
 
     def arguments(self) -> dict[str, object]:
         """What ``describe`` is made of, by name."""
-        return {**self._arguments.named(), "backward_passes_per_step": self.passes, "averages": self.generation}
+        return {**self._arguments.named(), "backward_passes_per_step": self.passes}
 
     def fingerprint(self) -> str:
         """A few values of every averaged gradient: they must be the same on all workers."""

@@ -388,6 +388,7 @@ class OwnGradients:
 
     where = Where.NOWHERE
     automatic = True
+    generation = ""
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
         self._engine = engine
