@@ -189,10 +189,7 @@ class Rounds:
 
     def _ended_after(self, rule: Rule, length: int) -> Rule:
         """``rule`` for a round that ends after ``length`` steps."""
-        if not isinstance(rule, FrozenAdam):
-            return rule
-        interval = self.schedule.interval(max(self._step, 1), first=self._first)
-        return replace(rule, share=min(1.0, length / interval))
+        return rule
 
     def take_over(self, agree: Callable[[], object] | None = None) -> bool:
         """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
