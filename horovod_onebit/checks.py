@@ -20,6 +20,12 @@ def whole(name: str, value: Any, what: str = "a whole number", least: int = 1) -
     return value
 
 
+def replica_interval(value: Any) -> None:
+    """``check_replicas_every``, which is None, False, or a number of steps."""
+    if value is not None and value is not False:
+        whole("check_replicas_every", value, "None, False or a whole number of steps")
+
+
 def root_rank(value: Any, workers: int, ranks: Collection[int] | None = None) -> int:
     """A rank of ``workers``, and of a process set's ``ranks``, which are None if it is the whole world."""
     if whole("root_rank", value, "a rank", least=0) >= workers:

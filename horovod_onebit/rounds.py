@@ -68,8 +68,6 @@ class Rounds:
         self.length = 0
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
-        self._ending: list[Rule] = []  # the same, for the exchange that was started last
-        self._step = 0  # the number of the last step
         self._first = False  # whether moments will be frozen, and are not
         self._under_way: _UnderWay | None = None
         self._skipped = False  # a step of this round
@@ -139,7 +137,7 @@ class Rounds:
 
     def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
-        self.length, self._step = self.length + 1, step
+        self.length += 1
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
         self.freezes = due and self._first
         if self.freezes or self.schedule.ends_round(step, first=self._first):
@@ -180,16 +178,11 @@ class Rounds:
         """
         self._agree(agree)
         length, self.length = self.length, 0
-        self._ending = [self._ended_after(rule, length) for rule in self._rules]
         hidden = self.schedule.delay > 0 and not flush
         taken = self._arrive(stepped=length > 0)
         if length or not taken:
             self._start(hidden=hidden)
         return (hidden or self._arrive()) and taken
-
-    def _ended_after(self, rule: Rule, length: int) -> Rule:
-        """``rule`` for a round that ends after ``length`` steps."""
-        return rule
 
     def take_over(self, agree: Callable[[], object] | None = None) -> bool:
         """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
@@ -215,7 +208,7 @@ class Rounds:
             for tensor in self.tensors:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
-        plan = engine.plan(Kind.ONEBIT, self._ending[: len(self.large)])
+        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)])
         means = start_mean(self._moved(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
         self._under_way = _UnderWay(plan, weights, means, skipped)
@@ -243,7 +236,7 @@ class Rounds:
         if not taken:
             self.fold()
             return False
-        rules = self._ending[len(self.large) :]
+        rules = self._rules[len(self.large) :]
         for rule, tensor, mean in zip(rules, self._common, means, strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
             engine.context.kernels.write(tensor.residual, 0.0)

@@ -13,9 +13,6 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
     m   <- x D / (sum of lr)                  the mean momentum of the round, as in 0/1 Adam's line 8
     w, a <- a - x
 
-A round that ends early, after k of H steps (``flush``, a change of what is trained), replaces k/H of the momentum only:
-x holds the residual of whole rounds, too, and divided by the few steps would be a momentum up to H times too large.
-
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
 exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the
 recipe, k is the default one.
@@ -24,7 +21,7 @@ recipe, k is the default one.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -42,23 +39,6 @@ def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -
     return where(p.rates > ZERO, moved * denominator(p, v) / p.rates, m), None, a - x
 
 
-class Part(NamedTuple):
-    """``Sync`` of a round that ends early, after ``share`` of its steps."""
-
-    correction: Number
-    eps_inside: Number
-    eps: Number
-    decay: Number
-    rates: Number
-    share: Number
-
-
-def take_over_part(p: Part, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
-    moved = x - (f32(1) - p.decay) * a
-    mean = where(p.rates > ZERO, moved * denominator(p, v) / p.rates, m)
-    return m + p.share * (mean - m), None, a - x
-
-
 NO_STEP = Adam(lr=0.0)
 
 
@@ -68,13 +48,11 @@ class FrozenAdam(Delta):
 
     A tensor's momentum and second moment are Adam's; its ``layer`` counts what the steps since the last exchange were,
     its ``step`` those of the run, and its ``variance_steps`` by how many the bias of the second moment is corrected.
-    Steps that a worker skips count, too: momenta are the same on all workers only if their counts are. ``share`` is how
-    much of the steps of a round this one has had.
+    Steps that a worker skips count, too: momenta are the same on all workers only if their counts are.
     """
 
     name: str = "local_adam"
     adam: Adam = NO_STEP
-    share: float = 1.0
 
     def init(self, tensor: Tensor) -> None:
         super().init(tensor)
@@ -83,10 +61,8 @@ class FrozenAdam(Delta):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         assert tensor.layer is not None
         values = {"correction": self.adam.correction(tensor), **self.adam.epsilons(context)}
-        values |= {"rates": float(tensor.layer[RATES]), "decay": float(tensor.layer[DECAY])}
-        if self.share < 1:
-            return Use(take_over_part, scalars(Part, share=self.share, **values))
-        return Use(take_over, scalars(Sync, **values))
+        rates, decay = float(tensor.layer[RATES]), float(tensor.layer[DECAY])
+        return Use(take_over, scalars(Sync, decay=decay, rates=rates, **values))
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         p = self.adam.scalars(tensor, context, clip=clip_of(context))

@@ -10,7 +10,7 @@ from typing import Any
 import horovod.tensorflow as hvd
 
 from horovod_onebit import face
-from horovod_onebit.checks import flag, whole
+from horovod_onebit.checks import flag, replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Local, ZeroOne
@@ -42,8 +42,7 @@ class Wrapping(face.Arguments):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")
         object.__setattr__(self, "exact", tuple(self.exact))
         flag("average_aggregated_gradients", self.average_aggregated_gradients)
-        if self.check_replicas_every is not None and self.check_replicas_every is not False:
-            whole("check_replicas_every", self.check_replicas_every, "None, False or a whole number of steps")
+        replica_interval(self.check_replicas_every)
         if self.local is not None:
             self.check_local()
             if self.check_replicas_every:

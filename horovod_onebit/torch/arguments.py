@@ -12,7 +12,7 @@ import horovod.torch as hvd
 import torch
 
 from horovod_onebit import face
-from horovod_onebit.checks import whole
+from horovod_onebit.checks import replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import Local, ZeroOne
 
@@ -64,10 +64,8 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
 
 def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
     """``check_replicas_every``."""
-    if every is None or every is False:
-        return
-    whole("check_replicas_every", every, "None, False or a whole number of steps")
-    if isinstance(schedule, ZeroOne):
+    replica_interval(every)
+    if every and isinstance(schedule, ZeroOne):
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
 
