@@ -378,9 +378,12 @@ class Engine:
             message.written(stamp)
             item.encoded = message, gradient
 
+        def share(piece: Piece) -> float:
+            return rules[piece.tensor].residual_share(self.tensors[piece.tensor])
+
         predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
-        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict)))
+        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, share)))
         self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)

@@ -287,7 +287,7 @@ class Rounds:
             if keeps:
                 write(tensor.residual, residual)
             write(tensor.weight, host(tensor.anchor))
-            forget_steps(tensor)
+            forget_steps(tensor, lost=keeps)
 
 
 def _common(tensor: Tensor) -> Tensor:

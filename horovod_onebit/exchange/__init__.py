@@ -84,6 +84,9 @@ Encode = Callable[[Message, Gradient], None]
 Predict = Callable[[Piece, Array], None]
 """Take from values of a piece, flat float32 in host memory, what all workers know of their mean beforehand."""
 
+Share = Callable[[Piece], float]
+"""How much of the residual of a piece travels now: ``Rule.residual_share``."""
+
 Travel = Generator[Handle, Any, Gathered]
 """A bucket on its way: yields each collective that it waits for, is sent its result, and returns what arrived."""
 
@@ -99,6 +102,7 @@ class Outgoing:
         stamp: of the step.
         name: begins the names of its collectives.
         predict: takes from values of their mean what all workers know of it beforehand.
+        share: of a server's residual, too.
     """
 
     message: Message
@@ -107,6 +111,7 @@ class Outgoing:
     stamp: Stamp
     name: str
     predict: Predict
+    share: Share
 
 
 class Arrival:

@@ -26,11 +26,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit import codecs, exchange, wire
-from horovod_onebit.exchange import Collectives, Outgoing, Predict, Travel, encoded
+from horovod_onebit.exchange import Collectives, Outgoing, Predict, Share, Travel, encoded
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
+from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket
-from horovod_onebit.rules import Context
+from horovod_onebit.rules import Context, held_back
 from horovod_onebit.wire import RECORDS
 
 
@@ -94,7 +95,7 @@ class Exchange(exchange.Exchange):
         received = wire.read(scattered, share.bucket, stamp, workers=n, size=cut.size)
         finite = bool(received.finite.all())
         if finite:
-            self._recode(served, received, predict)
+            self._recode(served, received, predict, outgoing.share)
         served.own.seal(stamp, finite=None if finite else False)  # it may overflow here, too
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
@@ -102,24 +103,25 @@ class Exchange(exchange.Exchange):
         everywhere = received.finite & bool(whole.finite.all())
         return replace(whole, finite=everywhere, innovation=predict is not None)
 
-    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None) -> None:
+    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None, share: Share) -> None:
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
             error = served.next_error[start:stop]
             error[:] = served.error[start:stop]
-            if predict is not None:
-                predict(piece, error)
-            context.kernels.recode(
-                received.rows,
-                RECORDS + piece.bytes.start,
-                context.coding(piece.block_size),
-                error,
-                error,
-                served.own.buffer,
-                RECORDS + again.bytes.start,
-                context.coding(piece.block_size, served.own.bucket.codec),
-            )
+            with held_back(error, share(piece), reference):
+                if predict is not None:
+                    predict(piece, error)
+                context.kernels.recode(
+                    received.rows,
+                    RECORDS + piece.bytes.start,
+                    context.coding(piece.block_size),
+                    error,
+                    error,
+                    served.own.buffer,
+                    RECORDS + again.bytes.start,
+                    context.coding(piece.block_size, served.own.bucket.codec),
+                )
             start = stop
 
     def settle(self, taken: bool) -> None:

@@ -178,13 +178,6 @@ class Binding:
         if key is not None:
             coarsen(self.shared[key])
 
-    def release(self) -> None:
-        """Give momentum and second moment back to the wrapped optimizer, in the parameter's own dtype and device."""
-        for key, value in self.shared.items():
-            self.state[key] = value.to(self.p.device, self.p.dtype)
-        if self.layer_key:
-            self.state[self.layer_key] = self.state[self.layer_key].to(self.p.device)
-
     def grad(self) -> Any:
         """The gradient, flat, as the core sees it; shares memory where it can. Valid until the next backward pass."""
         if self.p.grad is None:
