@@ -13,8 +13,8 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
     m   <- x D / (sum of lr)                  the mean momentum of the round, as in 0/1 Adam's line 8
     w, a <- a - x
 
-A round may end early (``flush()``), or its learning rate be smaller than before. Residuals are of longer moves then, and
-x with all of them, divided by few rates, would be a momentum that is many times too large. What is sent of them is
+A round may end early (``flush()``), or its learning rate be smaller than before. Residuals are of longer moves then,
+and x with all of them, divided by few rates, would be a momentum that is many times too large. What is sent of them is
 therefore at most ``PACE`` times what they were lost of for each of this round's rates; the rest stays.
 
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x

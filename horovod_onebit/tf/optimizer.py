@@ -238,7 +238,7 @@ class _DistributedOptimizer(_Wrapped):
         compressor, steps = self._compressor, tf.convert_to_tensor(self._exact_steps.value)
         numbers = [i for i, v in enumerate(self._trainable_variables) if compressor.is_compressed(v)]
         variances = [compressor.moments.variance(i) for i in numbers]
-        if None in variances:
+        if any(one is None for one in variances):  # Keras compares variables by their values
             numbers, variances = [], []
 
         def look() -> None:
