@@ -69,7 +69,8 @@ class Moments:
         shape = (len(optimizer._trainable_variables),)
         optimizer._seen = optimizer.add_variable(shape, dtype="int64", name="onebit_seen")
         optimizer._marks = optimizer.add_variable(shape, dtype="int64", name="onebit_marks")
-        optimizer._seen.assign(self._of_plain())
+        with tf.init_scope():  # Keras's LossScaleOptimizer builds what it wraps within a graph
+            optimizer._seen.assign(self._of_plain())
 
     def variance(self, index: int) -> Any:
         """The Keras variable that holds the second moment of variable number ``index``; None if there is none."""
