@@ -56,10 +56,15 @@ demo: setup ## set everything up, train on two processes over a slow link with f
 	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK)
 
 .PHONY: test
-test: lint ## set everything up, check the code, run all tests
+test: export ONEBIT_CASES ?= 2
+test: lint ## set everything up, check the code, run all tests: on ranks, one or two cases of each
 	$(BIN)/python -m pytest -n auto tests/unit tests/cuda
 	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_horovodrun.py
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda --ignore=tests/test_horovodrun.py
+
+.PHONY: test-all
+test-all: ## the same, with all cases (an hour on two cores)
+	$(MAKE) test ONEBIT_CASES=
 
 .PHONY: test-gpu
 test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, and a training run

@@ -56,6 +56,7 @@ OF_FOUR = (
     " or a_rank_out or (makes_alone and compressed) or idiom or (goes_on_bit and AdamW and 5)"
     " or (continues_bit and AdamW) or (any_optimizer and AdamW) or round_with_damaged"
 )
+FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
 # As under `mpirun`, which binds each process to a core, or `srun -c 1`: TensorFlow has one thread for its operations.
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "ONEBIT_ONE_CORE": "1"}
 REPEATABLE = {"HOROVOD_FUSION_THRESHOLD": "0"}  # without it, sums of more than two depend on timing
@@ -81,8 +82,13 @@ def pytest_on_ranks(processes, backend, *arguments, **variables):
 @pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
 def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
-    one_thread = ONE_THREAD if files == KERAS else {}
-    pytest_on_ranks(processes, backend, *files, *selected, **one_thread, **(REPEATABLE if processes > 2 else {}))
+    variables = ONE_THREAD if files == KERAS else {}
+    variables |= REPEATABLE if processes > 2 else {}
+    if only or not FEW:
+        variables["ONEBIT_CASES"] = ""  # those few are meant as they are
+    elif files == KERAS:
+        variables["ONEBIT_CASES"] = str(max(1, FEW // 2))  # each of which traces graphs for seconds
+    pytest_on_ranks(processes, backend, *files, *selected, **variables)
 
 
 def test_the_compiled_cuda_kernels(tmp_path):
