@@ -9,28 +9,30 @@ import numpy as np
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
+from horovod_onebit.tasks import Handle, Task
 
 
-def start_mean(
-    arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
-) -> Callable[[], list[Array]]:
+def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic) -> Task[list[Array]]:
     """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers.
 
-    The function that is returned waits; it gives the means over the workers, in the shapes of ``arrays``. Collective.
+    The task that is returned waits; it gives the means over the workers, in the shapes of ``arrays``. Collective.
     """
     if not arrays:
-        return list
+        return _split((), None, 1)
     fused = np.concatenate([array.reshape(-1) for array in arrays])
     handle = collectives.allreduce(fused, name)
     sent = allreduce_bytes(fused.nbytes, collectives.size)
     traffic.add(sent, sent)
 
-    def arrive() -> list[Array]:
-        means = handle.wait() / np.float32(collectives.size)
-        parts = np.split(means, np.cumsum([array.size for array in arrays])[:-1])
-        return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
+    return _split(arrays, handle, collectives.size)
 
-    return arrive
+
+def _split(arrays: Sequence[Array], handle: Handle | None, workers: int) -> Task[list[Array]]:
+    if handle is None:
+        return []
+    means = (yield handle) / np.float32(workers)
+    parts = np.split(means, np.cumsum([array.size for array in arrays])[:-1])
+    return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 
 def second_moments(
@@ -42,7 +44,7 @@ def second_moments(
     traffic: Traffic,
     *,
     usable: bool = True,
-) -> list[Array] | None:
+) -> Task[list[Array] | None]:
     """The second moments of the workers' mean gradient, from this worker's own. Collective; 8 bytes an element travel.
 
     ``variances`` are moving averages, their bias corrected, of the squares of gradients of which ``gradients`` are the
@@ -53,13 +55,13 @@ def second_moments(
     None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
     usable = usable and all_finite(variances) and all_finite(gradients)
-    if collectives.allreduce(np.array([not usable], np.float32), f"{name}.usable").wait().any():
+    if (yield collectives.allreduce(np.array([not usable], np.float32), f"{name}.usable")).any():
         return None
     found = []
     for number, (variance, gradient) in enumerate(zip(variances, gradients, strict=True)):
         block = block_size(gradient.size)
         own = [variance, gradient, _powers(gradient, block)]
-        mean, of_all, power = start_mean(own, collectives, f"{name}.{number}", traffic)()
+        mean, of_all, power = yield from start_mean(own, collectives, f"{name}.{number}", traffic)
         known = (power > 0) & np.isfinite(power)
         ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=known)
         ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
@@ -74,7 +76,7 @@ def _powers(gradient: Array, block: int) -> Array:
         return np.add.reduceat(squares, np.arange(0, squares.size, block)).astype(np.float32)
 
 
-def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
+def mean_norms(squares: Array, collectives: Collectives, name: str) -> Task[Array]:
     """The root mean square, over the workers, of norms whose ``squares`` this worker has, (k,). Collective.
 
     ``squares`` are float32, or float64 where ``collectives`` can sum it (Horovod's for PyTorch, MPI's).
@@ -82,7 +84,7 @@ def mean_norms(squares: Array, collectives: Collectives, name: str) -> Array:
     Clipping after the warm-up goes by it: the norm of the averaged gradient is not known to anybody, and this one is
     not smaller.
     """
-    return np.sqrt(collectives.allreduce(squares, name).wait() / collectives.size)
+    return np.sqrt((yield collectives.allreduce(squares, name)) / collectives.size)
 
 
 def all_finite(arrays: Iterable[Array]) -> bool:

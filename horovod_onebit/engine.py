@@ -13,7 +13,9 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
-from collections.abc import Iterable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -23,10 +25,10 @@ from numpy.typing import NDArray
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
-from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Handle, Outgoing, Predict, Travel, choose
+from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
-from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
-from horovod_onebit.handshake import Finite
+from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
+from horovod_onebit.handshake import Finite, Mismatch
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
@@ -35,6 +37,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
+from horovod_onebit.tasks import Handle, Task
 from horovod_onebit.world import Residuals, Weighing, total_residuals
 
 logger = logging.getLogger("horovod_onebit")
@@ -42,7 +45,8 @@ logger = logging.getLogger("horovod_onebit")
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, as it is decided before anything of it is sent: its number, its kind, and the rules by tensor.
+    """One step, as it is decided before anything of it is sent: its number, its kind, the rules by tensor, and how much
+    of the residuals travels with it.
 
     Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only.
     """
@@ -50,6 +54,7 @@ class Plan:
     number: int
     kind: Kind
     rules: tuple[Rule, ...]
+    share: float = 1.0
 
     @property
     def sends(self) -> bool:
@@ -86,20 +91,13 @@ class _Sent:
         """Whether it waits for nobody else: its message is on its way from a GPU."""
         return isinstance(self.waiting, Arrival)
 
-    def advance(self) -> None:
-        """Wait, and continue up to the next thing that is waited for; not the last."""
+    def advance(self, result: Any) -> None:
+        """Continue with what it was waiting for, up to the next thing, or to the end."""
         self.stage += not self.arriving
-        self.waiting = self._travel.send(self.waiting.wait())
-
-    def arrive(self) -> wire.Gathered:
-        """Wait for the last thing; what arrived."""
         try:
-            self._travel.send(self.waiting.wait())
+            self.waiting = self._travel.send(result)
         except StopIteration as end:
-            arrived: wire.Gathered = end.value
-            self.arrived = arrived
-            return arrived
-        raise AssertionError("this exchange waits for more than its stages")
+            self.arrived = end.value
 
 
 def apply(
@@ -143,8 +141,8 @@ class Engine:
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
     collectives.
 
-    Where nobody may wait for others, a step whose workers have agreed already is ``plan``, ``send`` of each bucket and
-    ``leave``, ``go_on`` and ``move`` whenever something has come, and ``conclude``.
+    What is collective is a task (``tasks``). Where buckets go their own ways, after the workers have agreed, a step is
+    ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
     """
 
     def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
@@ -174,7 +172,9 @@ class Engine:
         self.context = self.exchange.context = replace(self.context, kernels=backend(kernels))
         self.feedback.kernels = self.context.kernels
 
-    def prepare(self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None) -> None:
+    def prepare(
+        self, tensors: Sequence[Tensor], rules: Sequence[Rule], details: Sequence[str] | None = None
+    ) -> Task[None]:
         """Lay out ``tensors`` and make sure that all workers see the same (collective when anything changed).
 
         ``rules`` are the rules by tensor, ``details`` anything else by tensor that must agree, as text. Raises
@@ -188,23 +188,25 @@ class Engine:
             return
         on_device = not any(isinstance(tensor.residual, np.ndarray) for tensor in tensors)
         elements = sum(spec.size for spec in specs)
-        recipe = choose(self.recipe, elements, self.collectives, rules, on_device=on_device)
+        recipe = yield from choose(self.recipe, elements, self.collectives, rules, on_device=on_device)
         layout = lay_out(specs, recipe, self.collectives.size)
-        self._handshake(layout, rules)
-        self._take_exchange(way_named(recipe.exchange), layout)
+        yield from self._handshake(layout, rules)
+        yield from self._take_exchange(way_named(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
         text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
         logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
 
-    def _take_exchange(self, way: type[Exchange], layout: Layout) -> None:
+    def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:
         """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""
         before, left = self.weighing, self.residuals() if self.weighing is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
             self._discard_servers()
         try:
-            self.exchange = way(self.context, self.collectives, self.feedback, layout.buckets, layout.digest)
+            self.exchange = yield from way.create(
+                self.context, self.collectives, self.feedback, layout.buckets, layout.digest
+            )
         except OnebitError:
             for name in (name for name in left.get("feedback", {}) if name.startswith(SERVER_PREFIX)):
                 self.feedback.put(name, left["feedback"][name])
@@ -215,18 +217,18 @@ class Engine:
                 self._keep_own(self.feedback.state_dict())
             return
         sizes = {name: len(one) for name, one in left["feedback"].items() if not name.startswith(SERVER_PREFIX)}
-        changed, alike = self._compare(before != self.weighing, sizes)
+        changed, alike = yield from self._compare(before != self.weighing, sizes)
         if changed:
-            self.share_out(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
+            yield from self.share_out(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
         else:
             for name in self.exchange.served():
                 self.feedback.put(name, left["feedback"].get(name, np.float32(0)))
 
-    def _compare(self, changed: bool, sizes: Mapping[str, int]) -> tuple[bool, bool]:
+    def _compare(self, changed: bool, sizes: Mapping[str, int]) -> Task[tuple[bool, bool]]:
         """Whether something has changed for some worker, and whether all have residuals of the same ``sizes``."""
         names = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=7).digest()
         own = np.array([changed, *names], np.uint8)
-        rows = self.collectives.allgather(own, f"{self.name}.weighing").wait().reshape(self.collectives.size, -1)
+        rows = (yield self.collectives.allgather(own, f"{self.name}.weighing")).reshape(self.collectives.size, -1)
         return bool(rows[:, 0].any()), bool((rows[:, 1:] == rows[0, 1:]).all())
 
     def _discard_servers(self) -> None:
@@ -262,7 +264,7 @@ class Engine:
         self.forget_world()
         return left
 
-    def share_out(self, left: Residuals, sizes: Mapping[str, int]) -> None:
+    def share_out(self, left: Residuals, sizes: Mapping[str, int]) -> Task[None]:
         """Give every worker the mean of all residuals: of the tensors of ``sizes``, alike on all. Collective.
 
         A new worker has left nothing. The residuals of a worker that died are lost: an n-th of those of n workers.
@@ -272,7 +274,10 @@ class Engine:
         for name, size in sizes.items():
             mine = total.get(name, np.zeros(size, np.float32))
             handles[name] = self.collectives.allreduce(mine, f"{self.name}.residuals.{name}")
-        self._keep_own({name: handle.wait() for name, handle in handles.items()})
+        found = {}
+        for name, handle in handles.items():
+            found[name] = yield handle
+        self._keep_own(found)
 
     def _keep_own(self, residuals: Mapping[str, Array]) -> None:
         """Keep what this worker encodes of ``residuals``, which all have alike; others of its host encode the rest."""
@@ -296,14 +301,12 @@ class Engine:
             stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
 
-    def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> None:
+    def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> Task[None]:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
         setup, algorithm = f"{layout.digest} {self.recipe}", ",".join(rule.name for rule in rules)
         record = handshake.handshake(setup, algorithm, self.exchanges)
-        name = f"{self.name}.handshake"
-        gathered = self.collectives.allgather(record, name).wait()
 
-        def explain(text: str) -> str:
+        def facts() -> dict[str, dict[str, object]]:
             tensors = dict[str, object]()
             for spec, rule in zip(layout.tensors, rules, strict=True):
                 tensors |= {
@@ -311,12 +314,15 @@ class Engine:
                     f"shape, memory order and dtype of {spec.name}": spec.detail,
                     f"the algorithm of {spec.name}": rule.name,
                 }
-            facts: dict[str, dict[str, object]] = {
-                "arguments": self.arguments(), "trained": tensors, "progress": {"compressed steps": self.exchanges}
-            }  # fmt: skip
-            return handshake.named(text, facts, self.collectives, name)
+            progress: dict[str, object] = {"compressed steps": self.exchanges}
+            return {"arguments": self.arguments(), "trained": tensors, "progress": progress}
 
-        handshake.check_handshake(gathered, self.collectives.size, explain)
+        name = f"{self.name}.handshake"
+        gathered = yield self.collectives.allgather(record, name)
+        try:
+            handshake.check_handshake(gathered, self.collectives.size)
+        except Mismatch as error:
+            raise (yield from handshake.named(error, facts(), self.collectives, name)) from None
 
     def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
         """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
@@ -347,9 +353,9 @@ class Engine:
         self.traffic.end_step()
         self.times.end_step()
 
-    def plan(self, kind: Kind, rules: Sequence[Rule]) -> Plan:
+    def plan(self, kind: Kind, rules: Sequence[Rule], share: float = 1.0) -> Plan:
         """The next step."""
-        return Plan(self.exchanges, kind, tuple(rules))
+        return Plan(self.exchanges, kind, tuple(rules), share)
 
     def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
         """Encode a bucket and start its message. ``grads`` (flat float32) are by tensor number.
@@ -370,20 +376,21 @@ class Engine:
         item = _Sent(message.bucket, rules, sure=sure)
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
-            with self.times.measure("encode"), self.context.kernels.batch():
-                for piece in message.bucket.pieces:
-                    tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
-                    at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
-                    rules[piece.tensor].encode(tensor, grad, message.row, at, piece.block_size, self.context)
+            kernels, pieces = self.context.kernels, message.bucket.pieces
+            tensors = [self.tensors[piece.tensor].part(piece.start, piece.stop) for piece in pieces]
+            with self.times.measure("encode"), ExitStack() as held:
+                for tensor in tensors if plan.share < 1 else ():
+                    held.enter_context(held_back(tensor.residual, plan.share, kernels))
+                with kernels.batch():
+                    for piece, tensor in zip(pieces, tensors, strict=True):
+                        at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
+                        rules[piece.tensor].encode(tensor, grad, message.row, at, piece.block_size, self.context)
             message.written(stamp)
             item.encoded = message, gradient
 
-        def share(piece: Piece) -> float:
-            return rules[piece.tensor].residual_share(self.tensors[piece.tensor])
-
         predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
-        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, share)))
+        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
@@ -393,7 +400,9 @@ class Engine:
         if plan.sends:
             self._send_all(grads, plan)
 
-    def receive(self, grads: Mapping[int, Array], plan: Plan, *, finite: bool = True, certain: bool = False) -> bool:
+    def receive(
+        self, grads: Mapping[int, Array], plan: Plan, *, finite: bool = True, certain: bool = False
+    ) -> Task[bool]:
         """The rest of the step, after all workers have agreed on it. Collective.
 
         ``finite`` False says that something all workers know alike (an exact mean, a worker's own word) is not finite;
@@ -403,9 +412,9 @@ class Engine:
         """
         assert self.layout is not None
         if plan.sends:
-            return self._receive(plan, finite=finite, certain=certain)
+            return (yield from self._receive(plan, finite=finite, certain=certain))
         if plan.kind is Kind.EXACT:
-            return self._exact(grads, plan.rules, finite=finite)
+            return (yield from self._exact(grads, plan.rules, finite=finite))
         if not finite:
             self.exchanges += 1
             self.say_skipped("the gradients of some worker")
@@ -415,14 +424,14 @@ class Engine:
                 plan.rules[index].local_step(tensor, grads[index], self.context)
         if plan.kind is Kind.SYNC:
             self._send_all(grads, plan)
-            return self._receive(plan)
+            return (yield from self._receive(plan))
         self.exchanges += 1
         self.traffic.add(0, allreduce_bytes(4 * self.layout.size, self.collectives.size))
         for tensor in self.tensors:
             tensor.step += 1
         return True
 
-    def _exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool) -> bool:
+    def _exact(self, grads: Mapping[int, Array], rules: Sequence[Rule], *, finite: bool) -> Task[bool]:
         """A full-precision step: the mean gradients travel as float32."""
         assert self.layout is not None
         self.exchanges += 1
@@ -430,8 +439,10 @@ class Engine:
         for bucket in self.layout.buckets:
             pieces = [host(grads[piece.tensor][piece.start : piece.stop]) for piece in bucket.pieces]
             arriving.append(start_mean(pieces, self.collectives, f"{self.name}.exact.{bucket.index}", self.traffic))
-        with self.times.measure("exchange"):
-            arrived = [arrive() for arrive in arriving]
+        arrived, start, decoded = [], time.perf_counter(), self.times.decode
+        for arrive in arriving:
+            arrived.append((yield from arrive))
+        self.waited(start, decoded)
         if not (finite and all(map(all_finite, arrived))):
             self.say_skipped("the mean gradient")
             return False
@@ -441,12 +452,12 @@ class Engine:
                 rules[index].exact_step(tensor, means[index], self.context)
         return True
 
-    def flush(self, rules: Sequence[Rule]) -> None:
+    def flush(self, rules: Sequence[Rule]) -> Task[None]:
         """Bring all workers to the same weights, exactly, after local steps. Collective."""
         for index, tensor in enumerate(self.tensors):
             moved = rules[index].pending(tensor, self.context)
             if moved is not None:
-                total = self.collectives.allreduce(moved, f"{self.name}.flush.{index}").wait()
+                total = yield self.collectives.allreduce(moved, f"{self.name}.flush.{index}")
                 sent = allreduce_bytes(moved.nbytes, self.collectives.size)
                 self.traffic.add(sent, 0)
                 rules[index].settle(tensor, total / np.float32(self.collectives.size), self.context)
@@ -459,12 +470,10 @@ class Engine:
             return Finite.NO
         return Finite.YES if all(encoded) and all(item.sure for item in self._sent.values()) else Finite.UNKNOWN
 
-    def recall(self, grads: Mapping[int, Array], plan: Plan) -> None:
+    def recall(self, grads: Mapping[int, Array], plan: Plan) -> Task[None]:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""
         self._send_all(grads, plan)
-        self._progress(block=True)
-        for item in self._sent.values():
-            item.arrive()
+        yield from self.travel(self._sent)
         self.exchange.settle(False)
         self.restore_all()
 
@@ -494,9 +503,7 @@ class Engine:
         for bucket in self.layout.buckets:
             if bucket.index not in self._sent:
                 self.send(bucket.index, grads, plan)
-        for item in self._sent.values():
-            if item.arriving:
-                item.advance()
+        self._leave(self._sent.values())
         self._progress()
 
     def progress(self) -> bool:
@@ -505,13 +512,34 @@ class Engine:
         last = self.exchange.stages
         return all(item.stage == last and item.waiting.ready() for item in self._sent.values())
 
-    def _progress(self, *, block: bool = False) -> None:
-        """Do what others wait for: where it is due, or, with ``block``, everywhere."""
+    def _progress(self) -> None:
+        """Do what others wait for where that is due."""
         for stage in range(self.exchange.stages):
             for arriving in (True, False):  # what is written on a GPU leaves before anybody waits for others
                 for item in self._sent.values():
-                    if item.stage == stage and item.arriving == arriving and (block or item.waiting.ready()):
-                        item.advance()
+                    if item.stage == stage and item.arriving == arriving and item.waiting.ready():
+                        item.advance(item.waiting.wait())
+
+    def _leave(self, items: Iterable[_Sent]) -> None:
+        """Wait until what ``items`` have written on a GPU is here, and let it leave. Local."""
+        for item in items:
+            while item.arriving:
+                item.advance(item.waiting.wait())
+
+    def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
+        """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
+        given to ``land`` as soon as it has arrived."""
+        items = [self._sent[index] for index in buckets]
+        for stage in range(self.exchange.stages):
+            self._leave(items)
+            for item in items:
+                if item.stage == stage:
+                    item.advance((yield item.waiting))
+        self._leave(items)
+        for item in items:
+            item.advance((yield item.waiting))
+            assert item.arrived is not None, "this exchange waits for more than its stages"
+            land(item)
 
     def restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""
@@ -519,23 +547,30 @@ class Engine:
         for item in sent.values():
             self._restore(item)
 
-    def _receive(self, plan: Plan, *, finite: bool = True, certain: bool = False) -> bool:
+    def _receive(self, plan: Plan, *, finite: bool = True, certain: bool = False) -> Task[bool]:
         """Wait for all buckets and move the weights; with ``certain``, each as soon as it is here."""
-        rules = plan.rules
+        rules, opened = plan.rules, list[wire.Gathered]()
+
+        def land(item: _Sent) -> None:
+            assert item.arrived is not None
+            if not (finite and certain):
+                opened.append(item.arrived)
+                return
+            if not item.arrived.finite.all():
+                where = np.flatnonzero(~item.arrived.finite).tolist()
+                raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
+            with self.times.measure("decode"):
+                apply(item.arrived, rules, self.tensors, self.context)
+            del self._sent[item.bucket.index]  # not to be taken back any more
+
+        start, decoded = time.perf_counter(), self.times.decode
         try:
-            with self.times.measure("exchange"):
-                self._progress(block=True)
-            if finite and certain:
-                for index in list(self._sent):
-                    self._arrive_and_apply(self._sent[index], rules)
-                    del self._sent[index]  # not to be taken back any more
-            else:
-                with self.times.measure("exchange"):
-                    opened = [item.arrive() for item in self._sent.values()]
+            yield from self.travel(list(self._sent), land)
         except Exception:
             # Others may have taken this step: their count of steps is then another, which the next agreement finds.
             self.withdraw()
             raise
+        self.waited(start, decoded)
         self.exchanges += 1
         if finite and certain:
             return self._finish(rules)
@@ -545,42 +580,20 @@ class Engine:
                     apply(messages, rules, self.tensors, self.context)
         return self._conclude(rules, self.tensors, finite=finite)
 
-    def _arrive_and_apply(self, item: _Sent, rules: Sequence[Rule]) -> None:
-        with self.times.measure("exchange"):
-            messages = item.arrive()
-        if not messages.finite.all():
-            where = np.flatnonzero(~messages.finite).tolist()
-            raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
-        with self.times.measure("decode"):
-            apply(messages, rules, self.tensors, self.context)
+    def waited(self, start: float, decoded: float) -> None:
+        """Account for what was spent since ``start``, when decoding had taken ``decoded`` seconds, on anything else."""
+        self.times.add("exchange", max(0.0, time.perf_counter() - start - (self.times.decode - decoded)))
 
-    def leave(self, buckets: Iterable[int]) -> None:
-        """Wait until the messages of ``buckets`` that were written on a GPU are here, and let them leave. Local."""
-        for index in buckets:
-            while self._sent[index].arriving:
-                self._sent[index].advance()
+    def step_into(self, buckets: Iterable[int], tensors: Sequence[Tensor]) -> Task[None]:
+        """``travel``, and take the step of each bucket whose messages are all finite: from the engine's tensors to
+        ``tensors``, whose momenta and weights are memory for what they become."""
 
-    def go_on(self, buckets: Iterable[int]) -> list[int]:
-        """Of ``buckets`` that were sent, let those continue that have what they wait for; those whose end this was, and
-        whose messages are all finite, may be moved."""
-        done = []
-        for index in buckets:
-            item = self._sent[index]
-            if item.arrived is None and item.waiting.ready():
-                if item.stage < self.exchange.stages:
-                    item.advance()
-                    self.leave([index])
-                elif item.arrive().finite.all():
-                    done.append(index)
-        return done
+        def land(item: _Sent) -> None:
+            if item.arrived is not None and item.arrived.finite.all():
+                with self.times.measure("decode"):
+                    apply(item.arrived, item.rules, tensors, self.context, self.tensors)
 
-    def move(self, bucket_index: int, tensors: Sequence[Tensor]) -> None:
-        """Take the step of a bucket whose messages have arrived, from the engine's tensors to ``tensors``, whose
-        momenta and weights are memory for what they become."""
-        item = self._sent[bucket_index]
-        assert item.arrived is not None
-        with self.times.measure("decode"):
-            apply(item.arrived, item.rules, tensors, self.context, self.tensors)
+        return self.travel(buckets, land)
 
     def conclude(self, plan: Plan, tensors: Sequence[Tensor], *, finite: bool = True) -> bool:
         """All buckets have arrived, and ``tensors`` were moved as far as messages are finite: end the step as

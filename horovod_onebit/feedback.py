@@ -7,6 +7,7 @@ alone and lives outside the optimizer's state, so that nothing that broadcasts t
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from types import ModuleType
 from typing import Any, TypeVar
 
@@ -69,14 +70,30 @@ def unmarked(state: Mapping[str, T], kind: str, workers: int) -> dict[str, T]:
     return residuals
 
 
+@contextmanager
+def held_back(residual: Any, share: float, kernels: ModuleType) -> Iterator[None]:
+    """Within, ``residual`` is its ``share`` of what it was; what becomes of it then gets the rest. Not for a batch of
+    the kernels, whose calls are not in order."""
+    whole = np.array(kernels.host(residual))
+    kernels.write(residual, np.float32(share) * whole)
+    try:
+        yield
+    finally:
+        kernels.write(residual, kernels.host(residual) + np.float32(1 - share) * whole)
+
+
 class ErrorFeedback:
     """The residuals of this worker, by tensor name; flat float32 arrays that the kernels update in place.
 
     They are stored in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
+
+    Attributes:
+        rates: the sum of learning rates of the local steps that residuals were lost of; 0 where that is not known.
     """
 
     def __init__(self, kernels: ModuleType = reference) -> None:
         self.kernels = kernels
+        self.rates = 0.0
         self._residuals: dict[str, Any] = {}
 
     def residual(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Any:
@@ -106,6 +123,8 @@ class ErrorFeedback:
 
     def reset(self, names: Iterable[str] | None = None) -> None:
         """Forget the residuals: of the tensors ``names``, or of all."""
+        if names is None:
+            self.rates = 0.0
         for name in list(self._residuals) if names is None else names:
             if name in self._residuals:
                 self.kernels.write(self._residuals[name], 0.0)
@@ -127,7 +146,7 @@ class ErrorFeedback:
     ) -> None:
         """Take over residuals that ``state_dict`` of the same worker gave; others become zero. Raises as ``check``."""
         self.check(state, sizes, what)
-        self.reset()
+        self.reset(self)
         for name, value in state.items():
             self.put(name, value)
 

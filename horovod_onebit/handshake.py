@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from typing import Any
@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import JOINED, DesyncError
+from horovod_onebit.tasks import Task
 
 HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
 HANDSHAKE_MEANING = {
@@ -71,8 +72,11 @@ SHOWN = 3  # facts that an error lists
 
 Facts = Mapping[str, Mapping[str, object]]
 """What a worker has compared, in words: by kind (a key of ``ADVICE``), the name of each fact and its value."""
-Explain = Callable[[str], str]
-"""The text of a ``DesyncError``, from a general one. Collective."""
+
+
+class Mismatch(DesyncError):
+    """The workers differ in something that each can put in words. All raise it, so that they can find out together what
+    it is: ``named``."""
 
 
 class Finite(IntEnum):
@@ -107,11 +111,11 @@ def handshake(layout: str, rules: str, step: int) -> NDArray[np.uint8]:
     return record.view(np.uint8)
 
 
-def check_handshake(gathered: NDArray, workers: int, explain: Explain = str) -> None:
-    """Raise ``DesyncError`` on every worker if the records differ; ``explain`` gives its text."""
+def check_handshake(gathered: NDArray, workers: int) -> None:
+    """Raise ``DesyncError`` on every worker if the records differ, where facts can explain it a ``Mismatch``."""
     records = _records(gathered, HANDSHAKE, workers)
-    _compare(records, {"version": HANDSHAKE_MEANING["version"]})
-    _compare(records, HANDSHAKE_MEANING, explain)
+    _compare(records, {"version": HANDSHAKE_MEANING["version"]}, DesyncError)
+    _compare(records, HANDSHAKE_MEANING)
 
 
 def agreement(
@@ -141,10 +145,11 @@ def agreement(
     return records.view(np.int32)
 
 
-def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verdict:
-    """What the sum says. Raises ``DesyncError`` on every worker if they disagree; ``explain`` gives its text."""
+def read_agreement(total: NDArray, workers: int) -> Verdict:
+    """What the sum says. Raises ``DesyncError`` on every worker if they disagree, where facts can explain it a
+    ``Mismatch``."""
     records = _records(total, AGREEMENT, workers)
-    _compare(records, {"version": AGREEMENT_MEANING["version"]})
+    _compare(records, {"version": AGREEMENT_MEANING["version"]}, DesyncError)
     calls, known = records["call"], {_hash(call): f"{call}()" for call in CALLS}
     if (calls != calls[0]).any() and known.keys() >= set(calls.tolist()):
         made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {known[int(c)]}" for c in np.unique(calls))
@@ -152,8 +157,8 @@ def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verd
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"
         )
-    _compare(records, {field: text for field, text in AGREEMENT_MEANING.items() if field != "replicas"}, explain)
-    _compare(records[records["replicas"] != 0], {"replicas": AGREEMENT_MEANING["replicas"]}, explain)
+    _compare(records, {field: text for field, text in AGREEMENT_MEANING.items() if field != "replicas"})
+    _compare(records[records["replicas"] != 0], {"replicas": AGREEMENT_MEANING["replicas"]})
     says = records["finite"]
     return Verdict(
         bool((says != Finite.NO).all()),
@@ -163,11 +168,14 @@ def read_agreement(total: NDArray, workers: int, explain: Explain = str) -> Verd
     )
 
 
-def meet(collectives: Any, name: str, call: str, setup: str) -> None:
+def meet(collectives: Any, name: str, call: str, setup: str) -> Task[None]:
     """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup``. Collective."""
     record = agreement(collectives.rank, collectives.size, setup=setup, options="", step=0, call=call)
-    total = collectives.allreduce(record, name).wait()
-    read_agreement(total, collectives.size, lambda text: named(text, said(call, setup), collectives, name))
+    total = yield collectives.allreduce(record, name)
+    try:
+        read_agreement(total, collectives.size)
+    except Mismatch as error:
+        raise (yield from named(error, said(call, setup), collectives, name)) from None
 
 
 def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
@@ -175,17 +183,17 @@ def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str,
     return {"call": {"what the workers do": f"{call} ({setup})" if setup else call}, **facts}
 
 
-def named(text: str, facts: Facts, collectives: Any, name: str) -> str:
-    """The text of a ``DesyncError``, with what differs between the workers, and the values; ``text`` if none of the
-    facts does. Collective.
+def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[DesyncError]:
+    """The error to raise: with what differs between the workers, and the values; with the text of ``found`` if none of
+    the facts does. Collective.
 
     ``facts`` are this worker's, ``name`` that of the agreement which has found that something differs.
     """
     own = np.frombuffer(packed(facts), np.uint8)
-    lengths = collectives.allgather(np.array([own.size], np.uint64).view(np.uint8), f"{name}.lengths").wait()
+    lengths = yield collectives.allgather(np.array([own.size], np.uint64).view(np.uint8), f"{name}.lengths")
     longest = int(np.ascontiguousarray(lengths).view(np.uint64).max())
-    rows = collectives.allgather(np.pad(own, (0, longest - own.size)), f"{name}.facts").wait()
-    return differences(text, [row.tobytes() for row in rows.reshape(collectives.size, longest)])
+    rows = yield collectives.allgather(np.pad(own, (0, longest - own.size)), f"{name}.facts")
+    return DesyncError(differences(str(found), [row.tobytes() for row in rows.reshape(collectives.size, longest)]))
 
 
 def packed(facts: Facts) -> bytes:
@@ -241,17 +249,16 @@ def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
     return records
 
 
-def _compare(records: NDArray, meaning: Mapping[str, str], explain: Explain = str) -> None:
+def _compare(records: NDArray, meaning: Mapping[str, str], error: type[DesyncError] = Mismatch) -> None:
     """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
     for field, text in meaning.items():
         differ = np.flatnonzero(records[field] != records[field][:1])
         if differ.size:
-            general = (
+            raise error(
                 f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
                 "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
                 "broadcast_optimizer_state)"
             )
-            raise DesyncError(explain(general))
 
 
 def _hash(text: str) -> int:

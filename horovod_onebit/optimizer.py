@@ -6,25 +6,23 @@ exact part.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, second_moments, start_mean
 from horovod_onebit.checks import mapping, matching
+from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Kind, Local, ZeroOne, kind_of
-from horovod_onebit.warmup import Phase
+from horovod_onebit.schedule import Kind, Local, ZeroOne
+from horovod_onebit.tasks import run
+from horovod_onebit.warmup import Phase, Warmup
 
 
 class NumpyOptimizer:
@@ -73,16 +71,16 @@ class NumpyOptimizer:
             raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne or a Local")
         self.rule = rule
         self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
-        self.schedule = schedule if isinstance(schedule, ZeroOne) else None
-        self.rounds: Rounds | None = None
-        if isinstance(schedule, Local):
+        self._zero_one = isinstance(schedule, ZeroOne)
+        warmup: Warmup
+        if schedule is None:
+            warmup = warmups.make(warmup_steps, total_steps)
+        elif isinstance(schedule, ZeroOne):
+            warmup = warmups.make(schedule.var_update_scaler, None)
+        else:
             freezes = schedule.shares_moments and type(rule) is Adam
-            self.rounds = Rounds(self.engine, schedule, warmups.AfterRise(schedule.freeze) if freezes else None)
-        if schedule is not None:
-            warmup_steps = schedule.var_update_scaler if isinstance(schedule, ZeroOne) else 1
-        self.warmup = warmups.make(warmup_steps, total_steps)
-        self.step_count = 0
-        self._frozen = False  # the second moments, which all workers have in common then
+            warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1, None)
+        self.driver = Driver(self.engine, self, warmup, schedule)
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
@@ -95,27 +93,18 @@ class NumpyOptimizer:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
         tensor = Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
-        self._rule(Kind.EXACT).init(tensor)
+        self.rule_of(tensor, Kind.EXACT).init(tensor)
         return tensor
-
-    def _rule(self, kind: Kind) -> Rule:
-        if self.schedule is None:
-            return self.rule
-        if type(self.rule) is not Adam:
-            raise ConfigurationError(f"0/1 Adam is Adam, and the rule is {self.rule.name}")
-        return zero_one_adam.of(self.rule, kind)
-
-    def _all_finite(self, flat: Mapping[str, Array]) -> bool:
-        """Before a step that cannot be taken back. Collective."""
-        if self.schedule is None:
-            return True
-        bad = np.array([not all_finite(flat.values())], np.int32)
-        return not self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite").wait().any()
 
     @property
     def phase(self) -> Phase:
         """The phase of the next step; rounds of local steps have no warm-up."""
-        return Phase.COMPRESSED if self.rounds is not None else self.warmup.phase(self.step_count)
+        return self.driver.phase
+
+    @property
+    def step_count(self) -> int:
+        """Steps taken; local ones that this worker has skipped, too."""
+        return self.driver.steps
 
     def step(self, grads: Mapping[str, Array]) -> bool:
         """Take one step with this worker's gradients (shapes as the weights'); collective.
@@ -123,16 +112,11 @@ class NumpyOptimizer:
         Returns False if all workers skipped it because one had NaN or Inf; with local steps, if this worker alone
         skipped it, or if the round that ended with it was lost.
         """
-        flat = self._flat(grads)
-        try:
-            if self.rounds is not None:
-                taken = self._local_step(self.rounds, flat)
-            else:
-                taken = self._warmup_step(flat) if self.phase is Phase.WARMUP else self._compressed_step(flat)
-        finally:
-            self.engine.end_step()
-        self.step_count += taken and self.rounds is None
-        return taken
+        return run(self.driver.step(self._flat(grads), self.rule.lr))
+
+    def flush(self) -> None:
+        """After local steps, bring all workers to the same weights. Collective."""
+        run(self.driver.flush())
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
         expected = sorted(self._shapes)
@@ -143,106 +127,40 @@ class NumpyOptimizer:
                 raise ConfigurationError(f"grads[{name!r}] has shape {np.shape(grads[name])}: expected {shape}")
         return {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
 
-    def flush(self) -> None:
-        """After local steps, bring all workers to the same weights. Collective."""
-        if self.rounds is not None:
-            if self.rounds.under_way:
-                self.rounds.exchange(flush=True)
-            return
-        self.engine.flush([self._rule(Kind.SYNC)] * len(self.engine.tensors))
+    # -- what the driver asks of a face: see ``driver.Face`` ----------------------------------------------------------
 
-    def _start_mean(self, tensors: list[Tensor], flat: Mapping[str, Array]) -> Callable[[], dict[str, Array]]:
-        """Start averaging the gradients of ``tensors``, exactly, in one allreduce; what is returned waits for it."""
-        engine, grads = self.engine, [flat[t.name] for t in tensors]
-        arrive = start_mean(grads, engine.collectives, f"{engine.name}.exact", engine.traffic)
-        return lambda: {t.name: mean for t, mean in zip(tensors, arrive(), strict=True)}
+    def tensors(self, *, moments: bool) -> tuple[list[Tensor], list[Tensor]]:
+        if moments:
+            return self._large, self._small
+        bare = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
+        return [bare[t.name] for t in self._large], [bare[t.name] for t in self._small]
 
-    def _warmup_step(self, flat: Mapping[str, Array]) -> bool:
-        means = self._start_mean(self._tensors, flat)()
-        if not all_finite(means.values()):
-            self.engine.say_skipped("the mean gradient")
-            return False
-        for tensor in self._tensors:
-            self.rule.exact_step(tensor, means[tensor.name], self.engine.context)
-        step = self.step_count + 1
-        if self.warmup.wants(step):
-            self.warmup.observe(step, self._variance_norm(step), self.rule.lr, getattr(self.rule, "beta2", 0.0))
-        if self.warmup.phase(step) is Phase.COMPRESSED:
-            for tensor in self._large:
-                self.rule.begin(tensor, self.engine.context)
-        return True
-
-    def _variance_norm(self, step: int) -> float | None:
-        beta2 = getattr(self.rule, "beta2", None)
-        if beta2 is None:
-            return None
-        variances = [t.variance for t in self._large if t.variance is not None]
-        squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in variances)
-        return warmups.unbiased(math.sqrt(squares), beta2, step)
-
-    def _local_step(self, rounds: Rounds, flat: Mapping[str, Array]) -> bool:
-        """A step of this worker alone; then, at the end of a round, the exchange."""
-        if not rounds.tensors:
-            outer = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
-            for tensor in outer.values():
-                rounds.rule.init(tensor)
-            rounds.begin([outer[t.name] for t in self._large], [outer[t.name] for t in self._small])
-        taken, context = all_finite(flat.values()), self.engine.context
-        frozen = FrozenAdam(adam=self._adam()) if self._frozen else None
-        if taken:
-            step = self.rule.exact_step if frozen is None else frozen.local_step
-            for tensor in self._tensors:
-                step(tensor, flat[tensor.name], context)
-        else:
-            rounds.skip()
-        if frozen is not None:
-            for tensor in self._tensors:
-                frozen.count_step(tensor)
-        self.step_count += 1
-        if rounds.stepped(self.step_count, self.rule.lr):
-            taken = rounds.exchange() and taken
-            if rounds.freezes:
-                self._freeze(rounds, flat, usable=taken)
-            return taken
-        return rounds.take_over() and taken if rounds.due else taken
-
-    def _adam(self) -> Adam:
+    def rule_of(self, tensor: Tensor, kind: Kind) -> Rule:
+        if not self._zero_one and kind is not Kind.LOCAL:
+            return self.rule
         if type(self.rule) is not Adam:
-            raise ConfigurationError(f"the second moment of Adam is frozen, and the rule is {self.rule.name}")
-        return self.rule
+            what = "0/1 Adam is Adam" if self._zero_one else "the second moment of Adam is frozen"
+            raise ConfigurationError(f"{what}, and the rule is {self.rule.name}")
+        return zero_one_adam.of(self.rule, kind) if self._zero_one else self.rule
 
-    def _freeze(self, rounds: Rounds, flat: Mapping[str, Array], *, usable: bool) -> None:
-        """The second moments become those of all workers, and stay so; or nothing, if those of some worker are not
-        ``usable``. Collective."""
-        engine, adam, own = self.engine, self._adam(), list[Array]()
+    def exact_step(self, grads: Mapping[str, Array]) -> None:
+        for tensor in self._tensors:
+            if tensor.name in grads:
+                self.rule.exact_step(tensor, grads[tensor.name], self.engine.context)
+
+    def second_moments(self) -> list[tuple[Tensor, Array]]:
+        found = []
         for tensor in self._tensors:
             assert tensor.variance is not None
-            own.append(tensor.variance * np.float32(adam.correction(tensor)))
-        grads = [flat[tensor.name] for tensor in self._tensors]
-        name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable)
-        if found is None:
-            return
-        for tensor, variance in zip(self._tensors, found, strict=True):
-            tensor.step = tensor.variance_steps = self.step_count
-            tensor.variance = variance / np.float32(adam.correction(tensor))
-            FrozenAdam(adam=adam).init(tensor)
-        self._frozen = True
-        rounds.begin(self._large, self._small, rules=[FrozenAdam(adam=adam)] * len(self._tensors))
+            rule = self.rule_of(tensor, Kind.LOCAL)
+            assert isinstance(rule, Adam)
+            found.append((tensor, tensor.variance * np.float32(rule.correction(tensor))))
+        return found
 
-    def _compressed_step(self, flat: Mapping[str, Array]) -> bool:
-        engine, step = self.engine, self.engine.exchanges + 1
-        kind = kind_of(self.schedule, step)
-        if self.schedule is not None and self.schedule.starts_local(step):
-            engine.feedback.reset()
-        plan = engine.plan(kind, [self._rule(kind)] * len(self._large))
-        engine.prepare(self._large, plan.rules)
-        grads = {i: flat[t.name] for i, t in enumerate(self._large)}
-        engine.send_rest(grads, plan)
-        finite = self._all_finite(flat)
-        means = self._start_mean(self._small, flat)()
-        if not engine.receive(grads, plan, finite=finite and all_finite(means.values())):
-            return False
-        for tensor in self._small:
-            self.rule.exact_step(tensor, means[tensor.name], engine.context)
-        return True
+    def freeze(self, tensor: Tensor, second: Array) -> None:
+        rule = self.rule_of(tensor, Kind.LOCAL)
+        assert isinstance(rule, Adam)
+        tensor.variance = second / np.float32(rule.correction(tensor))
+
+    def moved(self, tensors: Sequence[Tensor], kind: Kind) -> None:
+        pass

@@ -1,4 +1,4 @@
-"""How far a run is, in plain numbers: the same on all workers, and a part of what is saved."""
+"""How far a run is, in plain numbers, and a part of what is saved. All but ``rates`` are the same on all workers."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ class Progress:
         variance_steps: steps that its second moment has seen; 0 while it is not frozen.
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
         unstarted: parameters whose momentum is there and must not be at their first step.
+        rates: of residuals, as ``ErrorFeedback`` has them.
     """
 
     version: int = VERSION
@@ -37,6 +38,7 @@ class Progress:
     variance_steps: Sequence[int] = ()
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
+    rates: float = 0.0
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values."""

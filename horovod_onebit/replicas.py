@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.tasks import Task
 
 
 def checksum(array: NDArray) -> int:
@@ -17,14 +18,14 @@ def checksum(array: NDArray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
-def check(checksums: Mapping[str, int], collectives: Collectives, name: str) -> None:
+def check(checksums: Mapping[str, int], collectives: Collectives, name: str) -> Task[None]:
     """Compare ``checksums``, by name, with those of worker 0. Collective.
 
     The names must be the same on all workers, in the same order. Raises ``DesyncError`` on every worker, which names
     what differs and on which workers.
     """
     own = np.array(list(checksums.values()), np.uint32)
-    gathered = collectives.allgather(own.view(np.uint8), name).wait()
+    gathered = yield collectives.allgather(own.view(np.uint8), name)
     if gathered.nbytes != collectives.size * own.nbytes:
         raise DesyncError("the workers do not have the same parameters and optimizer state")
     rows = np.ascontiguousarray(gathered).view(np.uint32).reshape(collectives.size, -1)

@@ -2,6 +2,11 @@
 
 Between two exchanges workers' weights differ; after each, all have the same, bit by bit. With a delay, an exchange goes
 on while the next round's steps are taken: what is the same is then the anchor, from which each worker has moved on.
+
+Once second moments are frozen, momenta are what a round has moved, divided by the sum of its learning rates. A round
+may end early (``flush()``), or its rates be smaller than before: residuals are then of longer moves, and all of them
+in one round would make its momentum many times too large. Of residuals of r_old rates, a round of r sends at most the
+share ``PACE`` r / r_old, and keeps the rest.
 """
 
 from __future__ import annotations
@@ -22,9 +27,17 @@ from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Kind, Local
 from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import NEVER, AfterRise
 
 logger = logging.getLogger("horovod_onebit")
+
+PACE = 1.5
+"""The largest share of residuals that a round sends, as a multiple of what its rates are of theirs."""
+LESS = 0.2
+"""A round of rates r that has not sent all residuals makes their rates less by 0.2 r. One bit loses some 0.6 of the
+norm of what it is given, so that in rounds alike residuals are 1.5 times as large as a round's moves. Of the 2.25 r
+that a shorter round sends of them, and of its own r, less comes back than was sent."""
 
 
 @dataclass(frozen=True)
@@ -35,19 +48,22 @@ class _UnderWay:
         weights: by number of the large tensor, the weights that were sent; they stay as they are until it has arrived.
         means: waits for the means of the small tensors.
         skipped: the workers that have skipped a step of the round, where that is an error.
+        rates: the sum of the round's learning rates.
     """
 
     plan: Plan
     weights: Mapping[int, Array]
-    means: Callable[[], list[Array]]
+    means: Task[list[Array]]
     skipped: Sequence[int]
+    rates: float
 
 
 class Rounds:
     """The rounds of one worker.
 
     ``begin`` says which tensors there are; then, after each step that the worker has taken alone, ``stepped``, and
-    ``exchange`` where it says that the round ends, or at any time; ``take_over`` where an exchange is ``due``.
+    ``exchange`` where it says that the round ends, or at any time; ``take_over`` where an exchange is ``due``. What is
+    collective is a task.
 
     Attributes:
         large, small: the tensors, whose ``weight`` is this worker's own; small ones are averaged exactly. Their
@@ -66,6 +82,7 @@ class Rounds:
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
+        self._rates = 0.0  # the sum of this round's learning rates
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
         self._first = False  # whether moments will be frozen, and are not
@@ -83,7 +100,7 @@ class Rounds:
         small: Sequence[Tensor],
         details: Sequence[str] | None = None,
         rules: Sequence[Rule] | None = None,
-    ) -> None:
+    ) -> Task[None]:
         """Begin a round with the weights that these tensors have now. Collective.
 
         ``rules`` are those that end the round, by tensor, if it is not ``rule`` for all. Raises ``DesyncError`` on all
@@ -93,21 +110,21 @@ class Rounds:
         frozen, freezing = any(isinstance(rule, FrozenAdam) for rule in self._rules), self._freezing
         self._first = freezing is not None and (not frozen or freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
-        self._under_way, self._details = None, details
+        self._under_way, self._details, self._rates = None, details, 0.0
         for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
             forget_steps(tensor)
         try:
-            self._check_replicas([*large, *small], f"{self.engine.name}.begin")
+            yield from self._check_replicas([*large, *small], f"{self.engine.name}.begin")
         except DesyncError as error:
             text = "Local steps begin with the same weights on all workers; call flush() before you load or broadcast"
             raise DesyncError(f"{error}. {text} an optimizer's state in the middle of a round") from None
-        self.replace(large, small)
+        yield from self.replace(large, small)
 
-    def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> None:
+    def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> Task[None]:
         """The same tensors in another memory. Local; collective when a round begins."""
         common = [_common(tensor) for tensor in large]
-        self.engine.prepare(common, self._rules[: len(common)], self._details)
+        yield from self.engine.prepare(common, self._rules[: len(common)], self._details)
         self.large, self.small = list(large), list(small)
         self._common = [_common(tensor) for tensor in small]
 
@@ -126,18 +143,19 @@ class Rounds:
         """Whether the exchange that is under way is to be taken over now."""
         return self.hidden and self.length >= self.schedule.delay
 
-    def check_replicas(self) -> None:
+    def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if what they have in common is not the same. Collective."""
-        self._check_replicas(self.tensors, f"{self.engine.name}.replicas")
+        return self._check_replicas(self.tensors, f"{self.engine.name}.replicas")
 
-    def _check_replicas(self, tensors: Sequence[Tensor], name: str) -> None:
+    def _check_replicas(self, tensors: Sequence[Tensor], name: str) -> Task[None]:
         host = self.engine.context.kernels.host
         found = {tensor.name: replicas.checksum(host(tensor.anchor)) for tensor in tensors}
-        replicas.check(found, self.engine.collectives, name)
+        return replicas.check(found, self.engine.collectives, name)
 
     def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
+        self._rates += learning_rate
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
         self.freezes = due and self._first
         if self.freezes or self.schedule.ends_round(step, first=self._first):
@@ -166,7 +184,7 @@ class Rounds:
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 
-    def exchange(self, agree: Callable[[], object] | None = None, *, flush: bool = False) -> bool:
+    def exchange(self, agree: Callable[[], object] | None = None, *, flush: bool = False) -> Task[bool]:
         """End the round. Collective. All workers have the same weights afterwards; or, if the schedule has a delay and
         without ``flush``, the same anchors: the exchange before this one was then taken over, and this one is under
         way.
@@ -179,16 +197,16 @@ class Rounds:
         self._agree(agree)
         length, self.length = self.length, 0
         hidden = self.schedule.delay > 0 and not flush
-        taken = self._arrive(stepped=length > 0)
+        taken = yield from self._arrive(stepped=length > 0)
         if length or not taken:
-            self._start(hidden=hidden)
-        return (hidden or self._arrive()) and taken
+            yield from self._start(hidden=hidden)
+        return (hidden or (yield from self._arrive())) and taken
 
-    def take_over(self, agree: Callable[[], object] | None = None) -> bool:
+    def take_over(self, agree: Callable[[], object] | None = None) -> Task[bool]:
         """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
         what is returned and what is raised are as with ``exchange``."""
         self._agree(agree)
-        return self._arrive(stepped=True)
+        return (yield from self._arrive(stepped=True))
 
     def _agree(self, agree: Callable[[], object] | None) -> None:
         try:
@@ -199,31 +217,34 @@ class Rounds:
             self._under_way = None
             raise
 
-    def _start(self, *, hidden: bool) -> None:
+    def _start(self, *, hidden: bool) -> Task[None]:
         """Send what this worker has moved. Collective."""
         engine = self.engine
-        skipped = self._who_skipped()
+        skipped = yield from self._who_skipped()
         weights = {i: tensor.weight for i, tensor in enumerate(self.large)}
         if hidden:
             for tensor in self.tensors:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
-        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)])
-        means = start_mean(self._moved(self.small), engine.collectives, f"{engine.name}.small", engine.traffic)
+        rates, self._rates = self._rates, 0.0
+        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)], self._share(rates))
+        moved = self._moved(self.small, plan.share)
+        means = start_mean(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
-        self._under_way = _UnderWay(plan, weights, means, skipped)
+        self._under_way = _UnderWay(plan, weights, means, skipped, rates)
 
-    def _arrive(self, *, stepped: bool = False) -> bool:
+    def _arrive(self, *, stepped: bool = False) -> Task[bool]:
         """Wait for the exchange that is under way, if there is one, and take it over; ``stepped`` since it was sent.
         Collective; returns and raises as ``exchange``."""
         engine, sent, self._under_way = self.engine, self._under_way, None
         if sent is None:
             return True
         try:
-            means = sent.means()
-            taken = engine.receive(sent.weights, sent.plan, finite=not sent.skipped and all_finite(means))
+            means = yield from sent.means
+            finite = not sent.skipped and all_finite(means)
+            taken = yield from engine.receive(sent.weights, sent.plan, finite=finite)
         except NonFiniteError as error:
-            self.fold()
+            self.fold(sent.rates)
             where = f"the gradients of worker {list(sent.skipped)}" if sent.skipped else "the weights of some worker"
             raise NonFiniteError(
                 f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
@@ -231,16 +252,19 @@ class Rounds:
             ) from error
         except BaseException:
             engine.restore_all()
-            self.fold()
+            self.fold(sent.rates)
             raise
         if not taken:
-            self.fold()
+            self.fold(sent.rates)
             return False
         rules = self._rules[len(self.large) :]
         for rule, tensor, mean in zip(rules, self._common, means, strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
-            engine.context.kernels.write(tensor.residual, 0.0)
+            kept = np.float32(1 - sent.plan.share) * engine.context.kernels.host(tensor.residual)
+            engine.context.kernels.write(tensor.residual, kept)
         finish_step(rules, self._common, engine.context)
+        kept = engine.feedback.rates - LESS * sent.rates if sent.plan.share < 1 else 0.0
+        engine.feedback.rates = max(sent.rates, kept)
         with engine.context.kernels.batch():
             for tensor in self.tensors:
                 self._follow(tensor, stepped=stepped)
@@ -254,7 +278,12 @@ class Rounds:
         else:
             kernels.copy(tensor.anchor, tensor.weight)
 
-    def _who_skipped(self) -> list[int]:
+    def _share(self, rates: float) -> float:
+        """How much of the residuals is sent with a round of these ``rates``."""
+        frozen, lost_of = any(isinstance(rule, FrozenAdam) for rule in self._rules), self.engine.feedback.rates
+        return min(1.0, PACE * rates / lost_of) if frozen and lost_of > 0 else 1.0
+
+    def _who_skipped(self) -> Task[list[int]]:
         """The workers that have skipped a step, where that is an error. Collective then."""
         skipped, self._skipped = self._skipped, False
         if self.engine.recipe.on_nonfinite != "raise":
@@ -262,21 +291,23 @@ class Rounds:
         collectives = self.engine.collectives
         own = np.zeros(collectives.size, np.float32)
         own[collectives.rank] = skipped
-        return np.flatnonzero(collectives.allreduce(own, f"{self.engine.name}.skipped").wait()).tolist()
+        return np.flatnonzero((yield collectives.allreduce(own, f"{self.engine.name}.skipped"))).tolist()
 
-    def _moved(self, tensors: Sequence[Tensor]) -> list[Array]:
-        """What this worker has moved since the anchor, and its residuals, in host memory."""
+    def _moved(self, tensors: Sequence[Tensor], share: float = 1.0) -> list[Array]:
+        """What this worker has moved since the anchor, and a ``share`` of its residuals, in host memory."""
         host = self.engine.context.kernels.host
         with np.errstate(invalid="ignore", over="ignore"):
-            return [host(t.anchor) - host(t.weight) + host(t.residual) for t in tensors]
+            return [host(t.anchor) - host(t.weight) + np.float32(share) * host(t.residual) for t in tensors]
 
-    def fold(self) -> None:
+    def fold(self, rates: float = 0.0) -> None:
         """Go back to the anchor: the beginning of the round, or of the one under way. Local.
 
-        What this worker has moved since becomes residuals, if it is finite. Where a host compresses as one, it is lost:
-        the host's other workers know nothing of it.
+        What this worker has moved since (by learning rates that sum to ``rates``, and in this round) becomes residuals,
+        if it is finite. Where a host compresses as one, it is lost: the host's other workers know nothing of it.
         """
+        rates, self._rates = rates + self._rates, 0.0
         if self._under_way is not None:
+            rates += self._under_way.rates
             self.engine.withdraw()
             self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
@@ -287,7 +318,9 @@ class Rounds:
             if keeps:
                 write(tensor.residual, residual)
             write(tensor.weight, host(tensor.anchor))
-            forget_steps(tensor, lost=keeps)
+            forget_steps(tensor)
+        if keeps:
+            self.engine.feedback.rates += rates
 
 
 def _common(tensor: Tensor) -> Tensor:

@@ -197,7 +197,9 @@ def train(
                 seen[f"loss at {step + 1}"] = result_of(models[rank], data)["loss"]
         optimizer.flush()
         parameters = sum(array.size for array in weights.values())
-        return min(optimizer.warmup.steps, kind.steps), 8 * optimizer.engine.traffic.total / parameters / kind.steps
+        return min(
+            optimizer.driver.warmup.steps, kind.steps
+        ), 8 * optimizer.engine.traffic.total / parameters / kind.steps
 
     with np.errstate(all="ignore"):
         exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]

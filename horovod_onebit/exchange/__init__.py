@@ -17,21 +17,10 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Piece
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule
+from horovod_onebit.tasks import Handle, Task
 from horovod_onebit.wire import Gathered, Message, Stamp
 
 Bytes = NDArray[np.uint8]
-
-
-class Handle(Protocol):
-    """A collective under way."""
-
-    def ready(self) -> bool:
-        """Whether ``wait`` would not block; False if that is not known."""
-        ...
-
-    def wait(self) -> Any:
-        """Block until it is done, and return its result, an array. Called once."""
-        ...
 
 
 class Collectives(Protocol):
@@ -84,11 +73,8 @@ Encode = Callable[[Message, Gradient], None]
 Predict = Callable[[Piece, Array], None]
 """Take from values of a piece, flat float32 in host memory, what all workers know of their mean beforehand."""
 
-Share = Callable[[Piece], float]
-"""How much of the residual of a piece travels now: ``Rule.residual_share``."""
-
-Travel = Generator[Handle, Any, Gathered]
-"""A bucket on its way: yields each collective that it waits for, is sent its result, and returns what arrived."""
+Travel = Task[Gathered]
+"""A bucket on its way; returns what arrived."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +88,7 @@ class Outgoing:
         stamp: of the step.
         name: begins the names of its collectives.
         predict: takes from values of their mean what all workers know of it beforehand.
-        share: of a server's residual, too.
+        share: how much of a server's residual travels.
     """
 
     message: Message
@@ -111,7 +97,7 @@ class Outgoing:
     stamp: Stamp
     name: str
     predict: Predict
-    share: Share
+    share: float = 1.0
 
 
 class Arrival:
@@ -148,10 +134,15 @@ class Exchange:
         buckets: Sequence[Bucket],
         digest: int,
     ) -> None:
-        """Get ready for ``buckets``, those of the layout with that ``digest``. May be collective."""
         self.context = context
         self.collectives = collectives
         self.compressors = collectives.size
+
+    @classmethod
+    def create(cls, context: Context, collectives: Collectives, *rest: Any) -> Task[Exchange]:
+        """One for ``buckets``, those of the layout with that ``digest``. May be collective."""
+        yield from ()
+        return cls(context, collectives, *rest)
 
     @property
     def name(self) -> str:
@@ -187,7 +178,7 @@ def encoded(outgoing: Outgoing) -> Generator[Arrival, None, None]:
 
 def choose(
     recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule], *, on_device: bool = False
-) -> Recipe:
+) -> Task[Recipe]:
     """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective.
 
     ``on_device`` says that gradients are in the memory of GPUs.
@@ -197,7 +188,7 @@ def choose(
         raise UnsupportedError("0/1 Adam's workers differ within a host too: use exchange='direct' or 'two_stage'")
     if recipe.exchange != "auto":
         return recipe
-    places, device = ranks_by_host(collectives, on_device=on_device)
+    places, device = yield from ranks_by_host(collectives, on_device=on_device)
     per_host = len(places[0]) if places else 1
     known = dict(costs.ways(elements, recipe, collectives.size, per_host, device))
     if not linear:
@@ -209,13 +200,13 @@ def choose(
     return replace(recipe, exchange=found)
 
 
-def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> tuple[list[list[int]], costs.Device]:
+def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> Task[tuple[list[list[int]], costs.Device]]:
     """The ranks of each host, nothing if hosts have different numbers of workers; and what all workers compute on, if
     this one's gradients are ``on_device`` or not. Collective."""
     kinds = (costs.CPU, costs.GPU_BY_HOST, costs.GPU)
     kind = 0 if not on_device else 2 if collectives.takes_device_memory else 1
     own = np.array([*collectives.host(), kind], np.int32).view(np.uint8)
-    rows = collectives.allgather(own, "onebit.hosts").wait().view(np.int32).reshape(collectives.size, -1)
+    rows = (yield collectives.allgather(own, "onebit.hosts")).view(np.int32).reshape(collectives.size, -1)
     numbers, sizes, device = rows[:, 0].tolist(), set(rows[:, 1].tolist()), kinds[rows[:, 2].min()]
     places = [[rank for rank, host in enumerate(numbers) if host == one] for one in dict.fromkeys(numbers)]
     return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], device

@@ -29,6 +29,7 @@ from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Piece, Share, shares
 from horovod_onebit.rules import Context
+from horovod_onebit.tasks import Task
 
 
 @dataclass
@@ -54,8 +55,9 @@ class Exchange(exchange.Exchange):
         feedback: ErrorFeedback,
         buckets: Sequence[Bucket],
         digest: int,
+        groups: tuple[Collectives, Collectives],
     ) -> None:
-        self._local, cross = _groups(collectives)
+        self._local, cross = groups
         self._shared = {bucket.index: self._share(bucket) for bucket in buckets}
         elements = sum(bucket.size for bucket in buckets)
         between = self.between or costs.between_hosts(elements, context.recipe, cross.size)
@@ -63,6 +65,12 @@ class Exchange(exchange.Exchange):
         super().__init__(context, collectives, feedback, buckets, digest)
         self.stages = 2 + self._between.stages
         self.compressors = self._between.compressors
+
+    @classmethod
+    def create(cls, context: Context, collectives: Collectives, *rest: Any) -> Task[Any]:
+        groups = yield from _groups(collectives)
+        made: Any = cls
+        return made(context, collectives, *rest, groups)
 
     @property
     def context(self) -> Context:
@@ -148,9 +156,9 @@ class Exchange(exchange.Exchange):
         return self._between.bytes_sent(self._shared[bucket.index].own.bucket)
 
 
-def _groups(collectives: Collectives) -> tuple[Collectives, Collectives]:
+def _groups(collectives: Collectives) -> Task[tuple[Collectives, Collectives]]:
     """The workers of this host, and those of the same place on all hosts. Collective."""
-    places, _ = exchange.ranks_by_host(collectives)
+    places, _ = yield from exchange.ranks_by_host(collectives)
     if len(places) < 2 or len(places[0]) < 2:
         where = f"{len(places)} host{'s' if len(places) > 1 else ''}" if places else "hosts that differ"
         raise ConfigurationError(

@@ -20,18 +20,19 @@ stages have the same scales and the result is laid out like a worker's own messa
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit import codecs, exchange, wire
-from horovod_onebit.exchange import Collectives, Outgoing, Predict, Share, Travel, encoded
-from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback
+from horovod_onebit.exchange import Collectives, Outgoing, Predict, Travel, encoded
+from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket
-from horovod_onebit.rules import Context, held_back
+from horovod_onebit.rules import Context
 from horovod_onebit.wire import RECORDS
 
 
@@ -103,13 +104,13 @@ class Exchange(exchange.Exchange):
         everywhere = received.finite & bool(whole.finite.all())
         return replace(whole, finite=everywhere, innovation=predict is not None)
 
-    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None, share: Share) -> None:
+    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None, share: float) -> None:
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
             error = served.next_error[start:stop]
             error[:] = served.error[start:stop]
-            with held_back(error, share(piece), reference):
+            with held_back(error, share, reference) if share < 1 else nullcontext():
                 if predict is not None:
                     predict(piece, error)
                 context.kernels.recode(

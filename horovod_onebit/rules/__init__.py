@@ -13,8 +13,7 @@ that is all that the frameworks' packages need in order to wrap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -198,16 +197,10 @@ class Rule:
         tensor.variance_steps += 1
         context.kernels.move(*self.exact(tensor), tensor.arrays(grad))
 
-    def residual_share(self, tensor: Tensor) -> float:
-        """How much of a residual is sent with the contribution, between 0 and 1; the rest stays. Alike on all workers,
-        and for all parts of ``tensor``."""
-        return 1.0
-
     def encode(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> bool:
         """Compress this worker's contribution to records at ``at`` of ``row``, update the residual; all finite?"""
-        how, kernels = self.contribution(tensor, context), context.kernels
-        with held_back(tensor.residual, self.residual_share(tensor), kernels):
-            return kernels.encode(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
+        how = self.contribution(tensor, context)
+        return context.kernels.encode(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
 
     def restore(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> None:
         """Undo ``encode`` of the same arguments."""
@@ -233,18 +226,6 @@ class Rule:
         old = None if before is None else before.arrays()
         how = (self.motion_of_innovation if innovation else self.motion)(tensor, context)
         context.kernels.apply(*how, tensor.arrays(), rows, at, coding, old)
-
-
-@contextmanager
-def held_back(residual: Array, share: float, kernels: ModuleType) -> Iterator[None]:
-    """``residual`` is its ``share`` of what it was; the rest is added to what has become of it."""
-    if share >= 1:
-        yield
-        return
-    whole = kernels.host(residual) + np.float32(0)  # a copy
-    kernels.write(residual, np.float32(share) * whole)
-    yield
-    kernels.write(residual, kernels.host(residual) + np.float32(1 - share) * whole)
 
 
 @dataclass(frozen=True)

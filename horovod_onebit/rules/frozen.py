@@ -14,8 +14,8 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
     w, a <- a - x
 
 A round may end early (``flush()``), or its learning rate be smaller than before. Residuals are of longer moves then,
-and x with all of them, divided by few rates, would be a momentum that is many times too large. What is sent of them is
-therefore at most ``PACE`` times what they were lost of for each of this round's rates; the rest stays.
+and x with all of them, divided by few rates, would be a momentum that is many times too large. Not all of
+them is sent then: see ``rounds``.
 
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
 exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the
@@ -44,12 +44,6 @@ def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -
 
 
 NO_STEP = Adam(lr=0.0)
-WORTH = 2
-"""In ``Tensor.layer``, after ``RATES`` and ``DECAY``: the sum of step sizes that residuals were lost of."""
-PACE = 1.5
-LESS = 0.2
-"""What ``WORTH`` loses of a shorter round's rates. One bit loses some 0.6 of the norm of what it is given, so that in
-rounds alike a residual is 1.5 moves large; of 1.5 times a shorter one's share that is sent, 0.6 come back."""
 
 
 @dataclass(frozen=True)
@@ -85,14 +79,7 @@ class FrozenAdam(Delta):
         tensor.layer[DECAY] *= f32(self.adam.decay)
         tensor.step += 1
 
-    def residual_share(self, tensor: Tensor) -> float:
-        assert tensor.layer is not None
-        rates, worth = float(tensor.layer[RATES]), float(tensor.layer[WORTH])
-        return min(1.0, PACE * rates / worth) if worth > 0 else 1.0
-
     def finish(self, tensor: Tensor, sums: Any, context: Context) -> None:
-        assert tensor.layer is not None
-        tensor.layer[WORTH] = max(tensor.layer[RATES], tensor.layer[WORTH] - f32(LESS) * tensor.layer[RATES])
         forget_steps(tensor)
 
 
@@ -103,13 +90,11 @@ def clip_of(context: Context) -> float:
 
 
 def no_steps() -> Array:
-    """What ``Tensor.layer`` is before any step: the sum of step sizes, what they have left of a weight, ``WORTH``."""
-    return np.array([0, 1, 0], f32)
+    """What ``Tensor.layer`` is before any step: the sum of step sizes, and what they have left of a weight."""
+    return np.array([0, 1], f32)
 
 
-def forget_steps(tensor: Tensor, *, lost: bool = False) -> None:
-    """A round begins; or was ``lost``, and what was moved has become residuals."""
+def forget_steps(tensor: Tensor) -> None:
+    """A round begins, or was lost."""
     if tensor.layer is not None:
-        if lost:
-            tensor.layer[WORTH] += tensor.layer[RATES]
-        tensor.layer[:WORTH] = no_steps()[:WORTH]
+        tensor.layer[:] = no_steps()

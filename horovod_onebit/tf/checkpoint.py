@@ -241,7 +241,7 @@ class _Keras(checkpoints.Face):
         for i, value in own["own"].items():
             values[i] = value
         about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}
-        about["warmup"] = own.get("warmup", {})  # nor this
+        about |= {"warmup": own.get("warmup", {}), "rates": own.get("rates", 0.0)}  # nor these
         return Shared(values, about, own["extra"])
 
     def _own_variables(self) -> dict[int, Any]:

@@ -1,17 +1,17 @@
 """The core's ``Collectives`` over Horovod's TensorFlow operations, for NumPy arrays in host memory.
 
 What is started waits until somebody waits for it; then all that was started leaves together, as one round of at most
-one operation of each kind. Inside a ``Coroutine`` the round is handed over to the graph that the step is part of;
-elsewhere it runs here. Or it is taken, before anybody waits, to leave as a ``Parcel`` of its own. Either way its
-operations have the same names, whatever name scopes they are in.
+one operation of each kind: in the graph that a task is part of (``Errand``), or here, if the task is ``run``. Either
+way its operations have the same names, whatever name scopes they are in.
 """
 
 from __future__ import annotations
 
 import re
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import host_number
 from horovod_onebit.recipe import GATHER_LIMIT
-from horovod_onebit.tf import coroutine
+from horovod_onebit.tasks import Task
 
 ROUND_LIMIT = 256 * 2**20
 """Bytes of a kind that leave together, at most; a single array may have more."""
@@ -75,30 +75,70 @@ class Handle:
         return self.result
 
 
-class Parcel:
-    """Collectives that were started and leave by themselves: round by round, those of one group together."""
+class Errand:
+    """A task that is carried out where nobody may wait: ``start``, then ``resume`` with what came of each round that
+    they return; None when it is done. What it has started leaves round by round, that of one group together.
 
-    def __init__(self) -> None:
+    ``on`` calls what it is given, on the right thread.
+    """
+
+    def __init__(self, collectives: HorovodCollectives, on: Callable[[Callable[[], Any]], Any]) -> None:
+        self._collectives, self._on = collectives, on
+        self._task: Task[Any] | None = None
+        self._waiting: Handle | None = None
         self._pending: list[Handle] = []
         self._leaving: dict[str, list[Handle]] = {}
 
-    def put(self, handles: Sequence[Handle]) -> None:
-        self._pending += handles
+    def start(self, task: Task[Any]) -> Round | None:
+        """Carry ``task`` out up to the first round; one that was not finished is closed."""
+        self.close()
+        self._task = task
+        return self._proceed(partial(task.send, None))
 
-    def leave(self) -> Round | None:
-        """The next round; None if nothing is left."""
-        if not self._pending:
-            return None
+    def resume(self, received: Sequence[NDArray]) -> Round | None:
+        task, handle, leaving, self._leaving = self._task, self._waiting, self._leaving, {}
+        assert task is not None, "nothing to resume"
+        assert handle is not None
+        try:
+            deliver(leaving, received)
+        except DesyncError as error:
+            return self._proceed(partial(task.throw, error))
+        return self._leave() if handle.result is None else self._proceed(partial(task.send, handle.result))
+
+    def close(self) -> None:
+        """The task will not be resumed: it can clean up."""
+        task = self._forget()
+        if task is not None:
+            self._on(task.close)
+
+    def _forget(self) -> Task[Any] | None:
+        task, self._task, self._waiting, self._pending, self._leaving = self._task, None, None, [], {}
+        self._collectives.forget()
+        return task
+
+    def _proceed(self, step: Callable[[], Any]) -> Round | None:
+        task = self._task
+        assert task is not None
+        while True:
+            try:
+                handle = self._waiting = self._on(step)
+            except BaseException as end:
+                self._forget()
+                if isinstance(end, StopIteration):
+                    return None
+                raise
+            self._pending += self._collectives.take()
+            if handle.result is None:
+                return self._leave()
+            step = partial(task.send, handle.result)
+
+    def _leave(self) -> Round | None:
+        """The next round."""
         group = self._pending[0].collectives
         own = [handle for handle in self._pending if handle.collectives is group]
         self._leaving, left = group.fit(own)
         self._pending = left + [handle for handle in self._pending if handle.collectives is not group]
         return group.fuse(self._leaving)
-
-    def deliver(self, received: Sequence[NDArray]) -> None:
-        """What came of the round that left last."""
-        deliver(self._leaving, received)
-        self._leaving = {}
 
 
 class HorovodCollectives:
@@ -172,11 +212,7 @@ class HorovodCollectives:
         """Let a round leave and come back; what was started last may not be in it yet."""
         kinds, self._started = self.fit(self._started)
         sent = self.fuse(kinds)
-        if coroutine.asking():
-            received = coroutine.ask(sent)
-        else:
-            received = [view(t) for t in self.perform()(*map(tf.constant, sent.arrays()))]
-        deliver(kinds, received)
+        deliver(kinds, [view(t) for t in self.perform()(*map(tf.constant, sent.arrays()))])
 
     def fit(self, handles: Sequence[Handle]) -> tuple[dict[str, list[Handle]], list[Handle]]:
         """Of ``handles``, in order, what leaves now, by kind, as far as one operation can carry it; what is left."""

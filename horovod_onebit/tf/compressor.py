@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar
@@ -30,8 +29,8 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
-from horovod_onebit.tf.collectives import HorovodCollectives, plain
-from horovod_onebit.tf.coroutine import Coroutine, asking
+from horovod_onebit.tasks import Task
+from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
 from horovod_onebit.tf.moments import Moments, same
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
@@ -113,7 +112,7 @@ class Compressor:
         zero_one, divides = isinstance(wrapping.schedule, ZeroOne), adapter.wraps.variance is not None
         local = wrapping.local is not None
         self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, zero_one=zero_one)
-        self.coroutine = Coroutine()
+        self.errand = Errand(self.collectives, self.compute)
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: UnderWay | None = None
@@ -127,7 +126,7 @@ class Compressor:
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
-        self.coroutine.abandon()
+        self.errand.close()
         if self.under_way is not None:
             self._end()
 
@@ -135,7 +134,10 @@ class Compressor:
         """Where steps of ``variables``, those that are compressed, are taken; None is the host's memory."""
         return None if self.in_host_memory else self.placement.of(variables)
 
-    def _go_to(self, place: Place | None) -> None:
+    def go_to(self, place: Place | None) -> None:
+        """A step begins at ``place``: what is left of one before is taken back where that was."""
+        if self.under_way is not None:
+            self._end()
         if place is not None and self.place is None:
             self.engine.use_kernels("cuda")
         self.place = place
@@ -145,14 +147,8 @@ class Compressor:
         return contextlib.nullcontext() if self.place is None else self.place.here()
 
     def compute(self, work: Callable[[], T]) -> T:
-        """``work`` of a step, which may run the kernels: on one thread then, because what these keep for a thread of
-        TensorFlow is lost whenever that leaves Python."""
-        if self.place is None or asking():
-            with self.here():
-                return work()
-        found: list[T] = []
-        self.coroutine.start(lambda: found.append(self.compute(work)))
-        return found[0]
+        """``work`` of a step, which may run the kernels: on the thread of their place."""
+        return work() if self.place is None else self.place.compute(work)
 
     @property
     def clips_norms(self) -> bool:
@@ -340,30 +336,42 @@ class Compressor:
 
     def _take_up(
         self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
-    ) -> list[Rule]:
+    ) -> Task[list[Rule]]:
         """Prepare the engine for a step of ``kind`` of the variables ``indices``; the rules that take it."""
         self._bind(indices)
         rules = [self._rule(i, progress, factor, kind) for i, factor in zip(indices, factors, strict=False)]
         self._load(values, rules, progress)
-        self.engine.prepare(self.tensors, rules)
+        yield from self.engine.prepare(self.tensors, rules)
         return rules
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
         grads: Sequence[Array], squares: Array, *, finite: bool,
-    ) -> None:  # fmt: skip
-        """Begin a compressed step of the variables ``indices``, and of exact ones of ``sizes``. Runs in ``coroutine``.
+    ) -> Task[None]:  # fmt: skip
+        """Begin a compressed step of the variables ``indices``, and of exact ones of ``sizes``.
 
         ``grads``: the compressed variables' gradients, flat, if it is taken ``in_one_piece``, else none. ``squares``:
         the squared norms of all gradients, if it ``clips_norms``, else none. ``finite``: whether the exact ones'
         averages are, as far as that is known.
         """
-        if self.under_way is not None:
-            self._end()
-        self._go_to(values.place)
         self.count_averages(sum(sizes))
-        factors = self._clip_factors(squares, len(indices) + len(sizes))
-        self.compute(lambda: self._begin(indices, values, progress, factors))
+        factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
+        edited = self._edited(indices, values, progress)
+        rules = yield from self._take_up(indices, values, progress, factors, Kind.ONEBIT)
+        plan = self.engine.plan(Kind.ONEBIT, rules)
+        has_momentum = [momentum is not None for momentum in values.momenta]
+        weights = self._lend([tensor.weight.size for tensor in self.tensors])
+        momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
+        moved = [
+            replace(tensor, weight=weight, momentum=next(momenta) if has else tensor.momentum)
+            for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
+        ]
+        begun = {}
+        for i, variance in zip(indices, values.variances, strict=True):
+            if not progress.marks[i]:
+                begun[i] = self.moments.mark(variance)
+                self.moments.hold(i, variance)
+        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun)
 
     def _edited(self, indices: tuple[int, ...], values: Values, progress: Progress) -> list[int]:
         """The variables whose moments somebody has changed, so that this step cannot be taken."""
@@ -390,24 +398,6 @@ class Compressor:
                     "optimizer.set_weights(plain.variables) or load_own_variables(), or a whole state by "
                     "load_checkpoint() or load_weights()"
                 )
-
-    def _begin(self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float]) -> None:
-        edited = self._edited(indices, values, progress)
-        rules = self._take_up(indices, values, progress, factors, Kind.ONEBIT)
-        plan = self.engine.plan(Kind.ONEBIT, rules)
-        has_momentum = [momentum is not None for momentum in values.momenta]
-        weights = self._lend([tensor.weight.size for tensor in self.tensors])
-        momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
-        moved = [
-            replace(tensor, weight=weight, momentum=next(momenta) if has else tensor.momentum)
-            for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
-        ]
-        begun = {}
-        for i, variance in zip(indices, values.variances, strict=True):
-            if not progress.marks[i]:
-                begun[i] = self.moments.mark(variance)
-                self.moments.hold(i, variance)
-        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun)
 
     @property
     def _refuses(self) -> bool:
@@ -440,8 +430,7 @@ class Compressor:
         """
         step = self.under_way
         assert step is not None
-        decoded = self.engine.times.decode - step.sent[1]
-        self.engine.times.add("exchange", max(0.0, time.perf_counter() - step.sent[0] - decoded))
+        self.engine.waited(*step.sent)
         try:
             if self._refuses:
                 taken = self.compute(self._refuse)
@@ -498,7 +487,7 @@ class Compressor:
         workers = self.engine.collectives.size if self.sum_gradients else 1
         return workers / (self.optimizer.loss_scale_factor or 1.0)
 
-    def _clip_factors(self, squares: Array, count: int) -> Sequence[float]:
+    def _clip_factors(self, squares: Array, count: int) -> Task[Sequence[float]]:
         """By which each of ``count`` gradients is clipped, the same on all workers: by the root mean square, over the
         workers, of the norms of their own gradients, whose ``squares`` are given."""
         optimizer = self.optimizer
@@ -508,7 +497,7 @@ class Compressor:
         squares = squares.astype(np.float64) * self._factor**2
         if optimizer.global_clipnorm:
             squares = squares.sum(keepdims=True)
-        norms = mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
+        norms = yield from mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
         scales = np.minimum(1.0, limit / np.maximum(norms, 1e-30))
         return [float(s) for s in np.broadcast_to(scales, count)]
 
@@ -536,6 +525,7 @@ class Compressor:
         return {
             "exchanges": engine.exchanges,
             "skipped": engine.skipped,
+            "rates": engine.feedback.rates,
             "warmup": self.optimizer._wrapping.warmup.state_dict(),
         }
 
@@ -543,6 +533,7 @@ class Compressor:
         """Continue from what ``counts`` gave."""
         self.forget()
         self.engine.exchanges, self.engine.skipped = counts["exchanges"], counts["skipped"]
+        self.engine.feedback.rates = counts["rates"]
         self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
 
     def check_built(self) -> None:

@@ -33,6 +33,7 @@ from horovod.common.exceptions import HorovodInternalError, HostsUpdatedInterrup
 from horovod.tensorflow import mpi_ops
 from horovod.tensorflow.functions import broadcast_object
 
+from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables, shared
@@ -117,7 +118,7 @@ class KerasState(ObjectState):
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
             with compressor.here():
-                engine.share_out(self._left, sizes)
+                tasks.run(engine.share_out(self._left, sizes))
         self._left = None
 
 

@@ -1,7 +1,7 @@
 """What the step needs to run alike in a TensorFlow graph and eagerly.
 
-Nothing that runs on the host waits for a collective: see ``horovod_onebit.tf.coroutine``. Host functions compute, and
-Horovod's operations between them are asynchronous kernels, which need none of TensorFlow's threads while they wait.
+Nothing that runs on the host waits for a collective: a host function occupies one of TensorFlow's threads, perhaps the
+only one. Host functions compute; Horovod's operations between them are asynchronous kernels, which need no thread.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.tf.collectives import NOTHING, HorovodCollectives, Round, view
-from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tasks import Task
+from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, Round, view
 from horovod_onebit.tf.place import Place
 
 
@@ -113,31 +113,16 @@ def handed(place: Place | None, tensors: Sequence[Any]) -> tuple[list[Any], Call
 
 
 def in_rounds(
-    coroutine: Coroutine, collectives: HorovodCollectives, work: Callable[..., Any], inputs: Sequence[Any]
-) -> Any:
-    """Run ``work`` with the values of ``inputs`` in ``coroutine``, and the rounds that it asks for in between.
-
-    Returns a tensor that is there when it is done.
-    """
-
-    def start(*values: Any) -> Round | None:
-        collectives.forget()
-        return coroutine.start(lambda: work(*values))
-
-    return in_turns(start, coroutine.resume, collectives, inputs)
-
-
-def in_turns(
-    start: Callable[..., Round | None],
-    resume: Callable[[Sequence[np.ndarray]], Round | None],
+    errand: Errand,
     collectives: HorovodCollectives,
+    work: Callable[..., Task[Any]],
     inputs: Sequence[Any],
     label: str = "",
 ) -> Any:
-    """Call ``start`` with the values of ``inputs``, then ``resume`` with what came of each round that they return.
+    """Carry out the task that ``work`` makes of the values of ``inputs``, round by round.
 
-    Returns a tensor that is there when one of them has returned None. What has a ``label``, alike on all workers, waits
-    for its ``inputs`` only, and not for other host functions that come before it in the program.
+    Returns a tensor that is there when it is done. What has a ``label``, alike on all workers, waits for its ``inputs``
+    only, and not for other host functions that come before it in the program.
     """
     dtypes = [tf.bool, *Round.DTYPES]
 
@@ -146,11 +131,12 @@ def in_turns(
 
     def begin(*values: Any) -> list[Any]:
         with collectives.lock:
-            return flat(start(*values))
+            collectives.forget()
+            return flat(errand.start(work(*values)))
 
     def proceed(*received: Any) -> list[Any]:
         with collectives.lock:
-            return flat(resume([view(tensor) for tensor in received]))
+            return flat(errand.resume([view(tensor) for tensor in received]))
 
     if tf.executing_eagerly():
         more, *sent = begin(*inputs)

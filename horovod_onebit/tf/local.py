@@ -24,6 +24,7 @@ from horovod_onebit.rules.frozen import FrozenAdam, clip_of
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.zero_one_adam import local
 from horovod_onebit.schedule import Local
+from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
@@ -127,8 +128,8 @@ class LocalSteps(Compressor):
         both = zip(self.bound(), self.tensors, strict=True)
         return all(np.array_equal(_host(v), _rounded(t.anchor, v)) for v, t in both)
 
-    def begin(self, indices: tuple[int, ...], values: Sequence[Any]) -> None:
-        """Begin a round with the ``values`` of the variables ``indices``. Runs in ``coroutine``; collective."""
+    def begin(self, indices: tuple[int, ...], values: Sequence[Any]) -> Task[None]:
+        """Begin a round with the ``values`` of the variables ``indices``. Collective."""
         if indices != self.indices and self.rounds.under_way:
             raise ConfigurationError(
                 "what is trained has changed in the middle of a round of local steps: call optimizer.flush() before "
@@ -149,7 +150,7 @@ class LocalSteps(Compressor):
         large = [tensor for variable, tensor in both if self.is_compressed(variable)]
         small = [tensor for variable, tensor in both if not self.is_compressed(variable)]
         try:
-            self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
+            yield from self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
         except DesyncError as error:
             raise DesyncError(
                 f"{error}. To begin with those of worker 0: callbacks.BroadcastGlobalVariablesCallback(0) in fit, "
@@ -204,15 +205,15 @@ class LocalSteps(Compressor):
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
                 momentum.assign(tf.reshape(adopt(self._memory.copy(tensor.momentum)), momentum.shape))
 
-    def exchange(self, *values: Any) -> None:
-        """End the round, in which the variables got these ``values``. Runs in ``coroutine``; collective."""
+    def exchange(self, *values: Any) -> Task[None]:
+        """End the round, in which the variables got these ``values``. Collective."""
         self.lost = True
         if self.edits:  # the steps since were taken with other moments than those that all have in common
             self._give_up()
             return
         self._pull(values)
         try:
-            self.lost = not self.rounds.exchange()
+            self.lost = not (yield from self.rounds.exchange())
             if self.lost:
                 self._restore_frozen()
             self._push_momenta()
@@ -282,17 +283,17 @@ class LocalSteps(Compressor):
         if self.rounds.under_way:  # it ends by the same rules on all workers
             self.indices = indices
 
-    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool) -> None:
+    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool) -> Task[None]:
         """Average the second moments, after step ``number`` of the optimizer: ``second`` is then that number and these
         moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
-        ``usable``. Runs in ``coroutine``; collective."""
+        ``usable``. Collective."""
         engine, beta2 = self.engine, self.optimizer.beta_2
         seen = np.array(self.optimizer._seen.value)[list(self.indices)]
         own = [view(v) / np.float32(1 - beta2 ** max(int(n), 1)) for v, n in zip(variances, seen, strict=True)]
         last = [view(one) for one in grads]
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
         usable = usable and not self.lost
-        found = second_moments(own, last, size, engine.collectives, name, engine.traffic, usable=usable)
+        found = yield from second_moments(own, last, size, engine.collectives, name, engine.traffic, usable=usable)
         if found is None:
             self.second = 0, [self._memory.copy(view(one)) for one in variances]
         else:
@@ -346,8 +347,8 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
     indices = tuple(optimizer._get_variable_index(v) for v in variables)
 
     def begin() -> None:
-        def work(*values: Any) -> None:
-            steps.begin(indices, values)
+        def work(*values: Any) -> Task[None]:
+            return steps.begin(indices, values)
 
         cond(_agreed(optimizer, indices), lambda: _run(steps, work, variables))
 
@@ -420,11 +421,11 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
     assert steps.adapter.adam is not None
     variances = [steps.adapter.adam.variance(optimizer, i) for i in indices]
 
-    def work(number: Any, usable: Any, *values: Any) -> None:
-        steps.freeze(int(number), values[: len(indices)], values[len(indices) :], usable=bool(usable))
+    def work(number: Any, usable: Any, *values: Any) -> Task[None]:
+        return steps.freeze(int(number), values[: len(indices)], values[len(indices) :], usable=bool(usable))
 
     inputs = [number, usable, *_flat(variances), *_flat(grads)]
-    done = in_rounds(steps.coroutine, steps.collectives, work, inputs)
+    done = in_rounds(steps.errand, steps.collectives, work, inputs)
     new = host_values(lambda _: [adopt(one) for one in steps.second[1]], [done], [tf.float32] * len(indices))
     _put(variances, new)
     optimizer._frozen.assign(host_value(lambda _: np.int64(steps.second[0]), [done], tf.int64))
@@ -439,7 +440,7 @@ def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
 
 def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) -> Any:
     """``work`` with the flat values of ``variables``; a tensor that is there when it is done."""
-    return in_rounds(steps.coroutine, steps.collectives, work, _flat(variables))
+    return in_rounds(steps.errand, steps.collectives, work, _flat(variables))
 
 
 def _flat(variables: Sequence[Any]) -> list[Any]:

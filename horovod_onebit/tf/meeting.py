@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.handshake import Facts, Finite
+from horovod_onebit.handshake import Facts, Finite, Mismatch
 from horovod_onebit.tf.collectives import HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value, outside
 
@@ -53,16 +53,15 @@ def meet(
 
     def hear(total: Any) -> bool:
         error = failed.pop() if failed else None
-
-        def explain(text: str) -> str:
-            own = facts() if error is None else handshake.said(FAILED, _text(error))
-            return handshake.differences(text, _gathered(handshake.packed(own), collectives))
-
         try:
-            found = handshake.read_agreement(view(total), collectives.size, explain)
+            found = handshake.read_agreement(view(total), collectives.size)
         except DesyncError as desync:
+            text = str(desync)
+            if isinstance(desync, Mismatch):
+                own = facts() if error is None else handshake.said(FAILED, _text(error))
+                text = handshake.differences(text, _gathered(handshake.packed(own), collectives))
             if error is None:
-                raise DesyncError(f"{desync}. This worker was about to do this: {call}") from None
+                raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
         if error is not None:
             raise error
         return found.finite

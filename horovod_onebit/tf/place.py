@@ -11,8 +11,10 @@ import contextlib
 import ctypes
 import logging
 import math
+import threading
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 import keras
 import tensorflow as tf
@@ -22,6 +24,8 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import Kernels, backend, has_gpu
 
 logger = logging.getLogger("horovod_onebit")
+T = TypeVar("T")
+THREAD = "onebit-kernels"
 
 _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
@@ -52,6 +56,7 @@ class Place:
         self._kernels = kernels
         self.device = device
         self._number = 0 if kernels.SIMULATED else _number(device)
+        self._thread = ThreadPoolExecutor(1, THREAD)
 
     def fault(self) -> str:
         """Why the kernels are not to be used here; nothing if they work."""
@@ -72,6 +77,18 @@ class Place:
 
         with cuda.gpus[self._number]:
             yield
+
+    def compute(self, work: Callable[[], T]) -> T:
+        """``work`` that runs kernels: all on one thread, because what Numba and our launches keep for a thread of
+        TensorFlow is lost whenever that leaves Python."""
+        if threading.current_thread().name.startswith(THREAD):
+            return work()
+
+        def there() -> T:
+            with self.here():
+                return work()
+
+        return self._thread.submit(there).result()
 
     def array(self, tensor: Any) -> Any:
         """What an eager float32 ``tensor`` is to the kernels, flat, once TensorFlow has computed it."""

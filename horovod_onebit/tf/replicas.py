@@ -6,6 +6,7 @@ from typing import Any
 
 from horovod_onebit import replicas
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tasks import run
 from horovod_onebit.tf.agreement import checksums
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.optimizer import check_ours
@@ -33,4 +34,4 @@ def check_replicas(optimizer: Any) -> None:
             "before, on all workers"
         )
     found = checksums(optimizer, state=wrapping.local is None)
-    replicas.check(found, engine.collectives, f"{engine.name}.replicas")
+    run(replicas.check(found, engine.collectives, f"{engine.name}.replicas"))

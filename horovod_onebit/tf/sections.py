@@ -11,12 +11,10 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 
-from numpy.typing import NDArray
-
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.tf.collectives import Parcel, Round
+from horovod_onebit.tasks import Task
 from horovod_onebit.tf.compressor import Compressor
 
 MOST = 32
@@ -46,53 +44,29 @@ def sections(sizes: Sequence[int], recipe: Recipe) -> list[tuple[int, ...]]:
 
 
 class Section:
-    """One section's way to the other workers, in one graph: ``start``, then ``resume`` as often as it has a round."""
+    """One section's way to the other workers, in one graph."""
 
     def __init__(self, compressor: Compressor, all_sections: Sequence[tuple[int, ...]], number: int) -> None:
-        self._compressor = compressor
+        self.compressor = compressor
         self.collectives = compressor.collectives
         self._all = all_sections
         self._number = number
         self._layout: Layout | None = None
         self._buckets: list[int] = []
-        self._parcel = Parcel()
 
-    def start(self, grads: Sequence[Array]) -> Round | None:
-        """Encode the section's buckets; the first round."""
-        compressor, step = self._compressor, self._compressor.under_way
+    def travel(self, grads: Sequence[Array]) -> Task[None]:
+        """Encode the section's buckets, and take their steps when their messages have arrived."""
+        engine, step = self.compressor.engine, self.compressor.under_way
         assert step is not None
-        self._parcel = Parcel()
-        step.grads |= {i: compressor.contributed(g) for i, g in zip(self._all[self._number], grads, strict=True)}
-        compressor.compute(self._send)
-        step.sent = time.perf_counter(), compressor.engine.times.decode
-        return self._leave()
-
-    def resume(self, received: Sequence[NDArray]) -> Round | None:
-        """What came of the last round; the next one."""
-        self._parcel.deliver(received)
-        self._compressor.compute(self._move)
-        return self._leave()
-
-    def _send(self) -> None:
-        engine, step = self._compressor.engine, self._compressor.under_way
-        assert step is not None
+        step.grads |= {i: self.compressor.contributed(g) for i, g in zip(self._all[self._number], grads, strict=True)}
         for bucket in self._own():
             engine.send(bucket, step.grads, step.plan)
-        engine.leave(self._own())
-
-    def _move(self) -> None:
-        engine, step = self._compressor.engine, self._compressor.under_way
-        assert step is not None
-        for bucket in engine.go_on(self._buckets):
-            engine.move(bucket, step.moved)
-
-    def _leave(self) -> Round | None:
-        self._parcel.put(self._compressor.collectives.take())
-        return self._parcel.leave()
+        step.sent = time.perf_counter(), engine.times.decode
+        yield from engine.step_into(self._own(), step.moved)
 
     def _own(self) -> list[int]:
         """The buckets of this section."""
-        layout = self._compressor.engine.layout
+        layout = self.compressor.engine.layout
         assert layout is not None
         if layout is not self._layout:
             self._layout, self._buckets = layout, []

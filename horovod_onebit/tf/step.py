@@ -15,9 +15,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.tf.collectives import view
+from horovod_onebit.tasks import Task
+from horovod_onebit.tf.collectives import Errand, view
 from horovod_onebit.tf.compressor import Compressor, Progress, Values
-from horovod_onebit.tf.graph import adopt, handed, host_values, in_rounds, in_turns, on_device
+from horovod_onebit.tf.graph import adopt, handed, host_values, in_rounds, on_device
 from horovod_onebit.tf.place import Place, tensor_of
 from horovod_onebit.tf.sections import Section, sections
 
@@ -58,15 +59,16 @@ def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pai
     grads = [g for g, _ in large] if compressor.in_one_piece else []
     inputs, opened = handed(place, [tf.convert_to_tensor(i) for i in (*state, *grads)])
 
-    def work(learning_rate: Any, steps: Any, seen: Any, marks: Any, squares: Any, *rest: Any) -> None:
+    def work(learning_rate: Any, steps: Any, seen: Any, marks: Any, squares: Any, *rest: Any) -> Task[None]:
         arrays = iter(opened(rest[len(finite) :]))
         values = _values(arrays, large, momenta, variances, place)
         now = Progress(float(learning_rate), int(steps), np.array(seen), np.array(marks))
         known = all(rest[: len(finite)])
-        compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
+        compressor.go_to(place)
+        return compressor.begin_step(indices, values, now, sizes, list(arrays), view(squares), finite=known)
 
     scalars = [*map(tf.convert_to_tensor, now), _squares(compressor, large, small), *finite]
-    return in_rounds(compressor.coroutine, compressor.collectives, work, [*scalars, *inputs])
+    return in_rounds(compressor.errand, compressor.collectives, work, [*scalars, *inputs])
 
 
 def _squares(compressor: Compressor, large: Pairs, small: Pairs) -> Any:
@@ -103,10 +105,11 @@ def _travel(section: Section, place: Place | None, grads: Sequence[Any], begun: 
     """``section`` with its gradients, once the step has begun."""
     inputs, opened = handed(place, [*map(tf.convert_to_tensor, grads)])
 
-    def start(_: Any, *values: Any) -> Any:
-        return section.start(opened(values))
+    def work(_: Any, *values: Any) -> Task[None]:
+        return section.travel(opened(values))
 
-    return in_turns(start, section.resume, section.collectives, [begun, *inputs], label)
+    errand = Errand(section.collectives, section.compressor.compute)
+    return in_rounds(errand, section.collectives, work, [begun, *inputs], label)
 
 
 def _collect(

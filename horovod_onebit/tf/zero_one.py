@@ -6,7 +6,8 @@ on from the middle of an interval. Nothing in a graph reads or writes them: the 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,9 +22,10 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, ZeroOne, kind_of
+from horovod_onebit.tasks import Task, run
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Progress, Values
-from horovod_onebit.tf.graph import adopt, in_rounds
+from horovod_onebit.tf.graph import adopt
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -45,7 +47,7 @@ class ZeroOneSteps(Compressor):
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
         grads: Sequence[Array], squares: Array, *, finite: bool,
-    ) -> None:  # fmt: skip
+    ) -> Task[None]:  # fmt: skip
         """Take the whole step."""
         engine, optimizer = self.engine, self.optimizer
         engine.exchanges = int(optimizer._tried.value)
@@ -53,12 +55,12 @@ class ZeroOneSteps(Compressor):
             engine.feedback.reset()
         try:
             self.count_averages(sum(sizes))
-            factors = self._clip_factors(squares, len(indices) + len(sizes))
+            factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
             kind = kind_of(self.schedule, engine.exchanges + 1)
             edited = self._edited(indices, values, progress)
-            rules = self._take_up(indices, values, progress, factors, kind)
+            rules = yield from self._take_up(indices, values, progress, factors, kind)
             own = [self.clipped(grad) for grad in grads]
-            taken = self._exchange(engine.plan(kind, rules), own, edited, finite=finite)
+            taken = yield from self._exchange(engine.plan(kind, rules), own, edited, finite=finite)
             self._done = taken, factors
             if taken:
                 self._keep(rules)
@@ -93,17 +95,23 @@ class ZeroOneSteps(Compressor):
         taken, factors = self._done
         return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
 
-    def _exchange(self, plan: Plan, grads: Sequence[Array], edited: Sequence[int], *, finite: bool) -> bool:
-        engine, by_number = self.engine, dict(enumerate(grads))
-        arrive = self._start_agreeing(grads, edited)
+    def _exchange(self, plan: Plan, grads: Sequence[Array], edited: Sequence[int], *, finite: bool) -> Task[bool]:
+        """Asks whether all workers' gradients are finite, too, and on which of them moments were ``edited``: a local
+        step sends nothing else that would tell, and cannot be taken back."""
+        engine, by_number, size = self.engine, dict(enumerate(grads)), self.collectives.size
+        own = np.zeros(1 + size, np.float32)
+        own[0], own[1 + self.collectives.rank] = not all_finite(grads), bool(edited)
+        found = self.collectives.allreduce(own, f"{engine.name}.finite")
         engine.send_rest(by_number, plan)
-        with engine.times.measure("exchange"):  # a whole round, messages and all
-            all_finite, on = arrive()
+        start, decoded = time.perf_counter(), engine.times.decode
+        total = yield found  # a whole round, messages and all
+        engine.waited(start, decoded)
+        on = np.flatnonzero(total[1:]).tolist()
         if not on:
-            return engine.receive(by_number, plan, finite=all_finite and finite)
+            return (yield from engine.receive(by_number, plan, finite=finite and not total[0]))
         engine.restore_all()
         engine.exchanges += 1
-        if len(on) < engine.collectives.size:
+        if len(on) < size:
             raise DesyncError(
                 f"the optimizer's state was changed on {workers(on)} and not on the others: make the same changes on "
                 "all workers"
@@ -133,22 +141,6 @@ class ZeroOneSteps(Compressor):
             if rule.kind is Kind.EXACT:
                 assert tensor.variance is not None
                 tensor.variance = self._memory.copy(tensor.variance)
-
-    def _start_agreeing(
-        self, grads: Sequence[Array], edited: Sequence[int]
-    ) -> Callable[[], tuple[bool, Sequence[int]]]:
-        """Start asking whether all workers' ``grads`` are finite, and on which workers moments were ``edited``: a local
-        step sends nothing else that would tell, and cannot be taken back."""
-        size = self.collectives.size
-        own = np.zeros(1 + size, np.float32)
-        own[0], own[1 + self.collectives.rank] = not all_finite(grads), bool(edited)
-        handle = self.collectives.allreduce(own, f"{self.engine.name}.finite")
-
-        def arrive() -> tuple[bool, Sequence[int]]:
-            total = handle.wait()
-            return not total[0], np.flatnonzero(total[1:]).tolist()
-
-        return arrive
 
     def _keep(self, rules: Sequence[Any]) -> None:
         """A step was taken by ``rules``: keep what is neither weight nor momentum."""
@@ -183,9 +175,9 @@ class ZeroOneSteps(Compressor):
         indices = self.departed
         if indices:
             announce("flush", self.process_set, f"{self.engine.name} {int(self.optimizer._tried.value)} {indices}")
-            in_rounds(self.coroutine, self.collectives, lambda: self._flush(indices), [])
+            run(self._flush(indices))
 
-    def _flush(self, indices: tuple[int, ...]) -> None:
+    def _flush(self, indices: tuple[int, ...]) -> Task[None]:
         engine, optimizer, adapter = self.engine, self.optimizer, self.adapter
         variables = [optimizer._trainable_variables[i] for i in indices]
         momenta = [adapter.momentum(optimizer, i) for i in indices]
@@ -194,8 +186,8 @@ class ZeroOneSteps(Compressor):
         progress = Progress(float(optimizer.learning_rate), int(optimizer._iterations.value), seen, marks)
         values = Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances)
         engine.exchanges = int(optimizer._tried.value)
-        rules = self._take_up(indices, values, progress, [1.0] * len(indices), Kind.SYNC)
-        engine.flush(rules)
+        rules = yield from self._take_up(indices, values, progress, [1.0] * len(indices), Kind.SYNC)
+        yield from engine.flush(rules)
         self._keep(rules)
         for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):
             _assign(variable, tensor.weight)

@@ -16,6 +16,7 @@ from horovod_onebit import costs
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives, ranks_by_host
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.tasks import run
 
 SMALL, LARGE, LONGEST = 1 << 10, 1 << 21, 1 << 26
 """Bytes that a worker sends to all others together, about: they grow until that takes ``ENOUGH``."""
@@ -54,7 +55,7 @@ def measure(collectives: Collectives, times: int = TIMES) -> Link:
     By an alltoall: what a host receives is then the same over MPI, Gloo and NCCL, and however ranks are placed. The
     fastest try counts, since other work on the hosts can only make one slower.
     """
-    places, _ = ranks_by_host(collectives)
+    places, _ = run(ranks_by_host(collectives))
     if not places:
         raise ConfigurationError(
             "the hosts have different numbers of workers: expected as many on each, such as -H a:2,b:2"

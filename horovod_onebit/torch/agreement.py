@@ -15,9 +15,9 @@ import horovod.torch as hvd
 from horovod_onebit import handshake
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.exchange import Handle
 from horovod_onebit.face import agreement_name
-from horovod_onebit.handshake import Finite, Verdict
+from horovod_onebit.handshake import Finite, Mismatch, Verdict
+from horovod_onebit.tasks import Handle, run
 from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
@@ -51,7 +51,7 @@ _threads: dict[int, _Threads] = {}
 
 def meet(call: str) -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
-    handshake.meet(HorovodCollectives(), agreement_name(hvd.global_process_set), call, "")
+    run(handshake.meet(HorovodCollectives(), agreement_name(hvd.global_process_set), call, ""))
 
 
 class Compared(Protocol):
@@ -147,12 +147,13 @@ class Agreement:
         if handle is None:
             return self._verdict
         try:
-            verdict = self._verdict = handshake.read_agreement(
-                handle.wait(), self._engine.collectives.size, self._explained
-            )
-        except DesyncError:
+            verdict = self._verdict = handshake.read_agreement(handle.wait(), self._engine.collectives.size)
+        except DesyncError as error:
+            facts = self._facts()  # before what has been sent is taken back
             self._gradients.refuse()
-            raise
+            if not isinstance(error, Mismatch):
+                raise
+            raise run(handshake.named(error, facts, self._engine.collectives, self.name)) from None
         finally:
             self._threads.leave()
         if verdict.edited:
@@ -179,15 +180,12 @@ class Agreement:
         averaged = {"what was done to the averaged gradients": gradients}
         return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 
-    def _explained(self, text: str) -> str:
-        return handshake.named(text, self._facts(), self._engine.collectives, self.name)
-
     def meet(self, call: str, setup: str | None = None) -> None:
         """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""
         engine = self._engine
         self._threads.enter(self)
         try:
-            handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup)
+            run(handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup))
         except DesyncError:
             self._begun = True  # nobody has to be told: all have found it
             self._gradients.refuse()

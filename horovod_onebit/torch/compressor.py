@@ -18,6 +18,7 @@ from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind, kind_of
+from horovod_onebit.tasks import run
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
@@ -119,7 +120,7 @@ class Compressor(Steps):
             plan = self.parameters.plan(Kind.ONEBIT)
             self._prepare(plan)
             self.parameters.pull()
-            self.engine.recall(self.parameters.gradients(), plan)
+            run(self.engine.recall(self.parameters.gradients(), plan))
 
     def _spoil(self) -> None:
         """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
@@ -135,7 +136,7 @@ class Compressor(Steps):
         norm = math.sqrt(squares)
         if self.parameters.phase is Phase.COMPRESSED:
             collectives = self.engine.collectives
-            norm = float(mean_norms(np.array([squares]), collectives, f"{self.engine.name}.norm")[0])
+            norm = float(run(mean_norms(np.array([squares]), collectives, f"{self.engine.name}.norm"))[0])
             norm *= collectives.size if self.parameters.sum_gradients else 1
         if not norm <= max_norm:
             for g in grads:
@@ -258,7 +259,7 @@ class Compressor(Steps):
             engine.withdraw()
             raise
         finite = averaged() and verdict.finite
-        taken = engine.receive(grads, plan, finite=finite, certain=verdict.certain)
+        taken = run(engine.receive(grads, plan, finite=finite, certain=verdict.certain))
         self.gradients.drop()
         if not taken:
             return False
@@ -281,7 +282,7 @@ class Compressor(Steps):
             places = self.engine.collectives.takes_device_memory
             bindings = parameters.bindings.values()
             details = [b.detail(device=places) for b in bindings]
-            self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
+            run(self.engine.prepare([b.tensor for b in bindings], plan.rules, details))
             parameters.are_prepared()
             self.share_out()
 
@@ -298,7 +299,7 @@ class Compressor(Steps):
             plan = parameters.plan(Kind.SYNC)
             self._prepare(plan)
             parameters.pull()
-            self.engine.flush(plan.rules)
+            run(self.engine.flush(plan.rules))
             parameters.push()
             parameters.begin_again(edited)
             parameters.remember()

@@ -29,6 +29,7 @@ from horovod_onebit.rules import Rule, Wraps
 from horovod_onebit.rules.frozen import FrozenAdam, forget_steps, no_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
+from horovod_onebit.tasks import run
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
@@ -264,7 +265,7 @@ class LocalParameters(Parameters):
         engine = self.engine
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
         own = [one.numpy() for _, _, one in moments]
-        found = second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable)
+        found = run(second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable))
         if found is None:
             return False
         for (p, share, _), value in zip(moments, found, strict=True):
@@ -308,7 +309,7 @@ class LocalParameters(Parameters):
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """Of its progress alone, without the steps that it has skipped: the rest is each worker's own."""
         own = dict(state_dict["param_groups"][0].get(STATE_KEY) or {}) if state_dict["param_groups"] else {}
-        for name in ("skipped", "taken"):
+        for name in ("skipped", "taken", "rates"):
             own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
@@ -336,6 +337,8 @@ class LocalParameters(Parameters):
         self._marks.clear()
         self.remember()
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
+        if whole is not None:  # or they stay what they are, with the residuals
+            self.engine.feedback.rates = progress.rates
         # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
         for p in self.ordered():
@@ -540,7 +543,7 @@ class LocalSteps(Steps):
                 elif self.rounds.freezes and not parameters.freeze(usable=taken and not skipped):
                     self.rounds.put_off()
             elif self.rounds.due:
-                self._exchange(lambda: self.rounds.take_over(lambda: self._agree("step")))
+                self._exchange(lambda: run(self.rounds.take_over(lambda: self._agree("step"))))
         finally:
             self.agreement.reset()
             self.engine.end_step()
@@ -576,7 +579,7 @@ class LocalSteps(Steps):
         frozen, details = parameters.rules(), [b.detail(device=device) for b in large]
         rules: list[Rule] = [frozen.get(b.p, self.rounds.rule) for b in (*large, *small)]
         try:
-            self.rounds.begin([b.tensor for b in large], [b.tensor for b in small], details, rules)
+            run(self.rounds.begin([b.tensor for b in large], [b.tensor for b in small], details, rules))
         except BaseException:
             parameters.unbind()
             raise
@@ -607,7 +610,7 @@ class LocalSteps(Steps):
         """Follow parameters whose memory was replaced. Local."""
         if self.parameters.rebind():
             large, small = self.parameters.bound()
-            self.rounds.replace([b.tensor for b in large], [b.tensor for b in small])
+            run(self.rounds.replace([b.tensor for b in large], [b.tensor for b in small]))
 
     def _exchange(self, exchange: Callable[[], bool]) -> bool:
         """Let ``exchange``, one of ``rounds``, change weights; returns what it does."""
@@ -628,7 +631,7 @@ class LocalSteps(Steps):
 
     def _end_round(self, call: str, *, flush: bool = False) -> bool:
         """Whether the round was not lost. Collective."""
-        taken = self._exchange(lambda: self.rounds.exchange(lambda: self._agree(call), flush=flush))
+        taken = self._exchange(lambda: run(self.rounds.exchange(lambda: self._agree(call), flush=flush)))
         if self.parameters.thawed:  # the next round has other rules
             self._thaw()
             self.parameters.unbind()
@@ -659,7 +662,7 @@ class LocalSteps(Steps):
         """Raise ``DesyncError`` on all workers if their weights are not the same, or what they have in common while an
         exchange is under way. Collective."""
         if self.rounds.hidden:
-            self.rounds.check_replicas()
+            run(self.rounds.check_replicas())
         else:
             super().check_replicas()
 

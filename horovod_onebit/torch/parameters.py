@@ -552,6 +552,7 @@ class Parameters:
             variance_steps=[self.seen(p) or 0 for p in parameters],
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
+            rates=self.engine.feedback.rates,
         )
 
     def export(self, state: dict[str, Any]) -> None:

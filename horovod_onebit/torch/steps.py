@@ -11,6 +11,7 @@ from horovod_onebit import replicas
 from horovod_onebit.engine import Engine
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
+from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.collectives import HorovodCollectives
@@ -60,7 +61,7 @@ class Steps:
 
     def check_replicas(self) -> None:
         """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
-        replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
+        run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
 
     def stats(self, norms: bool) -> Stats:
         compressible = self.parameters.compressible
@@ -85,5 +86,5 @@ class Steps:
         """Share out the residuals, if the workers have changed; all of them or none call this after ``leave_world``.
         Collective then."""
         if self.left is not None:
-            self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.with_residuals()})
+            run(self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.with_residuals()}))
             self.left = None

@@ -14,6 +14,7 @@ from horovod.tensorflow.functions import allgather_object, broadcast_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, DesyncError, Recipe
 from horovod_onebit.checkpoints import files
+from horovod_onebit.tasks import run
 from horovod_onebit.world import total_residuals
 from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
@@ -155,7 +156,7 @@ def test_a_run_goes_on_with_another_exchange(folder, since, to):
     onebit.load_checkpoint(folder, again)
     engine, saved = again.optimizer._compressor.engine, model.optimizer._compressor.engine.residuals()
     before = total_residuals(allgather_object(saved, name="all residuals"))
-    engine.prepare(engine.tensors, engine._rules)
+    run(engine.prepare(engine.tensors, engine._rules))
     for name, value in total_residuals(allgather_object(engine.residuals(), name="all residuals")).items():
         np.testing.assert_allclose(value, before[name], atol=1e-6)
     fit(again, 6, start=8)

@@ -210,8 +210,9 @@ def test_moments_that_are_reset_are_measured_again(kind, name, at):
     zero(moments(optimizer))
     zero(moments_of_plain(pair[1]))
     assert_moves_like_plain(kind, model, optimizer, *pair, at, 9)
-    if name in OF_ADAM:
-        assert 0 < np.asarray(optimizer._seen).max() <= 9
+    if name in OF_ADAM and kind == "one bit":  # local steps give all moments one count when they freeze them
+        compressed = [optimizer._compressor.is_compressed(v) for v in model.trainable_variables]
+        assert 0 < np.asarray(optimizer._seen)[compressed].max() <= 9
 
 
 def moments_of_plain(optimizer):

@@ -16,7 +16,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
-from horovod_onebit.tf.coroutine import Coroutine
+from horovod_onebit.tf.collectives import Errand
 from horovod_onebit.tf.graph import in_rounds
 from horovod_onebit.tools.monitor import read
 from tests.ranks.keras_common import (
@@ -301,7 +301,11 @@ def test_elastic_tells_errors_of_horovod_from_others(where):
     def of_another_shape_on_each_rank(x):
         if where == "host":
             array = np.zeros(RANK + 1, np.float32)
-            return in_rounds(Coroutine(), collectives, lambda _: collectives.allreduce(array, "unequal").wait(), [x])
+
+            def work(_):
+                yield collectives.allreduce(array, "unequal")
+
+            return in_rounds(Errand(collectives, lambda call: call()), collectives, work, [x])
         return hvd.allreduce(tf.zeros([RANK + 1]) + x, name=f"unequal.{where}", op=hvd.Sum)
 
     def wrong_by_itself(x):

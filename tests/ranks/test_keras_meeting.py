@@ -20,8 +20,7 @@ from horovod.tensorflow.functions import allgather_object
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError, face
 from horovod_onebit.tf import elastic
-from horovod_onebit.tf.collectives import HorovodCollectives
-from horovod_onebit.tf.coroutine import Coroutine, ask, asking
+from horovod_onebit.tf.collectives import Errand, HorovodCollectives
 from horovod_onebit.tf.graph import in_rounds
 from horovod_onebit.tf.meeting import announce
 from tests.ranks.keras_common import (
@@ -350,10 +349,11 @@ def test_errors_keep_nothing_of_their_step():
         large = Large()
         found.append(weakref.ref(large))
         raise DesyncError("as a step's")
+        yield
 
     found = []
     with pytest.raises(DesyncError):
-        Coroutine().start(work)
+        Errand(HorovodCollectives(), lambda call: call()).start(work())
     assert found[0]() is None
 
 
@@ -604,28 +604,30 @@ def test_broadcast_inside_a_function_and_of_every_type():
 # -- steps that are interrupted ----------------------------------------------------------------------------------------
 
 
-def test_a_coroutine_answers_fails_and_is_abandoned():
-    coroutine, log, sums = Coroutine(), [], []
+def test_an_errand_goes_on_fails_and_is_given_up():
+    collectives = HorovodCollectives(name="onebit.errands")
+    errand, log = Errand(collectives, lambda call: call()), []
 
     def work():
-        log.append(threading.current_thread() is not threading.main_thread())
         try:
-            sums.append(ask("one") + ask("two"))
+            total = yield collectives.allreduce(np.float32([1, 2]), "one")
+            log.append((total, (yield collectives.allreduce(np.float32([3]), "two"))))
         finally:
-            log.append(asking())
+            log.append("over")
 
-    assert coroutine.start(work) == "one"
-    assert coroutine.resume(1) == "two"
-    assert coroutine.resume(2) is None
-    assert sums == [3]
-    assert coroutine.start(work) == "one"
-    coroutine.abandon()
-    assert coroutine.start(work) == "one"
-    assert coroutine.start(work) == "one"  # the one before is abandoned
-    with pytest.raises(TypeError):
-        coroutine.resume(1) and coroutine.resume("text")
-    assert log == [True] * 8
-    assert not asking()
+    def answer(asked):
+        return [2 * np.asarray(asked.sums), *asked.arrays()[1:3]]
+
+    asked = errand.start(work())
+    asked = errand.resume(answer(asked))
+    assert errand.resume(answer(asked)) is None
+    assert [one.tolist() for one in log[0]] == [[2, 4], [6]]
+    errand.start(work())
+    errand.start(work())  # the one before is given up, and cleans up
+    assert log[1:] == ["over", "over"]
+    errand.close()
+    assert log[1:] == ["over"] * 3
+    errand.close()
 
 
 @pytest.mark.parametrize("graph", [True, False])
@@ -654,18 +656,21 @@ def test_a_collective_that_fails_leaves_the_step_clean(graph):
 
 def test_more_than_a_round_holds(monkeypatch):
     monkeypatch.setattr("horovod_onebit.tf.collectives.ROUND_LIMIT", 300)
-    collectives, coroutine = HorovodCollectives(name="onebit.rounds"), Coroutine()
+    collectives = HorovodCollectives(name="onebit.rounds")
     asked = []
 
     def work(_):
         handles = [collectives.allgather(np.full(100, 10 * i + RANK, np.uint8), "g") for i in range(8)]
         total = collectives.allreduce(np.full(500, RANK, np.float32), "s")
         spread = collectives.alltoall(np.arange(SIZE, dtype=np.uint8).repeat(8), "a")
-        asked.append([handle.wait() for handle in (total, spread, *handles)])
+        found = []
+        for handle in (total, spread, *handles):
+            found.append((yield handle))
+        asked.append(found)
 
     @tf.function
     def run():
-        return in_rounds(coroutine, collectives, work, [tf.constant(0)])
+        return in_rounds(Errand(collectives, lambda call: call()), collectives, work, [tf.constant(0)])
 
     run()
     run()

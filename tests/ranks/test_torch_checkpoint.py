@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, world
+from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, tasks, world
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from tests.ranks.disks import another_job, fill, no_space, small_disk
@@ -154,7 +154,7 @@ def test_a_run_goes_on_with_another_exchange(folder, since, to):
     onebit.load_checkpoint(folder, again, resumed)
     engine, before = resumed._compressor.engine, all_owe(optimizer)
     assert all(np.array_equal(all_owe(resumed)[name], value) for name, value in before.items())
-    engine.prepare(engine.tensors, engine._rules)
+    tasks.run(engine.prepare(engine.tensors, engine._rules))
     for name, value in all_owe(resumed).items():
         np.testing.assert_allclose(value, before[name], atol=1e-6)
     assert {name for name in engine.feedback if name.startswith(SERVER_PREFIX)} == set(engine.exchange.served())

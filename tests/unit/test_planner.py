@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 
 from benchmarks import report
-from horovod_onebit import Recipe, costs, simulation
+from horovod_onebit import Recipe, costs, simulation, tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import choose
 from horovod_onebit.rules.adam import Adam
@@ -84,7 +84,7 @@ def test_it_foretells_what_auto_takes(workers, per_host, link, device):
     def worker(collectives, rate, elements):
         told = replace(recipe, link=rate)
         collectives.takes_device_memory = device is costs.GPU  # by NCCL
-        return choose(told, elements, collectives, [Adam(1e-3)], on_device=device is not costs.CPU).exchange
+        return tasks.run(choose(told, elements, collectives, [Adam(1e-3)], on_device=device is not costs.CPU)).exchange
 
     for parameters in sizes:
         job = replace(JOB, parameters=parameters, workers=workers, workers_per_host=per_host, device=device)

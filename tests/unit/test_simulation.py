@@ -29,6 +29,7 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
 from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.tasks import run
 from horovod_onebit.world import Weighing, total_residuals
 
 f32 = np.float32
@@ -254,7 +255,7 @@ def test_a_hierarchy_is_a_direct_exchange_of_the_hosts_mean_gradients(recipe):
 
 def test_auto_follows_the_hosts():
     def worker(collectives, elements, link, rules=LINEAR):
-        return choose(Recipe(link=link), elements, collectives, rules).exchange
+        return run(choose(Recipe(link=link), elements, collectives, rules)).exchange
 
     def kinds(workers, per_host, elements=10_000_000, link=125e6, **options):
         run = functools.partial(worker, elements=elements, link=link, **options)
@@ -327,7 +328,7 @@ def test_what_is_owed_is_kept_when_the_exchange_changes(since, to, between, monk
         before, tensors, rules = engine.residuals(), engine.tensors, [optimizer.rule] * len(engine.tensors)
         engine.recipe = dataclasses.replace(engine.recipe, exchange=to)
         engine.weigh(Weighing.saved(before))
-        engine.prepare(tensors, rules)
+        run(engine.prepare(tensors, rules))
         return before, engine.residuals()
 
     found = simulation.run(worker, 4, workers_per_host=2)
@@ -351,7 +352,7 @@ def test_what_is_owed_is_kept_when_tensors_come_and_go(exchange, between, monkey
         engine = optimizer.engine
         tensors, found = engine.tensors, [engine.residuals()]
         for chosen in (tensors[1:], tensors[:-1], tensors):
-            engine.prepare(chosen, [optimizer.rule] * len(chosen))
+            run(engine.prepare(chosen, [optimizer.rule] * len(chosen)))
             found.append(engine.residuals())
             own = engine.exchange.encodes()
             if own is not None:
@@ -379,7 +380,7 @@ def test_all_that_is_sent_may_be_written_to(exchange, monkeypatch):
 
     def worker(collectives):
         engine = train(collectives, dataclasses.replace(EVERYTHING, exchange=exchange))[0].engine
-        engine.prepare(engine.tensors[1:], engine._rules[1:])
+        run(engine.prepare(engine.tensors[1:], engine._rules[1:]))
 
     monkeypatch.setattr(simulation.SimulatedCollectives, "_start", checked)
     simulation.run(worker, 4, workers_per_host=2)
@@ -392,7 +393,7 @@ def test_what_servers_owe_to_a_tensor_that_was_removed_is_forgotten():
         engine = optimizer.engine
         engine.feedback.discard("long")
         left = engine.tensors[:-1]
-        engine.prepare(left, [optimizer.rule] * len(left))
+        run(engine.prepare(left, [optimizer.rule] * len(left)))
         return engine.residuals()
 
     found = total_residuals(simulation.run(worker, 4))
@@ -405,7 +406,7 @@ def test_workers_that_change_twice_before_a_step_owe_the_same(exchange):
         engine = train(collectives, dataclasses.replace(EVERYTHING, exchange=exchange))[0].engine
         found = [engine.residuals()]
         for _ in range(2):
-            engine.share_out(engine.leave_world(None), SIZES)
+            run(engine.share_out(engine.leave_world(None), SIZES))
             found.append(engine.residuals())
         return found
 
@@ -429,7 +430,7 @@ def test_nothing_to_compress(exchange):
 def test_workers_with_gradients_in_different_memories_choose_alike():
     def worker(collectives):
         on_device = collectives.rank == 0
-        return choose(Recipe(), 1_000_000, collectives, LINEAR, on_device=on_device).exchange
+        return run(choose(Recipe(), 1_000_000, collectives, LINEAR, on_device=on_device)).exchange
 
     assert len(set(simulation.run(worker, 4))) == 1
 

@@ -97,7 +97,7 @@ def test_all_workers_start_at_the_same_step(rule):
         optimizer = NumpyOptimizer(weights, rule, collectives=collectives, warmup_steps="auto")
         for _ in range(200):
             optimizer.step({"w": (weights["w"] - 1 + rng.standard_normal(3000)).astype(np.float32)})
-        return optimizer.warmup.steps, weights["w"]
+        return optimizer.driver.warmup.steps, weights["w"]
 
     results = simulation.run(functools.partial(worker), 3)
     assert 20 <= results[0][0] <= 150

@@ -1,0 +1,48 @@
+"""What waits for other workers is a task: a generator that yields each collective it waits for and is sent its result.
+
+A task does not know how its worker waits. ``run`` blocks; the Keras face resumes the task from host functions, and lets
+Horovod's operations in the graph carry what it has started (``tf.graph.in_rounds``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator
+from typing import Any, Protocol, TypeVar
+
+from horovod_onebit import marks
+
+T = TypeVar("T")
+
+
+class Handle(Protocol):
+    """A collective under way."""
+
+    def ready(self) -> bool:
+        """Whether ``wait`` would not block; False if that is not known."""
+        ...
+
+    def wait(self) -> Any:
+        """Block until it is done, and return its result, an array. Called once."""
+        ...
+
+
+Task = Generator[Handle, Any, T]
+
+
+def run(task: Task[T]) -> T:
+    """Carry ``task`` out, and wait wherever it waits."""
+    proceed: Callable[[Any], Handle] = task.send
+    value: Any = None
+    while True:
+        try:
+            handle = proceed(value)
+        except StopIteration as end:
+            found: T = end.value
+            return found
+        finally:
+            value = None  # an error would keep this frame, and this frame the error
+        try:
+            with marks.range("exchange"):
+                proceed, value = task.send, handle.wait()
+        except BaseException as error:
+            proceed, value = task.throw, error
