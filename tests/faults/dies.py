@@ -10,6 +10,7 @@ import torch
 import horovod_onebit.torch as onebit
 
 hvd.init()
+torch.manual_seed(0)
 model = torch.nn.Linear(64, 64)
 optimizer = onebit.DistributedOptimizer(
     torch.optim.Adam(model.parameters()), named_parameters=model.named_parameters(), warmup_steps=3
