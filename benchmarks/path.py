@@ -28,6 +28,7 @@ def follow() -> None:
 
     hvd.init(process_sets="dynamic")
     torch.set_num_threads(1)
+    torch.manual_seed(0)
     model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.Tanh(), torch.nn.Linear(64, 64))
     optimizer: Any = torch.optim.AdamW(model.parameters())
     optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), warmup_steps=2)

@@ -41,6 +41,7 @@ def build_model():
 loss_fn = torch.nn.functional.cross_entropy
 batches = [(torch.randn(16, 64), torch.randint(8, (16,))) for _ in range(30)]
 model = build_model()
+hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
 optimizer = onebit.DistributedOptimizer(plain, named_parameters=model.named_parameters(), warmup_steps=5)
 """
