@@ -76,10 +76,10 @@ class NumpyOptimizer:
         if schedule is None:
             warmup = warmups.make(warmup_steps, total_steps)
         elif isinstance(schedule, ZeroOne):
-            warmup = warmups.make(schedule.var_update_scaler, None)
+            warmup = warmups.make(schedule.var_update_scaler)
         else:
             freezes = schedule.shares_moments and type(rule) is Adam
-            warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1, None)
+            warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)
         self.driver = Driver(self.engine, self, warmup, schedule)
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]

@@ -257,11 +257,11 @@ class Rounds:
         if not taken:
             self.fold(sent.rates)
             return False
-        rules = self._rules[len(self.large) :]
+        rules, rest = self._rules[len(self.large) :], np.float32(1 - sent.plan.share)
         for rule, tensor, mean in zip(rules, self._common, means, strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
-            kept = np.float32(1 - sent.plan.share) * engine.context.kernels.host(tensor.residual)
-            engine.context.kernels.write(tensor.residual, kept)
+            left = rest * engine.context.kernels.host(tensor.residual) if rest else 0.0
+            engine.context.kernels.write(tensor.residual, left)
         finish_step(rules, self._common, engine.context)
         kept = engine.feedback.rates - LESS * sent.rates if sent.plan.share < 1 else 0.0
         engine.feedback.rates = max(sent.rates, kept)

@@ -197,9 +197,8 @@ def train(
                 seen[f"loss at {step + 1}"] = result_of(models[rank], data)["loss"]
         optimizer.flush()
         parameters = sum(array.size for array in weights.values())
-        return min(
-            optimizer.driver.warmup.steps, kind.steps
-        ), 8 * optimizer.engine.traffic.total / parameters / kind.steps
+        warm = min(optimizer.driver.warmup.steps, kind.steps)
+        return warm, 8 * optimizer.engine.traffic.total / parameters / kind.steps
 
     with np.errstate(all="ignore"):
         exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]

@@ -82,11 +82,10 @@ def pytest_on_ranks(processes, backend, *arguments, **variables):
 @pytest.mark.parametrize(("processes", "backend", "files", "only"), JOBS)
 def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
-    variables = ONE_THREAD if files == KERAS else {}
-    variables |= REPEATABLE if processes > 2 else {}
-    if only or not FEW:
+    variables = {**(ONE_THREAD if files == KERAS else {}), **(REPEATABLE if processes > 2 else {})}
+    if only:
         variables["ONEBIT_CASES"] = ""  # those few are meant as they are
-    elif files == KERAS:
+    elif FEW and files == KERAS:
         variables["ONEBIT_CASES"] = str(max(1, FEW // 2))  # each of which traces graphs for seconds
     pytest_on_ranks(processes, backend, *files, *selected, **variables)
 

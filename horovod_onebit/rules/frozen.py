@@ -14,8 +14,8 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
     w, a <- a - x
 
 A round may end early (``flush()``), or its learning rate be smaller than before. Residuals are of longer moves then,
-and x with all of them, divided by few rates, would be a momentum that is many times too large. Not all of
-them is sent then: see ``rounds``.
+and x with all of them, divided by few rates, would be a momentum that is many times too large. Not all of them is sent
+then: see ``rounds``.
 
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
 exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the

@@ -131,7 +131,6 @@ def in_rounds(
 
     def begin(*values: Any) -> list[Any]:
         with collectives.lock:
-            collectives.forget()
             return flat(errand.start(work(*values)))
 
     def proceed(*received: Any) -> list[Any]:

@@ -148,12 +148,13 @@ class Agreement:
             return self._verdict
         try:
             verdict = self._verdict = handshake.read_agreement(handle.wait(), self._engine.collectives.size)
-        except DesyncError as error:
+        except Mismatch as error:
             facts = self._facts()  # before what has been sent is taken back
             self._gradients.refuse()
-            if not isinstance(error, Mismatch):
-                raise
             raise run(handshake.named(error, facts, self._engine.collectives, self.name)) from None
+        except DesyncError:
+            self._gradients.refuse()
+            raise
         finally:
             self._threads.leave()
         if verdict.edited:
