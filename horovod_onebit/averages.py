@@ -38,6 +38,7 @@ def _split(arrays: Sequence[Array], handle: Handle | None, workers: int) -> Task
 def second_moments(
     variances: Sequence[Array],
     gradients: Sequence[Array],
+    own: Sequence[float],
     block_size: Callable[[int], int],
     collectives: Collectives,
     name: str,
@@ -48,9 +49,13 @@ def second_moments(
     """The second moments of the workers' mean gradient, from this worker's own. Collective; 8 bytes an element travel.
 
     ``variances`` are moving averages, their bias corrected, of the squares of gradients of which ``gradients`` are the
-    last, flat float32, of the same shapes on all workers. What is returned is ``r`` times the mean over the workers of
-    ``variances``: in each block of ``block_size(elements)``, r is the power of the mean gradient over the workers' mean
-    power of theirs, now, which is between 1 (all have the same) and 1/n (all is noise).
+    last, flat float32, of the same shapes on all workers. Of each, the share ``own`` of the weights, from 0 to 1, is on
+    this worker's own gradients (see ``own_share``); what was there before was of the mean gradient already, as after
+    training with exact steps.
+
+    In each block of ``block_size(elements)``, r is the power of the mean gradient over the workers' mean power of
+    theirs, now, which is between 1 (all have the same) and 1/n (all is noise). If the power of the mean gradient has
+    always been P, the variances are (1 - own) P + own P / r: what is returned is P, from their mean over the workers.
 
     None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
@@ -58,15 +63,21 @@ def second_moments(
     if (yield collectives.allreduce(np.array([not usable], np.float32), f"{name}.usable")).any():
         return None
     found = []
-    for number, (variance, gradient) in enumerate(zip(variances, gradients, strict=True)):
+    for number, (variance, gradient, share) in enumerate(zip(variances, gradients, own, strict=True)):
         block = block_size(gradient.size)
-        own = [variance, gradient, _powers(gradient, block)]
-        mean, of_all, power = yield from start_mean(own, collectives, f"{name}.{number}", traffic)
+        sent = [variance, gradient, _powers(gradient, block), np.array([share], np.float32)]
+        mean, of_all, power, part = yield from start_mean(sent, collectives, f"{name}.{number}", traffic)
         known = (power > 0) & np.isfinite(power)
         ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=known)
         ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
+        ratio = ratio / (part + (1 - part) * ratio)
         found.append(mean * np.repeat(ratio, block)[: mean.size])
     return found
+
+
+def own_share(beta2: float, own: int, steps: int) -> float:
+    """The weight of the last ``own`` gradients in a moving average of all ``steps``, whose bias is corrected."""
+    return (1 - beta2 ** min(own, steps)) / (1 - beta2**steps) if 0 < own < steps else float(own > 0 or steps == 0)
 
 
 def _powers(gradient: Array, block: int) -> Array:

@@ -197,8 +197,8 @@ class Driver:
         engine, moments = self.engine, self.face.second_moments()
         own, last = [v for _, v in moments], [grads[t.name] for t, _ in moments]
         found = yield from second_moments(
-            own, last, engine.recipe.block_size_for, engine.collectives, f"{engine.name}.second", engine.traffic,
-            usable=usable,
+            own, last, [1.0] * len(own), engine.recipe.block_size_for, engine.collectives, f"{engine.name}.second",
+            engine.traffic, usable=usable,
         )  # fmt: skip
         if found is not None:
             for (tensor, _), second in zip(moments, found, strict=True):

@@ -174,7 +174,16 @@ class Rounds:
     def thaw(self, step: int) -> None:
         """After step number ``step`` some frozen moments are not any more: they are to be frozen again. Local."""
         if self._freezing is not None:
+            self._freezing.thaw(step)
+
+    def wait(self, step: int) -> None:
+        """After step number ``step`` some moments have seen too little to be frozen. Local."""
+        if self._freezing is not None:
             self._freezing.restart(step)
+
+    def own_steps(self, step: int) -> int:
+        """Of the ``step`` steps so far, those that moments which are not frozen were measured in by own gradients."""
+        return step - self._freezing.since if self._freezing is not None else step
 
     def skip(self) -> None:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""

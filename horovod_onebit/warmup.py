@@ -109,12 +109,14 @@ class AfterRise(Warmup):
 
     Attributes:
         steps: the number of the step after which they are, once it was taken.
+        since: the number of the step since which those that are not frozen are measured by each worker's own gradients.
     """
 
     after: int
     steps: int = field(default=NEVER, repr=False)
     peak: float = field(default=math.inf, repr=False)
     peak_step: int = field(default=0, repr=False)
+    since: int = field(default=0, repr=False)
 
     def reached(self, step: int, learning_rate: float) -> bool:
         """Whether they are to be frozen, if they are not yet, after step number ``step``; to be asked after each."""
@@ -126,15 +128,20 @@ class AfterRise(Warmup):
         return step >= self.steps
 
     def restart(self, step: int) -> None:
-        """Freeze again what is not frozen, ``after`` steps after step number ``step``."""
+        """Freeze what is not frozen ``after`` steps after step number ``step``."""
         self.steps, self.peak_step = NEVER, step
 
+    def thaw(self, step: int) -> None:
+        """Some that were frozen are not any more, after step number ``step``."""
+        self.restart(step)
+        self.since = step
+
     def state_dict(self) -> dict[str, Any]:
-        return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step}
+        return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         self.steps, self.peak = state.get("steps", NEVER), state.get("peak", math.inf)
-        self.peak_step = state.get("peak_step", 0)
+        self.peak_step, self.since = state.get("peak_step", 0), state.get("since", 0)
 
 
 def unbiased(norm: float, beta2: float, seen: int) -> float:

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.averages import second_moments
+from horovod_onebit.averages import own_share, second_moments
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
 from horovod_onebit.rounds import Rounds
@@ -262,7 +262,7 @@ class LocalSteps(Compressor):
         self.rounds.length, self.rounds.freezes = 0, False
         edited, self.edits = self.edits, []
         for i in edited:
-            if self.moments.moved is None and not np.asarray(self.moments.variance(i)).any():
+            if not np.asarray(self.moments.variance(i)).any():
                 assert self.adapter.adam is not None
                 momentum = self.adapter.adam.momentum(self.optimizer, i)  # of the steps that are given up
                 momentum.assign(tf.zeros_like(momentum.value))
@@ -271,7 +271,7 @@ class LocalSteps(Compressor):
 
     def warm_up_again(self) -> None:
         optimizer = self.optimizer
-        optimizer._wrapping.warmup.load_state_dict({})
+        self.rounds.thaw(int(optimizer._compressed_steps.value))
         optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
         if self.adapter.adam is not None:
             optimizer._frozen.assign(0)
@@ -287,13 +287,15 @@ class LocalSteps(Compressor):
         """Average the second moments, after step ``number`` of the optimizer: ``second`` is then that number and these
         moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
         ``usable``. Collective."""
-        engine, beta2 = self.engine, self.optimizer.beta_2
+        engine, traffic, beta2 = self.engine, self.engine.traffic, self.optimizer.beta_2
         seen = np.array(self.optimizer._seen.value)[list(self.indices)]
         own = [view(v) / np.float32(1 - beta2 ** max(int(n), 1)) for v, n in zip(variances, seen, strict=True)]
         last = [view(one) for one in grads]
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
         usable = usable and not self.lost
-        found = yield from second_moments(own, last, size, engine.collectives, name, engine.traffic, usable=usable)
+        steps = self.rounds.own_steps(int(self.optimizer._compressed_steps.value))
+        shares = [own_share(beta2, steps, int(n)) for n in seen]
+        found = yield from second_moments(own, last, shares, size, engine.collectives, name, traffic, usable=usable)
         if found is None:
             self.second = 0, [self._memory.copy(view(one)) for one in variances]
         else:

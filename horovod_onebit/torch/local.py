@@ -18,7 +18,7 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 
-from horovod_onebit.averages import second_moments
+from horovod_onebit.averages import own_share, second_moments
 from horovod_onebit.checks import whole
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import UnsupportedError
@@ -245,11 +245,12 @@ class LocalParameters(Parameters):
         if trained:
             torch._foreach_add_([binding.state["step"] for binding in trained], 1)
 
-    def freeze(self, *, usable: bool) -> bool:
-        """Make the second moments that are not frozen yet those of all workers, if they are ``usable`` on all; whether
-        they are. The next step then begins a round. Collective."""
+    def freeze(self, own_steps: int, *, usable: bool) -> bool:
+        """Make the second moments that are not frozen yet, which have seen ``own_steps`` of this worker's own gradients
+        at most, those of all workers, if they are ``usable`` on all; whether they are. The next step then begins a
+        round. Collective."""
         assert self.adam is not None
-        key, moments, grads = str(self.adam.variance_key), list[Any](), list[Any]()
+        key, moments, grads, shares = str(self.adam.variance_key), list[Any](), list[Any](), list[float]()
         for group, _, p in self.enumerated():
             if not p.requires_grad or self.seen(p) is not None:
                 continue
@@ -262,10 +263,11 @@ class LocalParameters(Parameters):
             moments.append((p, 1 - beta2**self.steps, own / (1 - beta2 ** max(steps, 1))))
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
             grads.append(grad.to("cpu", torch.float32).reshape(-1).numpy())
+            shares.append(own_share(beta2, own_steps, steps))
         engine = self.engine
         name, size = f"{engine.name}.second", engine.recipe.block_size_for
         own = [one.numpy() for _, _, one in moments]
-        found = run(second_moments(own, grads, size, engine.collectives, name, engine.traffic, usable=usable))
+        found = run(second_moments(own, grads, shares, size, engine.collectives, name, engine.traffic, usable=usable))
         if found is None:
             return False
         for (p, share, _), value in zip(moments, found, strict=True):
@@ -539,8 +541,10 @@ class LocalSteps(Steps):
             if self.rounds.stepped(parameters.steps, parameters.learning_rate):
                 taken = self._end_round("step")
                 if self.rounds.freezes and self._any_young():
-                    self.rounds.thaw(parameters.steps)
-                elif self.rounds.freezes and not parameters.freeze(usable=taken and not skipped):
+                    self.rounds.wait(parameters.steps)
+                elif self.rounds.freezes and not parameters.freeze(
+                    self.rounds.own_steps(parameters.steps), usable=taken and not skipped
+                ):
                     self.rounds.put_off()
             elif self.rounds.due:
                 self._exchange(lambda: run(self.rounds.take_over(lambda: self._agree("step"))))

@@ -456,49 +456,122 @@ def test_a_multi_optimizer_is_refused_by_name(tmp_path):
 
 # -- anything, in any order --------------------------------------------------------------------------------------------
 
-EDITS = st.sampled_from(["zero all", "zero one", "momenta", "rate", "wrap", "plain and back", "nothing"])
+LR = 1e-5
+"""So small that weights hardly change, and labels are drawn: gradients stay what they are, and so do moves."""
+STATIONARY = {
+    "adam": lambda: keras.optimizers.Adam(LR),
+    "adamw": lambda: keras.optimizers.AdamW(LR, weight_decay=0.01),
+    "sgd": lambda: keras.optimizers.SGD(1e-3, momentum=0.9, nesterov=True),
+    "lamb": lambda: keras.optimizers.Lamb(LR),
+    "lion": lambda: keras.optimizers.Lion(LR / 3),
+}
+MODES = {
+    "warm-up": lambda: {"warmup_steps": 500},
+    "compressed": lambda: {"warmup_steps": 20},
+    "local": lambda: {"schedule": onebit.Local(every=4, freeze=500)},
+    "frozen": lambda: {"schedule": onebit.Local(every=4, freeze=20)},
+    "0/1": lambda: {"schedule": onebit.ZeroOne(30, 16, 64)},
+}
+RUNS = [(mode, name) for mode in ("warm-up", "compressed") for name in STATIONARY]
+RUNS += [(mode, name) for mode in ("local", "frozen") for name in ("adam", "adamw", "sgd")]
+RUNS += [("0/1", "adam"), ("0/1", "adamw")]
+SETTLING = 44
+"""Steps in which what was reset is measured again and the error feedback comes to rest."""
 
 
+class Run:
+    """A model with our optimizer, and its twin with the plain one, which sees the mean gradients and the same edits."""
+
+    def __init__(self, mode, name):
+        self.mode, self.name, self.steps = mode, name, 0
+        self.model, self.beside = build(), build()
+        self.plain, self.twin = STATIONARY[name](), STATIONARY[name]()
+        self.twin.build(self.beside.trainable_variables)
+        self.wrap()
+
+    def wrap(self):
+        self.optimizer = onebit.DistributedOptimizer(self.plain, **MODES[self.mode]())
+        if not self.optimizer.built:
+            self.optimizer.build(self.model.trainable_variables)
+        self.step = tf.function(self._both)  # the optimizer of now
+
+    def plain_and_back(self):
+        self.plain = onebit.plain_optimizer(self.optimizer)
+        self.wrap()
+
+    def zero(self, which):
+        """Those of ``which``: "all" moments with the count of steps, without which Adam's would not be corrected for
+        their bias; "one"; or the "momenta"."""
+        chosen = [moments(self.optimizer), moments_of_plain(self.twin)]
+        if which == "all":
+            chosen = [[*found, one.iterations] for found, one in zip(chosen, (self.optimizer, self.twin), strict=True)]
+        if which == "momenta":
+            chosen = [[v for v in found if v.name.endswith("momentum")] for found in chosen]
+        for found in chosen:
+            zero(found[:1] if which == "one" else found)
+
+    def halve_rate(self):
+        self.optimizer.learning_rate = self.twin.learning_rate = float(self.twin.learning_rate) / 2
+
+    def _both(self, x, y):
+        for model in (self.model, self.beside):
+            with tf.GradientTape() as tape:
+                loss = LOSS(y, model(x, training=True))
+            grads = tape.gradient(loss, model.trainable_variables)
+            if model is self.beside:
+                grads = hvd.grouped_allreduce(grads)
+            optimizer = self.twin if model is self.beside else self.optimizer
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    def train(self, steps):
+        """Take so many steps; how far the kernels move on the way, in learning rates a step: ours, the twin's."""
+        self.optimizer.flush()
+        before = [kernels(self.model), kernels(self.beside)]
+        for _ in range(steps):
+            x, _ = batch(self.steps)
+            y = np.random.default_rng([1, self.steps, RANK]).integers(10, size=len(x))
+            self.step(tf.constant(x), tf.constant(y))
+            self.steps += 1
+        self.optimizer.flush()
+        now = [kernels(self.model), kernels(self.beside)]
+        return [float(np.sqrt(np.square(b - a).mean())) / steps / LR for a, b in zip(before, now, strict=True)]
+
+    def check(self, steps=24):
+        """``steps`` more move ours as far as the plain optimizer's; all workers have the same."""
+        ours, plain = self.train(steps)
+        # Of own moments much is noise, and steps are shorter; so are Lion's, whose signs differ between workers.
+        shortest = 0.4 if self.name == "lion" else 0.6 if self.mode == "local" else 0.8
+        assert shortest * plain <= ours <= 1.2 * plain, (self.mode, self.name, ours, plain)
+        assert_replicas_equal(self.model)
+
+
+EDITS = {
+    "zero all": lambda run: run.zero("all"),
+    "zero one": lambda run: run.zero("one"),
+    "momenta": lambda run: run.zero("momenta"),
+    "rate": Run.halve_rate,
+    "wrap": Run.wrap,
+    "plain and back": Run.plain_and_back,
+    "nothing": lambda run: None,
+}
 ONCE = {"derandomize": True, "deadline": None, "database": None, "phases": [Stage.generate]}  # alike on all ranks
 
 
-@settings(max_examples=4, suppress_health_check=list(HealthCheck), **ONCE)
-@given(case=st.sampled_from(CASES), edits=st.lists(st.tuples(EDITS, st.integers(2, 7)), min_size=2, max_size=4))
+@settings(max_examples=int(os.environ.get("ONEBIT_EXAMPLES", "4")), suppress_health_check=list(HealthCheck), **ONCE)
+@given(case=st.sampled_from(RUNS), edits=st.lists(st.sampled_from(list(EDITS)), min_size=2, max_size=4))
 def test_after_any_edits_a_run_moves_as_a_plain_optimizer_does(tmp_path_factory, case, edits):
-    kind, name = case
-    model, plain = build(), OPTIMIZERS[name]()
-    optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
-    train(model, optimizer, 7)
-    optimizer.flush()
-    at = 7
-    for edit, steps in edits:
-        other, beside = twin(model, optimizer)
-        if edit == "zero all":
-            zero(moments(optimizer))
-            zero(moments_of_plain(beside))
-        elif edit == "zero one":
-            zero(moments(optimizer)[:1])
-            zero(moments_of_plain(beside)[:1])
-        elif edit == "momenta":
-            zero([v for v in moments(optimizer) if v.name.endswith("momentum")])
-            zero([v for v in moments_of_plain(beside) if v.name.endswith("momentum")])
-        elif edit == "rate":
-            optimizer.learning_rate = beside.learning_rate = float(optimizer.learning_rate) / 2
-        elif edit == "wrap":
-            optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
-        elif edit == "plain and back":
-            plain = onebit.plain_optimizer(optimizer)
-            optimizer = onebit.DistributedOptimizer(plain, **KINDS[kind]())
-        assert_moves_like_plain(kind, model, optimizer, other, beside, at, steps + 2)
-        at += steps + 2
-    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    run = Run(*case)
+    run.train(SETTLING)
+    for edit in edits:
+        EDITS[edit](run)
+        run.train(SETTLING)
+        run.check()
+    run.model.compile(optimizer=run.optimizer, loss=LOSS, jit_compile=False)
     folder = broadcast_object(str(tmp_path_factory.mktemp("edits")), name="folder")
-    onebit.save_checkpoint(folder, model)
-    train(model, optimizer, 4, start=at)
-    optimizer.flush()
-    again, resumed = made(kind, name)
-    again.compile(optimizer=resumed, loss=LOSS, jit_compile=False)
-    onebit.load_checkpoint(folder, again)
-    train(again, resumed, 4, start=at)
-    resumed.flush()
-    np.testing.assert_array_equal(weights(again), weights(model))
+    onebit.save_checkpoint(folder, run.model)
+    again = Run(*case)
+    again.model.compile(optimizer=again.optimizer, loss=LOSS, jit_compile=False)
+    onebit.load_checkpoint(folder, again.model)
+    again.steps = run.steps
+    run.train(4), again.train(4)
+    np.testing.assert_array_equal(weights(again.model), weights(run.model))

@@ -246,6 +246,15 @@ def test_a_compressed_run_goes_on_with_another_kind_of_steps():
     run.check()
 
 
+def test_second_moments_of_exact_steps_are_frozen_by_local_steps_as_what_they_are():
+    """They are of the mean gradient, and only what local steps have added since is of each worker's own."""
+    run = Run("adam", "warm-up")
+    run.train(300)
+    run.mode, run.optimizer = "frozen", wrap(run.model, run.plain, "frozen")
+    run.train(44)
+    run.check()
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("edit", ["zeros", "clear", "replaced"])
 def test_an_edit_on_one_worker_alone_is_an_error_on_all_or_does_no_harm(edit, mode):

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, simulation
-from horovod_onebit.averages import second_moments
+from horovod_onebit.averages import own_share, second_moments
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
@@ -132,7 +132,7 @@ def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum, delay):
     traffic = local.engine.traffic
     # With Adam, the second moments and the last gradients travel once.
     once = (
-        1.5 * sum(8 * size + 4 * -(-size // 16) for size in SIZES.values())
+        1.5 * sum(8 * size + 4 * -(-size // 16) + 4 for size in SIZES.values())
         if schedule.freeze and local.driver.frozen
         else 0
     )
@@ -266,12 +266,13 @@ def test_second_moments_of_the_mean_gradient():
         gradient = np.concatenate([same, alone, np.zeros(8, f32), f32([3.0])])
         own = np.arange(gradient.size, dtype=f32) * (1 + collectives.rank)
         traffic = Traffic()
-        return run(second_moments([own], [gradient], lambda size: 8, collectives, "second", traffic))[0], traffic.total
+        arguments = [own], [gradient], [1.0], lambda size: 8, collectives, "second", traffic
+        return run(second_moments(*arguments))[0], traffic.total
 
     results = simulation.run(worker, 4)
     for found, sent in results:
         np.testing.assert_array_equal(found, results[0][0])
-        assert sent == 1.5 * 4 * (2 * found.size + -(-found.size // 8))
+        assert sent == 1.5 * 4 * (2 * found.size + -(-found.size // 8) + 1)
     ratio = results[0][0][1:] / (2.5 * np.arange(1, results[0][0].size))
     np.testing.assert_allclose(ratio[:2047], 1, rtol=1e-6)
     assert ratio[2048:4095].min() >= 0.25 - 1e-6
@@ -279,11 +280,32 @@ def test_second_moments_of_the_mean_gradient():
     np.testing.assert_allclose(ratio[-9:], 1, rtol=1e-6)  # of no gradients at all, and of one that all have
 
 
+def test_second_moments_that_were_of_the_mean_gradient_before():
+    """As after exact steps: only what own gradients have added since is of another size."""
+    beta2, before, after, n = 0.999, 900, 150, 4
+
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        own = 0.0
+        for step in range(before + after):
+            mean_power, own_power = 1.0, float(n)  # of gradients that are nothing but noise
+            own = beta2 * own + (1 - beta2) * (mean_power if step < before else own_power)
+        variance = np.full(4096, own / (1 - beta2 ** (before + after)), f32)
+        gradient = f32(2) * rng.standard_normal(4096).astype(f32)
+        share = own_share(beta2, after, before + after)
+        arguments = [variance], [gradient], [share], lambda _: 4096, collectives, "s", Traffic()
+        return run(second_moments(*arguments))[0].mean()
+
+    assert simulation.run(worker, n)[0] == pytest.approx(1.0, rel=0.05)
+    assert own_share(beta2, 5, 5) == own_share(beta2, 9, 5) == own_share(beta2, 0, 0) == 1.0
+    assert own_share(beta2, 0, 5) == 0.0
+
+
 @pytest.mark.parametrize("size", [1e19, 1e38])
 def test_second_moments_of_gradients_whose_squares_overflow(size):
     def worker(collectives):
         own = [np.full(16, 2.0, f32)]
-        return run(second_moments(own, [np.full(16, size, f32)], lambda _: 8, collectives, "second", Traffic()))
+        return run(second_moments(own, [np.full(16, size, f32)], [1.0], lambda _: 8, collectives, "s", Traffic()))
 
     for found in simulation.run(worker, 2):
         np.testing.assert_array_equal(found, [np.full(16, 2.0, f32)])
@@ -296,7 +318,8 @@ def test_second_moments_that_one_worker_cannot_use(how):
         if bad and how != "skipped":
             (variance if how == "variance" else gradient)[3] = np.inf
         usable = not (bad and how == "skipped")
-        return run(second_moments([variance], [gradient], lambda _: 8, collectives, "s", Traffic(), usable=usable))
+        arguments = [variance], [gradient], [1.0], lambda _: 8, collectives, "s", Traffic()
+        return run(second_moments(*arguments, usable=usable))
 
     assert simulation.run(worker, 3) == [None] * 3
 
