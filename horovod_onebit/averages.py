@@ -70,7 +70,7 @@ def second_moments(
         known = (power > 0) & np.isfinite(power)
         ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=known)
         ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
-        ratio = ratio / (part + (1 - part) * ratio)
+        ratio = np.asarray(ratio / (part + (1 - part) * ratio), np.float32)
         found.append(mean * np.repeat(ratio, block)[: mean.size])
     return found
 

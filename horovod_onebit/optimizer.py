@@ -7,12 +7,14 @@ exact part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 
 import numpy as np
 
 from horovod_onebit import warmup as warmups
+from horovod_onebit.averages import all_finite, own_share
 from horovod_onebit.checks import mapping, matching
-from horovod_onebit.driver import Driver
+from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
@@ -20,8 +22,9 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.schedule import Kind, Local, ZeroOne
-from horovod_onebit.tasks import run
+from horovod_onebit.tasks import Task, run
 from horovod_onebit.warmup import Phase, Warmup
 
 
@@ -80,6 +83,7 @@ class NumpyOptimizer:
         else:
             freezes = schedule.shares_moments and type(rule) is Adam
             warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)
+        self.steps, self._bound = 0, False
         self.driver = Driver(self.engine, self, warmup, schedule)
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -104,7 +108,7 @@ class NumpyOptimizer:
     @property
     def step_count(self) -> int:
         """Steps taken; local ones that this worker has skipped, too."""
-        return self.driver.steps
+        return self.steps
 
     def step(self, grads: Mapping[str, Array]) -> bool:
         """Take one step with this worker's gradients (shapes as the weights'); collective.
@@ -112,7 +116,9 @@ class NumpyOptimizer:
         Returns False if all workers skipped it because one had NaN or Inf; with local steps, if this worker alone
         skipped it, or if the round that ended with it was lost.
         """
-        return run(self.driver.step(self._flat(grads), self.rule.lr))
+        own = self._flat(grads)
+        alone = self.driver.rounds is not None
+        return run(self.driver.local_step(partial(self._step_alone, own)) if alone else self.driver.step(own))
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
@@ -127,40 +133,98 @@ class NumpyOptimizer:
                 raise ConfigurationError(f"grads[{name!r}] has shape {np.shape(grads[name])}: expected {shape}")
         return {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
 
-    # -- what the driver asks of a face: see ``driver.Face`` ----------------------------------------------------------
+    # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
-    def tensors(self, *, moments: bool) -> tuple[list[Tensor], list[Tensor]]:
-        if moments:
-            return self._large, self._small
-        bare = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
-        return [bare[t.name] for t in self._large], [bare[t.name] for t in self._small]
+    @property
+    def learning_rate(self) -> float:
+        return self.rule.lr
+
+    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        return self._large, self._small
 
     def rule_of(self, tensor: Tensor, kind: Kind) -> Rule:
-        if not self._zero_one and kind is not Kind.LOCAL:
-            return self.rule
+        return zero_one_adam.of(self._adam("0/1 Adam is Adam"), kind) if self._zero_one else self.rule
+
+    def _adam(self, why: str) -> Adam:
         if type(self.rule) is not Adam:
-            what = "0/1 Adam is Adam" if self._zero_one else "the second moment of Adam is frozen"
-            raise ConfigurationError(f"{what}, and the rule is {self.rule.name}")
-        return zero_one_adam.of(self.rule, kind) if self._zero_one else self.rule
+            raise ConfigurationError(f"{why}, and the rule is {self.rule.name}")
+        return self.rule
 
     def exact_step(self, grads: Mapping[str, Array]) -> None:
         for tensor in self._tensors:
             if tensor.name in grads:
                 self.rule.exact_step(tensor, grads[tensor.name], self.engine.context)
 
-    def second_moments(self) -> list[tuple[Tensor, Array]]:
-        found = []
-        for tensor in self._tensors:
-            assert tensor.variance is not None
-            rule = self.rule_of(tensor, Kind.LOCAL)
-            assert isinstance(rule, Adam)
-            found.append((tensor, tensor.variance * np.float32(rule.correction(tensor))))
-        return found
-
-    def freeze(self, tensor: Tensor, second: Array) -> None:
-        rule = self.rule_of(tensor, Kind.LOCAL)
-        assert isinstance(rule, Adam)
-        tensor.variance = second / np.float32(rule.correction(tensor))
-
     def moved(self, tensors: Sequence[Tensor], kind: Kind) -> None:
         pass
+
+    # -- and ``driver.Alone`` -----------------------------------------------------------------------------------------
+
+    young = False
+
+    def follow(self) -> Task[bool]:
+        yield from ()
+        return not self._bound
+
+    def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
+        yield from ()
+
+    def bind(self) -> tuple[list[Tensor], list[Tensor]]:
+        self._bound = True
+        if not self.driver.frozen:  # rounds have momenta of their own
+            bare = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
+            found = [bare[t.name] for t in self._large], [bare[t.name] for t in self._small]
+            for tensor in bare.values():
+                self.driver.rounds.rule.init(tensor)
+            return found
+        for tensor in self._tensors:
+            self._frozen.init(tensor)
+            tensor.step = self.steps
+        return self._large, self._small
+
+    @property
+    def _frozen(self) -> FrozenAdam:
+        return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
+
+    def bound(self) -> None:
+        pass
+
+    def unbind(self) -> None:
+        self._bound = False
+
+    def details(self) -> None:
+        return None
+
+    def frozen_rules(self) -> Frozen:
+        return dict.fromkeys([t.name for t in self._tensors], self._frozen) if self.driver.frozen else {}
+
+    def _step_alone(self, grads: Mapping[str, Array], rules: Frozen) -> bool:
+        self._last = grads
+        if not all_finite(grads.values()):
+            return False
+        if not rules:
+            self.exact_step(grads)
+        for tensor in self._tensors if rules else ():
+            rules[tensor.name].local_step(tensor, grads[tensor.name], self.engine.context)
+        return True
+
+    def pull(self) -> Task[None]:
+        yield from ()
+
+    def push(self, *, together: bool, usable: bool) -> None:
+        pass
+
+    def ended(self) -> None:
+        pass
+
+    def second_moments(self, steps: int) -> list[Moment]:
+        rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()
+        for tensor in self._tensors:
+            assert tensor.variance is not None
+            value = tensor.variance * np.float32(rule.correction(tensor))
+            found.append(Moment(tensor, value, self._last[tensor.name], own_share(rule.beta2, steps, tensor.step)))
+        return found
+
+    def freeze(self, of: Tensor, second: Array) -> None:
+        of.variance_steps = self.steps
+        of.variance = second / np.float32(self._adam("the second moment of Adam is frozen").correction(of))

@@ -12,7 +12,7 @@ share ``PACE`` r / r_old, and keeps the rest.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -193,17 +193,15 @@ class Rounds:
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 
-    def exchange(self, agree: Callable[[], object] | None = None, *, flush: bool = False) -> Task[bool]:
+    def exchange(self, *, flush: bool = False) -> Task[bool]:
         """End the round. Collective. All workers have the same weights afterwards; or, if the schedule has a delay and
         without ``flush``, the same anchors: the exchange before this one was then taken over, and this one is under
         way.
 
-        ``agree``, called before anything is sent, may raise on all workers; the weights have not changed then. Returns
-        False if a round was lost, because weights of some worker were NaN or Inf: all workers are then back where they
-        last had the same, and what the others have moved travels with the next one. Raises ``NonFiniteError`` instead
-        if the recipe says so, and where a worker has skipped a step, too.
+        Returns False if a round was lost, because weights of some worker were NaN or Inf: all workers are then back
+        where they last had the same, and what the others have moved travels with the next one. Raises
+        ``NonFiniteError`` instead if the recipe says so, and where a worker has skipped a step, too.
         """
-        self._agree(agree)
         length, self.length = self.length, 0
         hidden = self.schedule.delay > 0 and not flush
         taken = yield from self._arrive(stepped=length > 0)
@@ -211,20 +209,15 @@ class Rounds:
             yield from self._start(hidden=hidden)
         return (hidden or (yield from self._arrive())) and taken
 
-    def take_over(self, agree: Callable[[], object] | None = None) -> Task[bool]:
-        """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; ``agree``,
-        what is returned and what is raised are as with ``exchange``."""
-        self._agree(agree)
+    def take_over(self) -> Task[bool]:
+        """Wait for the exchange that is under way, and take it over in the middle of a round. Collective; what is
+        returned and what is raised are as with ``exchange``."""
         return (yield from self._arrive(stepped=True))
 
-    def _agree(self, agree: Callable[[], object] | None) -> None:
-        try:
-            if agree is not None:
-                agree()
-        except Exception:
-            self.engine.withdraw()  # what is under way
-            self._under_way = None
-            raise
+    def cancel(self) -> None:
+        """The workers do not agree: forget the exchange that is under way. Local."""
+        self.engine.withdraw()
+        self._under_way = None
 
     def _start(self, *, hidden: bool) -> Task[None]:
         """Send what this worker has moved. Collective."""

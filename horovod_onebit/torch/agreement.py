@@ -17,7 +17,7 @@ from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Mismatch, Verdict
-from horovod_onebit.tasks import Handle, run
+from horovod_onebit.tasks import Handle, Task, run
 from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
@@ -142,16 +142,21 @@ class Agreement:
             raise
 
     def finish(self) -> Verdict:
+        """``answer``, for those that are no tasks."""
+        return run(self.answer())
+
+    def answer(self) -> Task[Verdict]:
         """Wait for the answer, if it is not known yet; raise on all workers alike if they disagree."""
         handle, self._handle = self._handle, None
         if handle is None:
             return self._verdict
         try:
-            verdict = self._verdict = handshake.read_agreement(handle.wait(), self._engine.collectives.size)
+            total = yield handle
+            verdict = self._verdict = handshake.read_agreement(total, self._engine.collectives.size)
         except Mismatch as error:
             facts = self._facts()  # before what has been sent is taken back
             self._gradients.refuse()
-            raise run(handshake.named(error, facts, self._engine.collectives, self.name)) from None
+            raise (yield from handshake.named(error, facts, self._engine.collectives, self.name)) from None
         except DesyncError:
             self._gradients.refuse()
             raise

@@ -15,21 +15,22 @@ from contextlib import contextmanager, suppress
 from typing import Any
 
 import horovod.torch as hvd
-import numpy as np
 import torch
 
-from horovod_onebit.averages import own_share, second_moments
+from horovod_onebit.averages import own_share
 from horovod_onebit.checks import whole
+from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
-from horovod_onebit.rules import Rule, Wraps
+from horovod_onebit.rules import Tensor, Wraps
 from horovod_onebit.rules.frozen import FrozenAdam, forget_steps, no_steps
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Local
-from horovod_onebit.tasks import run
+from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
@@ -38,7 +39,7 @@ from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
 from horovod_onebit.torch.steps import Steps
-from horovod_onebit.warmup import AfterRise, Phase, Warmup
+from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
 
 MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
@@ -223,34 +224,33 @@ class LocalParameters(Parameters):
         """The largest of the groups'."""
         return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=0.0)
 
-    def rules(self) -> dict[torch.Tensor, FrozenAdam]:
+    def rules(self) -> Frozen:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
-        found: dict[torch.Tensor, FrozenAdam] = {}
+        found = dict[str, FrozenAdam]()
         for group in self.optimizer.param_groups if self.any_frozen else ():
             members = [p for p in group["params"] if self._takes_frozen(p)]
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
-                found |= dict.fromkeys(members, FrozenAdam(adam=adam))
+                found |= dict.fromkeys([self.names[p] for p in members], FrozenAdam(adam=adam))
         return found
 
-    def step_frozen(self, rules: Mapping[torch.Tensor, FrozenAdam]) -> None:
+    def step_frozen(self, rules: Frozen) -> None:
         """Take a step by these rules; without a gradient there is none, as in the wrapped optimizer."""
-        context, trained = self.engine.context, [self.bindings[p] for p in rules if p.grad is not None]
+        context = self.engine.context
+        trained = [b for b in self.bindings.values() if b.tensor.name in rules and b.p.grad is not None]
         with context.kernels.batch():
             for binding in trained:
                 binding.pull()
-                rules[binding.p].local_step(binding.tensor, binding.grad(), context)
+                rules[binding.tensor.name].local_step(binding.tensor, binding.grad(), context)
                 binding.push()
         if trained:
             torch._foreach_add_([binding.state["step"] for binding in trained], 1)
 
-    def freeze(self, own_steps: int, *, usable: bool) -> bool:
-        """Make the second moments that are not frozen yet, which have seen ``own_steps`` of this worker's own gradients
-        at most, those of all workers, if they are ``usable`` on all; whether they are. The next step then begins a
-        round. Collective."""
+    def second_moments(self, own_steps: int) -> list[Moment]:
+        """Those that are not frozen yet; they have seen ``own_steps`` of this worker's own gradients at most."""
         assert self.adam is not None
-        key, moments, grads, shares = str(self.adam.variance_key), list[Any](), list[Any](), list[float]()
+        moments = list[Moment]()
         for group, _, p in self.enumerated():
             if not p.requires_grad or self.seen(p) is not None:
                 continue
@@ -259,25 +259,23 @@ class LocalParameters(Parameters):
             steps, beta2 = int(state["step"]), float(group["betas"][1])
             if not steps:
                 state["step"].fill_(self.steps)
-            own = state[key].detach().to("cpu", torch.float32).reshape(-1)
-            moments.append((p, 1 - beta2**self.steps, own / (1 - beta2 ** max(steps, 1))))
+            value = state[str(self.adam.variance_key)].detach().to("cpu", torch.float32).reshape(-1)
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            grads.append(grad.to("cpu", torch.float32).reshape(-1).numpy())
-            shares.append(own_share(beta2, own_steps, steps))
-        engine = self.engine
-        name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        own = [one.numpy() for _, _, one in moments]
-        found = run(second_moments(own, grads, shares, size, engine.collectives, name, engine.traffic, usable=usable))
-        if found is None:
-            return False
-        for (p, share, _), value in zip(moments, found, strict=True):
-            if value.any():  # others have had no gradient yet, on any worker: they keep moments of their own
-                second = plain.coarsen(torch.from_numpy(value) * share).view(p.shape)
-                self.optimizer.state[p][key] = second.to(p.device)
-                self.optimizer.state[p][VARIANCE_STEPS] = self.steps
+            corrected = (value / (1 - beta2 ** max(steps, 1))).numpy()
+            last = grad.to("cpu", torch.float32).reshape(-1).numpy()
+            moments.append(Moment((group, p), corrected, last, own_share(beta2, own_steps, steps)))
         self.renewed.clear()
-        self.unbind()
-        return True
+        return moments
+
+    def freeze(self, of: tuple[dict[str, Any], torch.Tensor], second: Array) -> None:
+        """Keep ``second``, whose bias is corrected, as that of the parameter ``of`` a group."""
+        group, p = of
+        if (
+            self.adam is not None and second.any()
+        ):  # others have had no gradient yet, on any worker: they keep their own
+            value = torch.from_numpy(second) * (1 - float(group["betas"][1]) ** self.steps)
+            self.optimizer.state[p][str(self.adam.variance_key)] = plain.coarsen(value).view(p.shape).to(p.device)
+            self.optimizer.state[p][VARIANCE_STEPS] = self.steps
 
     def taken(self, p: torch.Tensor) -> int:
         """Optimizer steps that ``p`` has had on this worker, which may have skipped others."""
@@ -435,7 +433,46 @@ def _let_arrive(steps: weakref.ref[LocalSteps]) -> None:
 
 
 class _NotFinite(Exception):
-    """Gradients are not finite; the argument is the loss."""
+    """Gradients are not finite."""
+
+
+class _Step:
+    """One step of the wrapped optimizer, ``own_step``; ``result`` is what it has returned."""
+
+    def __init__(
+        self, parameters: LocalParameters, own_step: Callable[..., Any], closure: Callable[[], Any] | None,
+        loss_scale: float | None,
+    ) -> None:  # fmt: skip
+        self._parameters, self._own_step, self._closure, self._scale = parameters, own_step, closure, loss_scale
+        self.result: Any = None
+
+    def take(self, rules: Frozen) -> bool:
+        """See ``Driver.local_step``."""
+        parameters = self._parameters
+        self._trained = parameters.trained()
+        parameters.forget_frozen()
+        if self._scale is not None:
+            unscale(self._trained, self._scale)
+        try:
+            if self._closure is None or rules:
+                self.result = self._compute()
+            if not rules:
+                self.result = self._own_step(self._closure and self._compute)
+                return True
+            parameters.step_frozen(rules)
+            if len(rules) < len(parameters.bindings):
+                with without_gradients([p for p, b in parameters.bindings.items() if b.tensor.name in rules]):
+                    self._own_step(None)
+        except _NotFinite:
+            return False
+        return True
+
+    def _compute(self) -> Any:
+        """The closure, if there is one; raises ``_NotFinite`` if gradients are not finite then."""
+        self.result = self._closure() if self._closure is not None else None
+        if not all_finite(self._trained):
+            raise _NotFinite
+        return self.result
 
 
 class LocalSteps(Steps):
@@ -459,8 +496,8 @@ class LocalSteps(Steps):
         **options: Any,
     ) -> None:
         super().__init__(arguments, name, recipe, check_replicas_every)
-        freezing = warmup if isinstance(warmup, AfterRise) and adapter.adam is not None else None
-        self.rounds = Rounds(self.engine, schedule, freezing)
+        self.driver = Driver(self.engine, self, warmup if adapter.adam is not None else make(1), schedule)
+        self.rounds: Rounds = self.driver.rounds
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.engine, arguments))
         self._checked = 0  # the step after which replicas were compared last
@@ -486,7 +523,7 @@ class LocalSteps(Steps):
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
                 self.parameters.begin_again(self.parameters.edited())
-                self._end_round("step", flush=True)
+                run(self.driver.end_round("step", flush=True))
                 self.parameters.remember()
             self.parameters.unbind()
         for p in self.parameters.forget_gone():
@@ -500,142 +537,96 @@ class LocalSteps(Steps):
 
         It is passed over if gradients are not finite. ``loss_scale``: what they have to be divided by.
         """
-        self._follow()
+        step = _Step(self.parameters, own_step, closure, loss_scale)
+
+        def take(rules: Frozen) -> bool:
+            with self.agreement.told("step"):  # others may have gone on since the round began
+                return step.take(rules)
+
         try:
-            return self._step(own_step, closure, loss_scale)
-        finally:
-            self.parameters.remember()
-
-    def _step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, loss_scale: float | None) -> Any:
-        parameters, result = self.parameters, None
-        trained, rules, skipped = parameters.trained(), parameters.rules(), False
-        parameters.forget_frozen()
-
-        def computed() -> Any:
-            loss = closure() if closure is not None else None
-            if not all_finite(trained):
-                raise _NotFinite(loss)
-            return loss
-
-        if loss_scale is not None:
-            unscale(trained, loss_scale)
-        with self.agreement.told("step"):  # others may have gone on since the round began
-            try:
-                if closure is None:
-                    computed()
-                if rules:
-                    result = closure and computed()
-                    parameters.step_frozen(rules)
-                    if len(rules) < len(parameters.bindings):
-                        with without_gradients(rules):
-                            own_step(None)
-                else:
-                    result = own_step(closure and computed)
-            except _NotFinite as found:
-                result, skipped = found.args[0], True
-                self.rounds.skip()
-        for p, rule in rules.items():
-            rule.count_step(parameters.bindings[p].tensor)
-        parameters.steps += 1
-        try:
-            if self.rounds.stepped(parameters.steps, parameters.learning_rate):
-                taken = self._end_round("step")
-                if self.rounds.freezes and self._any_young():
-                    self.rounds.wait(parameters.steps)
-                elif self.rounds.freezes and not parameters.freeze(
-                    self.rounds.own_steps(parameters.steps), usable=taken and not skipped
-                ):
-                    self.rounds.put_off()
-            elif self.rounds.due:
-                self._exchange(lambda: run(self.rounds.take_over(lambda: self._agree("step"))))
+            run(self.driver.local_step(take))
         finally:
             self.agreement.reset()
-            self.engine.end_step()
-        return result
+            self.parameters.remember()
+        return step.result
 
-    def _follow(self) -> None:
-        """Begin a round before the first step, or where what is trained has changed since."""
+    # -- what the driver asks of a face: see ``driver.Alone`` ---------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self.parameters.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.parameters.steps = steps
+
+    @property
+    def learning_rate(self) -> float:
+        return self.parameters.learning_rate
+
+    @property
+    def young(self) -> bool:
+        return self.parameters.young
+
+    def follow(self) -> Task[bool]:
         self.check_groups()
-        self.parameters.begin_again(self.parameters.edited())
-        bound = self.parameters.bindings
-        if [id(p) for p in bound] == [id(p) for p in self.parameters.trained()]:
-            if self.parameters.any_frozen:  # or the wrapped optimizer's steps follow by themselves
-                self._rebind()
-            if self.rounds.under_way or not self.parameters.moved_since():
-                return
-        elif bound and self.rounds.under_way:
-            self._end_round("step", flush=True)
-        for name in {self.parameters.names[p] for p in bound if not p.requires_grad}:
-            self.engine.feedback.discard(name)
-        self._begin()
-
-    def _begin(self) -> None:
         parameters = self.parameters
+        parameters.begin_again(parameters.edited())
+        bound = parameters.bindings
+        if [id(p) for p in bound] == [id(p) for p in parameters.trained()]:
+            if parameters.any_frozen:  # or the wrapped optimizer's steps follow by themselves
+                yield from self._rebind()
+            if self.rounds.under_way or not parameters.moved_since():
+                return False
+        elif bound and self.rounds.under_way:
+            yield from self.driver.end_round("step", flush=True)
+        for name in {parameters.names[p] for p in bound if not p.requires_grad}:
+            self.engine.feedback.discard(name)
         self._thaw()
-        begins = {"local steps taken": parameters.steps, "what happens after them": "a round begins"}
-        self.agreement.start("step", options={"steps": begins})
-        self.agreement.finish()
+        return True
+
+    def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
+        changed = {"whether an optimizer's state was changed by hand": self.parameters.thawed}
+        self.agreement.start(call, options={"trained": changed, "steps": what})
+        yield from self.agreement.answer()
+
+    def bind(self) -> tuple[list[Tensor], list[Tensor]]:
+        parameters = self.parameters
         parameters.bind_all()
         parameters.remember()
         parameters.pull()
-        device = self.engine.collectives.takes_device_memory
-        large, small = parameters.bound()
-        frozen, details = parameters.rules(), [b.detail(device=device) for b in large]
-        rules: list[Rule] = [frozen.get(b.p, self.rounds.rule) for b in (*large, *small)]
-        try:
-            run(self.rounds.begin([b.tensor for b in large], [b.tensor for b in small], details, rules))
-        except BaseException:
-            parameters.unbind()
-            raise
+        return self._tensors()
+
+    def _tensors(self) -> tuple[list[Tensor], list[Tensor]]:
+        large, small = self.parameters.bound()
+        return [b.tensor for b in large], [b.tensor for b in small]
+
+    def bound(self) -> None:
         self.share_out()
 
-    def _agree(self, call: str) -> None:
-        ends = "a round ends, and second moments are frozen" if self.rounds.freezes else "a round ends"
-        options = {
-            "local steps taken": self.parameters.steps,
-            "steps of this round": self.rounds.length,
-            "what happens after them": ends,
-        }
-        changed = {"whether an optimizer's state was changed by hand": self.parameters.thawed}
-        self.agreement.start(call, options={"trained": changed, "steps": options})
-        self.agreement.finish()
+    def unbind(self) -> None:
+        self.parameters.unbind()
 
-    def _thaw(self) -> None:
-        if self.parameters.thawed:
-            self.rounds.thaw(self.parameters.steps)
-            self.parameters.thawed = False
+    def details(self) -> list[str]:
+        device = self.engine.collectives.takes_device_memory
+        return [binding.detail(device=device) for binding in self.parameters.bound()[0]]
 
-    def _any_young(self) -> bool:
-        """Whether moments cannot be frozen yet on some worker. Collective."""
-        own, collectives = np.array([self.parameters.young], np.float32), self.engine.collectives
-        return bool(collectives.allreduce(own, f"{self.engine.name}.young").wait().any())
+    def frozen_rules(self) -> Frozen:
+        return self.parameters.rules()
 
-    def _rebind(self) -> None:
-        """Follow parameters whose memory was replaced. Local."""
-        if self.parameters.rebind():
-            large, small = self.parameters.bound()
-            run(self.rounds.replace([b.tensor for b in large], [b.tensor for b in small]))
+    def pull(self) -> Task[None]:
+        yield from self._rebind()
+        self.parameters.pull()
 
-    def _exchange(self, exchange: Callable[[], bool]) -> bool:
-        """Let ``exchange``, one of ``rounds``, change weights; returns what it does."""
-        parameters = self.parameters
-        self._rebind()
-        parameters.pull()
-        taken = False
-        try:
-            taken = exchange()
-        finally:
-            if self.rounds.under_way:  # an exchange, or steps without one; or the workers did not agree
-                parameters.push()
-            else:
-                parameters.round()
-            if not taken:
-                self._heal()
-        return taken
+    def push(self, *, together: bool, usable: bool) -> None:
+        if together:
+            self.parameters.round()
+        else:
+            self.parameters.push()
+        if not usable:
+            self._heal()
 
-    def _end_round(self, call: str, *, flush: bool = False) -> bool:
-        """Whether the round was not lost. Collective."""
-        taken = self._exchange(lambda: run(self.rounds.exchange(lambda: self._agree(call), flush=flush)))
+    def ended(self) -> None:
         if self.parameters.thawed:  # the next round has other rules
             self._thaw()
             self.parameters.unbind()
@@ -643,7 +634,22 @@ class LocalSteps(Steps):
         if every and steps // every > self._checked // every:
             self._checked = steps
             self.check_replicas()
-        return taken
+
+    def second_moments(self, steps: int) -> list[Moment]:
+        return self.parameters.second_moments(steps)
+
+    def freeze(self, of: Any, second: Array) -> None:
+        self.parameters.freeze(of, second)
+
+    def _thaw(self) -> None:
+        if self.parameters.thawed:
+            self.rounds.thaw(self.parameters.steps)
+            self.parameters.thawed = False
+
+    def _rebind(self) -> Task[None]:
+        """Follow parameters whose memory was replaced. Local."""
+        if self.parameters.rebind():
+            yield from self.rounds.replace(*self._tensors())
 
     def _heal(self) -> None:
         """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""
@@ -659,7 +665,7 @@ class LocalSteps(Steps):
         if self.included and self.parameters.bindings and self.rounds.under_way:
             self.adopt()
             self.parameters.begin_again(self.parameters.edited())
-            self._end_round("flush", flush=True)
+            run(self.driver.flush())
             self.parameters.remember()
 
     def check_replicas(self) -> None:
