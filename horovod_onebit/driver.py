@@ -1,32 +1,30 @@
 """The step driver: what a run does, step by step. A face has the arrays and the wrapped optimizer's own steps.
 
 A schedule says what each step is (``Step``): whether the workers move together, by their mean gradient, or each one
-alone, and what travels. All that waits for other workers is a task. The NumPy face is driven by it, and PyTorch's local
-steps.
+alone, and what travels. All that waits for other workers is a task. The NumPy and PyTorch faces are driven by it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, second_moments, start_mean
-from horovod_onebit.engine import Engine
+from horovod_onebit.averages import second_moments
+from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
-from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.schedule import Kind, Local, ZeroOne, kind_of
 from horovod_onebit.tasks import Task
-from horovod_onebit.warmup import Phase, Warmup
+from horovod_onebit.warmup import AfterRise, Phase, Warmup, unbiased
 
-Arrays = Mapping[str, Array]
-"""Flat float32 arrays by tensor."""
 Frozen = Mapping[str, FrozenAdam]
 """By name, the rules of the tensors whose second moment is frozen."""
 
@@ -36,24 +34,70 @@ class Together(Protocol):
 
     Attributes:
         steps: steps taken, which the driver counts; of local ones, those that this worker has skipped, too.
+        phase: that of the next step.
     """
 
     steps: int
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        """Those that are compressed and those that are not, as they are now."""
+    @property
+    def phase(self) -> Phase: ...
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest one, of now."""
         ...
 
-    def rule_of(self, tensor: Tensor, kind: Kind) -> Rule:
-        """The rule of a step of ``kind``, with the hyperparameters of now."""
+    def announce(self) -> None:
+        """Look at what there is to do, and tell the others. Local."""
         ...
 
-    def exact_step(self, grads: Arrays) -> None:
-        """The wrapped optimizer's own step, of the tensors that ``grads`` are given for, and of no others."""
+    def agreed(self) -> Task[Verdict]:
+        """Whether all workers are about to do the same, or an error on all. Collective."""
         ...
 
-    def moved(self, tensors: Sequence[Tensor], kind: Kind) -> None:
-        """The core has taken a step of these: the framework's counters and copies follow."""
+    def average(self, verdict: Verdict) -> Task[bool]:
+        """In the warm-up, make all gradients the workers' mean; whether they are finite. Collective."""
+        ...
+
+    def skip(self) -> None:
+        """All pass over an exact step, whose gradients were not finite. Local."""
+        ...
+
+    def plan(self, kind: Kind) -> Plan:
+        """The next compressed step, with the hyperparameters of now."""
+        ...
+
+    def prepare(self, plan: Plan) -> Task[None]:
+        """Prepare the engine for what is compressed now. Collective if anything has changed."""
+        ...
+
+    def start_exact(self) -> Task[bool]:
+        """Start to average the gradients of what is not compressed; the task waits, and is ``average`` for them."""
+        ...
+
+    def own_gradients(self) -> Mapping[int, Array]:
+        """Flat float32, of what is compressed, by number; and the weights are where the engine works on them."""
+        ...
+
+    def moved(self, kind: Kind) -> None:
+        """The core has taken a step of ``kind`` of what is compressed: the framework's tensors follow. Local."""
+        ...
+
+    def exact_step(self) -> None:
+        """The wrapped optimizer's own step, of what was averaged, and of nothing else. Local."""
+        ...
+
+    def power(self) -> tuple[float, float, int] | None:
+        """Of the second moments that will be frozen: the sum of their squares, their beta2, and how many gradients they
+        have seen; None if the optimizer has none. Local."""
+        ...
+
+    def mature(self) -> None:
+        """A step was taken: compress whatever has had its warm-up. Local."""
+        ...
+
+    def over(self, *, taken: bool) -> Task[None]:
+        """A step is over. Collective."""
         ...
 
 
@@ -167,87 +211,75 @@ class Driver:
         self.frozen = False
         self.rounds: Any = None
         if isinstance(schedule, Local):
-            self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, warmups.AfterRise) else None)
-
-    @property
-    def phase(self) -> Phase:
-        """That of the next step; local steps have no warm-up."""
-        return Phase.COMPRESSED if self.rounds is not None else self.warmup.phase(self.face.steps)
+            self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
 
     def next(self) -> Step:
         """What the next step is; the same on all workers."""
         if self.rounds is not None:
             return Step(alone=True)
-        if self.phase is Phase.WARMUP:
+        if self.face.phase is Phase.WARMUP:
             return Step()
         zero_one = self.schedule if isinstance(self.schedule, ZeroOne) else None
         return Step(kind=kind_of(zero_one, self.engine.exchanges + 1))
 
-    def step(self, grads: Arrays) -> Task[bool]:
-        """Take a step with this worker's ``grads``; whether it was taken. Collective."""
+    # -- together -------------------------------------------------------------------------------------------------
+
+    def step(self) -> Task[bool]:
+        """A step of all workers together; whether it was taken, or passed over by all. Collective."""
+        face, warmup = self.face, self.warmup
         try:
-            step = self.next()
-            if step.kind is None:
-                return (yield from self._exact(grads))
-            return (yield from self._compressed(step.kind, grads))
+            face.announce()
+            kind = self.next().kind
+            taken = yield from (self._exact() if kind is None else self._compressed(kind))
+            if taken:
+                face.steps += 1
+                if kind is None and warmup.wants(face.steps):
+                    self._observe(face.power())
+                face.mature()
+            yield from face.over(taken=taken)
+            return taken
         finally:
             self.engine.end_step()
 
-    # -- together -------------------------------------------------------------------------------------------------
+    def _observe(self, power: tuple[float, float, int] | None) -> None:
+        """Show the run to the automatic warm-up."""
+        squares, beta2, seen = power or (0.0, 0.0, 0)
+        norm = None if power is None else unbiased(math.sqrt(squares), beta2, seen)
+        self.warmup.observe(self.face.steps, norm, self.face.learning_rate, beta2)
 
-    def _exact(self, grads: Arrays) -> Task[bool]:
-        engine, face, names = self.engine, self.face, list(grads)
-        means = yield from start_mean(
-            [grads[name] for name in names], engine.collectives, f"{engine.name}.exact", engine.traffic
-        )
-        if not all_finite(means):
-            engine.say_skipped("the mean gradient")
+    def _exact(self) -> Task[bool]:
+        face = self.face
+        verdict = yield from face.agreed()
+        if not (yield from face.average(verdict)):
+            face.skip()
             return False
-        face.exact_step(dict(zip(names, means, strict=True)))
-        face.steps += 1
-        self._observe()
+        face.exact_step()
         return True
 
-    def _compressed(self, kind: Kind, grads: Arrays) -> Task[bool]:
-        engine, face, (large, small) = self.engine, self.face, self.face.tensors()
+    def _compressed(self, kind: Kind) -> Task[bool]:
+        engine, face = self.engine, self.face
         if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(engine.exchanges + 1):
             engine.feedback.reset()
-        plan = engine.plan(kind, [face.rule_of(t, kind) for t in large])
-        by_number = {i: grads[t.name] for i, t in enumerate(large)}
-        yield from engine.prepare(large, plan.rules)
-        engine.send_rest(by_number, plan)
-        finite = (yield from self._all_finite(grads)) if isinstance(self.schedule, ZeroOne) else True
-        means = yield from start_mean(
-            [grads[t.name] for t in small], engine.collectives, f"{engine.name}.exact", engine.traffic
-        )
-        if not (yield from engine.receive(by_number, plan, finite=finite and all_finite(means))):
+        plan = face.plan(kind)
+        yield from face.prepare(plan)
+        averaged, gradients = face.start_exact(), face.own_gradients()
+        engine.send_rest(gradients, plan)
+        try:
+            verdict = yield from face.agreed()
+        except (DesyncError, ConfigurationError):
+            engine.withdraw()
+            raise
+        finite = (yield from averaged) and verdict.finite
+        if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
             return False
-        face.moved(large, kind)
-        face.exact_step({t.name: mean for t, mean in zip(small, means, strict=True)})
-        face.steps += 1
+        face.moved(kind)
+        face.exact_step()
         return True
-
-    def _all_finite(self, grads: Arrays) -> Task[bool]:
-        """On all workers: before a step that cannot be taken back."""
-        return not (yield from self._any(not all_finite(grads.values()), "finite"))
 
     def _any(self, own: bool, what: str) -> Task[bool]:
         """Whether it is so on some worker. Collective."""
         total = yield self.engine.collectives.allreduce(np.array([own], np.int32), f"{self.engine.name}.{what}")
         return bool(total.any())
-
-    def _observe(self) -> None:
-        """Show the run to the warm-up, after an exact step; it may have been the last one."""
-        (large, _), steps, warmup = self.face.tensors(), self.face.steps, self.warmup
-        if warmup.wants(steps):
-            found = [t.variance for t in large if t.variance is not None]
-            beta2 = getattr(self.face.rule_of(large[0], Kind.EXACT), "beta2", 0.0) if large else 0.0
-            squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in found)
-            norm = warmups.unbiased(math.sqrt(squares), beta2, steps) if beta2 else None
-            warmup.observe(steps, norm, self.face.learning_rate, beta2)
-        if warmup.phase(steps) is Phase.COMPRESSED:
-            for tensor in large:
-                self.face.rule_of(tensor, Kind.EXACT).begin(tensor, self.engine.context)
 
     # -- alone ----------------------------------------------------------------------------------------------------
 
@@ -340,7 +372,7 @@ class Driver:
     def flush(self) -> Task[None]:
         """Bring all workers to the same weights. Collective."""
         if self.rounds is None:
-            yield from self.engine.flush([self.face.rule_of(t, Kind.SYNC) for t in self.engine.tensors])
+            yield from self.engine.flush(self.face.plan(Kind.SYNC).rules)
         elif self.rounds.under_way:
             yield from self.end_round("flush", flush=True)
 

@@ -7,17 +7,17 @@ exact part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from functools import partial
 
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, own_share
+from horovod_onebit.averages import all_finite, own_share, start_mean
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.driver import Driver, Frozen, Moment
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -83,7 +83,7 @@ class NumpyOptimizer:
         else:
             freezes = schedule.shares_moments and type(rule) is Adam
             warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)
-        self.steps, self._bound = 0, False
+        self.steps, self._mature, self._bound = 0, False, False
         self.driver = Driver(self.engine, self, warmup, schedule)
         self._shapes = {name: array.shape for name, array in weights.items()}
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -97,13 +97,13 @@ class NumpyOptimizer:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
         tensor = Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
-        self.rule_of(tensor, Kind.EXACT).init(tensor)
+        self._rule(Kind.EXACT).init(tensor)
         return tensor
 
     @property
     def phase(self) -> Phase:
         """The phase of the next step; rounds of local steps have no warm-up."""
-        return self.driver.phase
+        return Phase.COMPRESSED if self.driver.rounds is not None else self.driver.warmup.phase(self.steps)
 
     @property
     def step_count(self) -> int:
@@ -116,9 +116,9 @@ class NumpyOptimizer:
         Returns False if all workers skipped it because one had NaN or Inf; with local steps, if this worker alone
         skipped it, or if the round that ended with it was lost.
         """
-        own = self._flat(grads)
+        self._grads = self._flat(grads)
         alone = self.driver.rounds is not None
-        return run(self.driver.local_step(partial(self._step_alone, own)) if alone else self.driver.step(own))
+        return run(self.driver.local_step(self._step_alone) if alone else self.driver.step())
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
@@ -139,24 +139,72 @@ class NumpyOptimizer:
     def learning_rate(self) -> float:
         return self.rule.lr
 
-    def tensors(self) -> tuple[list[Tensor], list[Tensor]]:
-        return self._large, self._small
+    def announce(self) -> None:
+        pass
 
-    def rule_of(self, tensor: Tensor, kind: Kind) -> Rule:
+    def agreed(self) -> Task[Verdict]:
+        finite = True
+        if self._zero_one and self.phase is Phase.COMPRESSED:  # a step that cannot be taken back
+            bad = np.array([not all_finite(self._grads.values())], np.int32)
+            finite = not (yield self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite")).any()
+        return Verdict(finite=finite)
+
+    def average(self, verdict: Verdict) -> Task[bool]:
+        return self._start_mean(self._tensors)
+
+    def skip(self) -> None:
+        self.engine.say_skipped("the mean gradient")
+
+    def plan(self, kind: Kind) -> Plan:
+        return self.engine.plan(kind, [self._rule(kind)] * len(self._large))
+
+    def _rule(self, kind: Kind) -> Rule:
         return zero_one_adam.of(self._adam("0/1 Adam is Adam"), kind) if self._zero_one else self.rule
+
+    def prepare(self, plan: Plan) -> Task[None]:
+        return self.engine.prepare(self._large, plan.rules)
+
+    def start_exact(self) -> Task[bool]:
+        return self._start_mean(self._small)
+
+    def _start_mean(self, tensors: Sequence[Tensor]) -> Task[bool]:
+        engine, own = self.engine, [self._grads[tensor.name] for tensor in tensors]
+        return self._arrived(tensors, start_mean(own, engine.collectives, f"{engine.name}.exact", engine.traffic))
+
+    def _arrived(self, tensors: Sequence[Tensor], arriving: Task[list[Array]]) -> Task[bool]:
+        means = yield from arriving
+        self._means = [(tensor, mean) for tensor, mean in zip(tensors, means, strict=True)]
+        return all_finite(means)
+
+    def own_gradients(self) -> Mapping[int, Array]:
+        return {number: self._grads[tensor.name] for number, tensor in enumerate(self._large)}
+
+    def moved(self, kind: Kind) -> None:
+        pass
+
+    def exact_step(self) -> None:
+        for tensor, mean in self._means:
+            self.rule.exact_step(tensor, mean, self.engine.context)
+
+    def power(self) -> tuple[float, float, int] | None:
+        beta2 = getattr(self.rule, "beta2", 0.0)
+        found = [t.variance for t in self._large if t.variance is not None]
+        squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in found)
+        return (squares, beta2, self.steps) if beta2 and self._large else None
+
+    def mature(self) -> None:
+        if not self._mature and self.phase is Phase.COMPRESSED:
+            self._mature = True
+            for tensor in self._large:
+                self._rule(Kind.EXACT).begin(tensor, self.engine.context)
+
+    def over(self, *, taken: bool) -> Task[None]:
+        yield from ()
 
     def _adam(self, why: str) -> Adam:
         if type(self.rule) is not Adam:
             raise ConfigurationError(f"{why}, and the rule is {self.rule.name}")
         return self.rule
-
-    def exact_step(self, grads: Mapping[str, Array]) -> None:
-        for tensor in self._tensors:
-            if tensor.name in grads:
-                self.rule.exact_step(tensor, grads[tensor.name], self.engine.context)
-
-    def moved(self, tensors: Sequence[Tensor], kind: Kind) -> None:
-        pass
 
     # -- and ``driver.Alone`` -----------------------------------------------------------------------------------------
 
@@ -198,14 +246,12 @@ class NumpyOptimizer:
     def frozen_rules(self) -> Frozen:
         return dict.fromkeys([t.name for t in self._tensors], self._frozen) if self.driver.frozen else {}
 
-    def _step_alone(self, grads: Mapping[str, Array], rules: Frozen) -> bool:
-        self._last = grads
-        if not all_finite(grads.values()):
+    def _step_alone(self, rules: Frozen) -> bool:
+        if not all_finite(self._grads.values()):
             return False
-        if not rules:
-            self.exact_step(grads)
-        for tensor in self._tensors if rules else ():
-            rules[tensor.name].local_step(tensor, grads[tensor.name], self.engine.context)
+        for tensor in self._tensors:
+            step = rules[tensor.name].local_step if rules else self.rule.exact_step
+            step(tensor, self._grads[tensor.name], self.engine.context)
         return True
 
     def pull(self) -> Task[None]:
@@ -222,7 +268,7 @@ class NumpyOptimizer:
         for tensor in self._tensors:
             assert tensor.variance is not None
             value = tensor.variance * np.float32(rule.correction(tensor))
-            found.append(Moment(tensor, value, self._last[tensor.name], own_share(rule.beta2, steps, tensor.step)))
+            found.append(Moment(tensor, value, self._grads[tensor.name], own_share(rule.beta2, steps, tensor.step)))
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:

@@ -33,14 +33,21 @@ def outside_inference(function: Callable[P, T]) -> Callable[P, T]:
     return outside
 
 
-class _Handle:
-    def __init__(self, handle: Any, source: Any) -> None:
+class Pending:
+    """A collective of Horovod's under way; its result is a tensor."""
+
+    def __init__(self, handle: Any, source: Any = None) -> None:
         self.handle = handle
         self.source = source  # Horovod reads it until the collective is done
 
     def ready(self) -> bool:
         return bool(hvd.poll(self.handle))
 
+    def wait(self) -> Any:
+        return hvd.synchronize(self.handle)
+
+
+class _Handle(Pending):
     def wait(self) -> Any:
         result = hvd.synchronize(self.handle)
         return (result[0] if isinstance(result, tuple) else result).numpy()

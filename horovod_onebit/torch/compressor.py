@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -12,19 +12,45 @@ import torch
 
 from horovod_onebit import feedback
 from horovod_onebit.averages import mean_norms
+from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Plan
-from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError
+from horovod_onebit.errors import NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.zero_one_adam import COUNT
-from horovod_onebit.schedule import Kind, kind_of
-from horovod_onebit.tasks import run
+from horovod_onebit.schedule import Kind
+from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Weighing
+
+
+@dataclass
+class _Now:
+    """What the step of now is given, and what it finds.
+
+    Attributes:
+        exact_step: the wrapped optimizer's own.
+        loss_scale, scaled, settled: see ``Compressor.step``; whether gradients were synchronized before.
+        finite: whether this worker's gradients are, as far as it is known.
+        said: what the others are told, and ``told`` whether they have been.
+        compresses: whether gradients are sent in one bit.
+        exact: the parameters that are averaged.
+    """
+
+    exact_step: Callable[[], None] | None = None
+    loss_scale: float | None = None
+    scaled: bool = False
+    settled: bool = False
+    finite: bool = True
+    said: tuple[Any, ...] = ()
+    told: bool = False
+    compresses: bool = False
+    exact: list[torch.Tensor] = field(default_factory=list)
 
 
 class Compressor(Steps):
@@ -50,6 +76,8 @@ class Compressor(Steps):
         parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
         self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
         self._zero_one = self.parameters.schedule is not None
+        self.driver = Driver(self.engine, self, parameters.warmup, parameters.schedule)
+        self._now = _Now()
         self._compares = True  # weights and state, in the next step
         divides = parameters.adapter.variance_key is not None
         self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
@@ -96,7 +124,7 @@ class Compressor(Steps):
             if self.parameters.phase is Phase.COMPRESSED:
                 gradients.drop()
             else:
-                gradients.average(again=bool(verdict.edited))
+                run(gradients.average(again=bool(verdict.edited)))
             self.parameters.forget_frozen()
         if not gradients.where.settled:
             gradients.where = Where.AGREED
@@ -117,10 +145,9 @@ class Compressor(Steps):
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
         with torch.no_grad():
-            plan = self.parameters.plan(Kind.ONEBIT)
-            self._prepare(plan)
-            self.parameters.pull()
-            run(self.engine.recall(self.parameters.gradients(), plan))
+            plan = self.plan(Kind.ONEBIT)
+            run(self.prepare(plan))
+            run(self.engine.recall(self.own_gradients(), plan))
 
     def _spoil(self) -> None:
         """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
@@ -157,60 +184,127 @@ class Compressor(Steps):
         ``loss_scale``: what gradients still have to be divided by. ``scaled``: by a GradScaler, which lives with Inf.
         """
         settled = self.gradients.where.settled  # before progress that was broadcast since is adopted
+        self._now = _Now(exact_step, loss_scale, scaled, settled)
         try:
-            agreed = self._announce(loss_scale, scaled, settled)
-            if self.parameters.phase is Phase.WARMUP:
-                taken = self._warmup_step(agreed, exact_step, loss_scale, scaled, settled)
-            else:
-                taken = self._compressed_step(agreed, exact_step, loss_scale)
-            if taken:
-                self.parameters.took_step()
-            self.parameters.remember()
-            if taken and self._check_replicas_every and self.parameters.steps % self._check_replicas_every == 0:
-                self.check_replicas()
-            return taken
+            return run(self.driver.step())
         except NonFiniteError:
             self.gradients.drop()  # the step is over for these gradients, on all workers
             raise
         finally:
             self.agreement.reset()
             self.gradients.forget_marks()
-            self.engine.end_step()
 
-    def _announce(self, loss_scale: float | None, scaled: bool, settled: bool) -> Callable[[], Verdict]:
-        """Look at what there is to do, and tell the others, at once or when all is encoded; what waits for the
-        answer."""
+    # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
+
+    @property
+    def steps(self) -> int:
+        return self.parameters.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.parameters.steps = steps
+
+    @property
+    def learning_rate(self) -> float:
+        return self.parameters.learning_rate
+
+    def announce(self) -> None:
+        now = self._now
         self.check_groups()
         self.gradients.check_owned()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
-        finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
-        if scaled:
+        now.finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
+        if now.scaled:
             self.gradients.send_late("a GradScaler is used")
         warm = self.parameters.phase is Phase.WARMUP
         # In warm-up the average has been taken of scaled gradients: the scales must be the same.
-        options: dict[str, object] = {"whether a GradScaler is used": scaled}
+        options: dict[str, object] = {"whether a GradScaler is used": now.scaled}
         if warm:
-            options["the GradScaler's scale"] = loss_scale
-        said = {"hyperparameters": options}
-        values, compared = "", self._compared()
-        if warm and settled:
+            options["the GradScaler's scale"] = now.loss_scale
+        values = ""
+        if warm and now.settled:
             values = self.gradients.fingerprint()
         elif warm and not self.gradients.automatic:
             values = "not averaged"
+        now.said = {"hyperparameters": options}, values, self._compared()
         # When all is encoded, it is known whether all gradients are finite.
-        late = self.parameters.prepared and not warm and not self._zero_one
-        if not late:
-            self.agreement.start("step", Finite.UNKNOWN if finite else Finite.NO, said, values, compared)
+        now.told = not self.parameters.prepared or warm or self._zero_one
+        if now.told:
+            self.agreement.start("step", Finite.UNKNOWN if now.finite else Finite.NO, *now.said)
 
-        def agreed() -> Verdict:
-            if late:
-                self.agreement.start("step", self.engine.sent_finite, said, values, compared)
-            verdict = self.agreement.finish()
-            # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
-            return verdict if finite else replace(verdict, finite=False)
+    def agreed(self) -> Task[Verdict]:
+        now = self._now
+        if not now.told:
+            self.agreement.start("step", self.engine.sent_finite, *now.said)
+        verdict = yield from self.agreement.answer()
+        # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
+        return verdict if now.finite else replace(verdict, finite=False)
 
-        return agreed
+    def average(self, verdict: Verdict) -> Task[bool]:
+        if self.gradients.automatic and not self._now.settled:
+            yield from self.gradients.average(again=bool(verdict.edited))
+        return all_finite(self._exact())  # of averages, so that all workers see the same
+
+    def _exact(self) -> list[torch.Tensor]:
+        """What is averaged in this step."""
+        exact = self._now.exact = self.parameters.exact()
+        self.parameters.forget_frozen()
+        if self._now.loss_scale is not None:
+            unscale(exact, self._now.loss_scale)
+        return exact
+
+    def skip(self) -> None:
+        if self._now.scaled:
+            self.engine.skipped += 1
+        else:
+            self.engine.say_skipped("the mean gradient")
+
+    def plan(self, kind: Kind) -> Plan:
+        return self.parameters.plan(kind, self._now.loss_scale or 1.0)
+
+    def prepare(self, plan: Plan) -> Task[None]:
+        parameters = self.parameters
+        if not parameters.prepared:
+            yield from self.agreement.answer()  # before a handshake of those only who believe that it is due
+            # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
+            places = self.engine.collectives.takes_device_memory
+            bindings = parameters.bindings.values()
+            details = [b.detail(device=places) for b in bindings]
+            yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
+            parameters.are_prepared()
+            self.share_out()
+
+    def start_exact(self) -> Task[bool]:
+        self._now.compresses = True
+        return self.gradients.start_fused(self._exact())  # unscaled: workers may have different scales
+
+    def own_gradients(self) -> Mapping[int, Array]:
+        self.parameters.pull()
+        return self.parameters.gradients()
+
+    def moved(self, kind: Kind) -> None:
+        self.parameters.moved(kind)
+
+    def exact_step(self) -> None:
+        assert self._now.exact_step is not None
+        self.parameters.exact_step_alone(self._now.exact_step)
+        self.parameters.took_exact(self._now.exact)
+
+    def power(self) -> tuple[float, float, int] | None:
+        return self.parameters.power()
+
+    def mature(self) -> None:
+        self.parameters.mature()
+
+    def over(self, *, taken: bool) -> Task[None]:
+        if self._now.compresses:
+            self.gradients.drop()
+        self.parameters.remember()
+        every = self._check_replicas_every
+        if taken and every and self.parameters.steps % every == 0:
+            self.check_replicas()
+        yield from ()
 
     def _compared(self) -> dict[str, int]:
         """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
@@ -218,73 +312,6 @@ class Compressor(Steps):
         due, self._compares, parameters.just_started = self._compares or parameters.just_started, False, False
         due &= not (self._zero_one and self.engine.exchanges > 0)  # weights may differ then
         return parameters.checksums() if due and self._check_replicas_every is not False and self.workers > 1 else {}
-
-    def _warmup_step(
-        self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None, scaled: bool,
-        settled: bool,
-    ) -> bool:  # fmt: skip
-        edited = agreed().edited
-        if self.gradients.automatic and not settled:
-            self.gradients.average(again=bool(edited))
-        exact = self.parameters.exact()
-        self.parameters.forget_frozen()
-        if loss_scale is not None:
-            unscale(exact, loss_scale)
-        if not all_finite(exact):  # of averages, so that all workers see the same
-            if scaled:
-                self.engine.skipped += 1
-            else:
-                self.engine.say_skipped("the mean gradient")
-            return False
-        exact_step()
-        self.parameters.took_exact(exact)
-        return True
-
-    def _compressed_step(
-        self, agreed: Callable[[], Verdict], exact_step: Callable[[], None], loss_scale: float | None
-    ) -> bool:
-        engine, parameters, plan = self.engine, self.parameters, self._plan(loss_scale or 1.0)
-        self._prepare(plan)
-        exact = parameters.exact()
-        parameters.forget_frozen()
-        if loss_scale is not None:
-            unscale(exact, loss_scale)  # before they are averaged: workers may have different scales
-        averaged = self.gradients.start_fused(exact)
-        parameters.pull()
-        grads = parameters.gradients()
-        engine.send_rest(grads, plan)
-        try:
-            verdict = agreed()
-        except (DesyncError, ConfigurationError):
-            engine.withdraw()
-            raise
-        finite = averaged() and verdict.finite
-        taken = run(engine.receive(grads, plan, finite=finite, certain=verdict.certain))
-        self.gradients.drop()
-        if not taken:
-            return False
-        parameters.moved(plan.kind)
-        parameters.exact_step_alone(exact_step)
-        parameters.took_exact(exact)
-        return True
-
-    def _plan(self, loss_scale: float) -> Plan:
-        schedule, step = self.parameters.schedule, self.engine.exchanges + 1
-        if schedule is not None and schedule.starts_local(step):
-            self.engine.feedback.reset()
-        return self.parameters.plan(kind_of(schedule, step), loss_scale)
-
-    def _prepare(self, plan: Plan) -> None:
-        parameters = self.parameters
-        if not parameters.prepared:
-            self.agreement.finish()  # before a handshake that only those take part in who believe that it is due
-            # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
-            places = self.engine.collectives.takes_device_memory
-            bindings = parameters.bindings.values()
-            details = [b.detail(device=places) for b in bindings]
-            run(self.engine.prepare([b.tensor for b in bindings], plan.rules, details))
-            parameters.are_prepared()
-            self.share_out()
 
     # -- other calls ----------------------------------------------------------------------------------------------
 
@@ -297,7 +324,7 @@ class Compressor(Steps):
             edited = parameters.edited()
             parameters.follow_memory(edited)
             plan = parameters.plan(Kind.SYNC)
-            self._prepare(plan)
+            run(self.prepare(plan))
             parameters.pull()
             run(self.engine.flush(plan.rules))
             parameters.push()

@@ -33,8 +33,10 @@ from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.tasks import Handle, Task
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
+from horovod_onebit.torch.collectives import Pending
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
 
@@ -92,7 +94,7 @@ class Gradients:
         self.passes = arguments.backward_passes_per_step
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
-        self._averaging: dict[torch.Tensor, tuple[Any, Any]] = {}  # Horovod's handle, and its compression's context
+        self._averaging: dict[torch.Tensor, tuple[Handle, Any]] = {}  # and the context of Horovod's compression
         # Names of averages that were abandoned under way are not free yet.
         self._refused = 0  # times that all workers abandoned them together
         self._abandoned = 0  # times that this one did so since
@@ -257,7 +259,7 @@ class Gradients:
 
     # -- exact averages -------------------------------------------------------------------------------------------
 
-    def average(self, *, again: bool = False) -> None:
+    def average(self, *, again: bool = False) -> Task[None]:
         """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum).
 
         ``again``: on some worker gradients were changed after their averages had left. What left is dropped, and the
@@ -266,11 +268,11 @@ class Gradients:
         if again:
             self._start_rest(in_place=False)
             for handle, _ in self._averaging.values():
-                hvd.synchronize(handle)
+                yield handle
             self._averaging.clear()
         self._start_rest(in_place=True)
         for p, (handle, context) in self._averaging.items():
-            result = self._arguments.compression.decompress(hvd.synchronize(handle), context)
+            result = self._arguments.compression.decompress((yield handle), context)
             assert p.grad is not None
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
@@ -281,26 +283,26 @@ class Gradients:
             if p.requires_grad and p not in self._averaging:
                 self._averaging[p] = self._start(p, in_place=in_place)
 
-    def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Any, Any]:
+    def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Handle, Any]:
         allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
         return self._allreduce(allreduce, _gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}")
 
     def _name(self, p: torch.Tensor) -> str:
         return self._parameters.names[p]
 
-    def _allreduce(self, operation: Callable[..., Any], values: torch.Tensor, name: str) -> tuple[Any, Any]:
+    def _allreduce(self, operation: Callable[..., Any], values: torch.Tensor, name: str) -> tuple[Handle, Any]:
         """Start it, by Horovod's arguments; its handle, and what decompresses the result."""
         arguments, workers = self._arguments, self._arguments.process_set.size()
         # Horovod reduces no bfloat16.
         tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
-        return operation(tensor, name=name, **arguments.reduction), context
+        return Pending(operation(tensor, name=name, **arguments.reduction)), context
 
-    def start_fused(self, parameters: Sequence[torch.Tensor]) -> Callable[[], bool]:
+    def start_fused(self, parameters: Sequence[torch.Tensor]) -> Task[bool]:
         """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
 
-        The function that is returned waits, stores the averages, and says whether all of them are finite.
+        The task that is returned waits, stores the averages, and says whether all of them are finite.
         """
         by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
         for p in parameters:
@@ -311,16 +313,16 @@ class Gradients:
             name = f"{self._engine.name}.exact.{self.generation}.{dtype}"
             waiting.append((group, *self._allreduce(hvd.allreduce_async_, fused, name)))
 
-        def finish() -> bool:
-            finite = True
-            for group, handle, context in waiting:
-                flat = self._arguments.compression.decompress(hvd.synchronize(handle), context)
-                for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                    p.grad = part.view(p.shape).to(p.dtype)
-                finite &= bool(torch.isfinite(flat).all())
-            return finite
+        return self._store(waiting)
 
-        return finish
+    def _store(self, waiting: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
+        finite = True
+        for group, handle, context in waiting:
+            flat = self._arguments.compression.decompress((yield handle), context)
+            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                p.grad = part.view(p.shape).to(p.dtype)
+            finite &= bool(torch.isfinite(flat).all())
+        return finite
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 

@@ -219,11 +219,6 @@ class LocalParameters(Parameters):
         """Whether the second moment of some parameter whose state was edited has seen too little to be frozen."""
         return any(0 < self.taken(p) < self.local.freeze for p in self.trained() if p in self.renewed)
 
-    @property
-    def learning_rate(self) -> float:
-        """The largest of the groups'."""
-        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=0.0)
-
     def rules(self) -> Frozen:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
         found = dict[str, FrozenAdam]()

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from itertools import count as numbers_from
@@ -28,7 +27,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import Phase, Warmup, unbiased
+from horovod_onebit.warmup import Phase, Warmup
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -434,23 +433,18 @@ class Parameters:
         for p in exact:
             self.exact_steps[p] += 1
 
-    def took_step(self) -> None:
-        """A step is over; it may have been the last of the warm-up."""
-        self.steps += 1
-        if self.warmup.wants(self.steps) and self.phase is Phase.WARMUP:
-            self._observe()
-        self.mature()
+    @property
+    def learning_rate(self) -> float:
+        """The largest of the groups'."""
+        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=0.0)
 
-    def _observe(self) -> None:
-        """Show the run to the automatic warm-up."""
-        groups, key = self.optimizer.param_groups, self.adapter.variance_key
-        beta2, norm = 0.0, None
-        if key:
-            states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
-            beta2 = float(groups[0]["betas"][1])
-            squares = sum(float(state[key].double().square().sum()) for state in states)
-            norm = unbiased(math.sqrt(squares), beta2, int(states[-1]["step"]) if states else 0)
-        self.warmup.observe(self.steps, norm, max(float(group["lr"]) for group in groups), beta2)
+    def power(self) -> tuple[float, float, int] | None:
+        """See ``driver.Together``."""
+        if not (key := self.adapter.variance_key):
+            return None
+        states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
+        squares = sum(float(state[key].double().square().sum()) for state in states)
+        return squares, float(self.optimizer.param_groups[0]["betas"][1]), int(states[-1]["step"]) if states else 1
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 
