@@ -12,7 +12,6 @@ is remembered as it was when it was final; ``step`` compares, and tells all work
 
 from __future__ import annotations
 
-import dataclasses
 import hashlib
 import logging
 import weakref
@@ -448,9 +447,9 @@ def _sample(grad: torch.Tensor) -> bytes:
     return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy().tobytes()
 
 
-def _coding(rule: Rule) -> Rule:
-    """``rule`` without what a message does not depend on."""
-    return dataclasses.replace(rule, lr=0.0)  # type: ignore[type-var]
+def _coding(rule: Rule) -> dict[str, object]:
+    """Of ``rule``, what a message depends on."""
+    return {key: value for key, value in vars(rule).items() if key != "lr"}
 
 
 @torch.no_grad()

@@ -19,6 +19,8 @@ ParamGroup = dict[str, Any]
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
 ZERO_ONE_KEYS = ("anchor", "local")
 """What 0/1 Adam keeps in a parameter's state besides: the weights at the last exchange, and counts since."""
+RULES = 16
+"""That are kept, in runs of several groups."""
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
@@ -40,6 +42,7 @@ class Adapter:
     def __init__(self, wraps: Wraps) -> None:
         self.wraps = wraps
         self.momentum_key, self.variance_key = wraps.momentum, wraps.variance
+        self._rules: dict[tuple, Rule] = {}  # that were built last, by their hyperparameters
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""
@@ -99,10 +102,16 @@ class Adapter:
         return counted and all(isinstance(one, torch.Tensor) and one.shape == p.shape for one in kept)
 
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
-        """The rule with the hyperparameters that ``group`` has now."""
+        """The rule with the hyperparameters that ``group`` has now: built, and validated, when they have changed."""
         values = {field: option(group, path) for field, path in self.wraps.options.items()}
         scale = -grad_scale if group.get("maximize") else grad_scale
-        return self.wraps.rule(**values, **self.wraps.fixed, grad_scale=scale)  # type: ignore[call-arg]
+        key = (scale, *values.values())
+        if (found := self._rules.get(key)) is None:
+            if len(self._rules) >= RULES:
+                self._rules.clear()
+            found = self.wraps.rule(**values, **self.wraps.fixed, grad_scale=scale)  # type: ignore[call-arg]
+            self._rules[key] = found
+        return found
 
 
 class AdamAdapter(Adapter):
