@@ -1,7 +1,8 @@
 """The step driver: what a run does, step by step. A face has the arrays and the wrapped optimizer's own steps.
 
 A schedule says what each step is (``Step``): whether the workers move together, by their mean gradient, or each one
-alone, and what travels. All that waits for other workers is a task. The NumPy and PyTorch faces are driven by it.
+alone, and what travels. All that waits for other workers is a task. The NumPy and PyTorch faces are driven by it, and
+Keras's local steps, whose graph calls the parts of ``local_step``.
 """
 
 from __future__ import annotations
@@ -123,11 +124,12 @@ class Alone(Protocol):
 
     Attributes:
         steps: as in ``Together``.
-        learning_rate: of the next step, the largest one.
+        learning_rate: of the step that is taken, the largest one.
         young: whether some second moment has seen too little to be frozen.
     """
 
-    steps: int
+    @property
+    def steps(self) -> int: ...
 
     @property
     def learning_rate(self) -> float: ...
@@ -144,10 +146,10 @@ class Alone(Protocol):
         ...
 
     def bind(self) -> tuple[list[Tensor], list[Tensor]]:
-        """A round begins: the tensors that are compressed and those that are not, where they are now."""
+        """A round begins: the tensors that are compressed and those that are not, where they are now. Local."""
         ...
 
-    def bound(self) -> None:
+    def began(self) -> None:
         """It has begun. Collective."""
         ...
 
@@ -278,7 +280,7 @@ class Driver:
 
     def _any(self, own: bool, what: str) -> Task[bool]:
         """Whether it is so on some worker. Collective."""
-        total = yield self.engine.collectives.allreduce(np.array([own], np.int32), f"{self.engine.name}.{what}")
+        total = yield self.engine.collectives.allreduce(np.array([own], np.float32), f"{self.engine.name}.{what}")
         return bool(total.any())
 
     # -- alone ----------------------------------------------------------------------------------------------------
@@ -298,11 +300,8 @@ class Driver:
             taken = take(frozen)
             if not taken:
                 rounds.skip()
-            for tensor in rounds.tensors:
-                if tensor.name in frozen:
-                    frozen[tensor.name].count_step(tensor)
             face.steps += 1
-            if rounds.stepped(face.steps, face.learning_rate):
+            if self.stepped(frozen):
                 taken = (yield from self.end_round("step")) and taken
                 if rounds.freezes:
                     yield from self.freeze(usable=taken)
@@ -311,6 +310,14 @@ class Driver:
             return taken
         finally:
             self.engine.end_step()
+
+    def stepped(self, frozen: Frozen) -> bool:
+        """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
+        for tensor in self.rounds.tensors:
+            if tensor.name in frozen:
+                frozen[tensor.name].count_step(tensor)
+        ends: bool = self.rounds.stepped(self.face.steps, self.face.learning_rate)
+        return ends
 
     def begin_round(self) -> Task[None]:
         """From the weights of now, which are the same on all workers. Collective."""
@@ -324,7 +331,7 @@ class Driver:
         except BaseException:
             face.unbind()
             raise
-        face.bound()
+        face.began()
 
     def end_round(self, call: str, *, flush: bool = False) -> Task[bool]:
         """Whether the round was not lost; see ``Rounds.exchange``. Collective."""

@@ -234,7 +234,7 @@ class NumpyOptimizer:
     def _frozen(self) -> FrozenAdam:
         return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
 
-    def bound(self) -> None:
+    def began(self) -> None:
         pass
 
     def unbind(self) -> None:

@@ -7,16 +7,18 @@ Adam's second moment is frozen after some steps (``rules.frozen``). The wrapped 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.averages import own_share, second_moments
+from horovod_onebit.averages import own_share
+from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Rule, Tensor, Wraps
 from horovod_onebit.rules.adam import Scalars
@@ -30,7 +32,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
 from horovod_onebit.tf.rules import AdamAdapter, Adapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import AfterRise
+from horovod_onebit.warmup import make
 
 STEP = bound(
     local,
@@ -106,13 +108,18 @@ class LocalSteps(Compressor):
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         assert wrapping.local is not None
-        warmup = wrapping.warmup
-        freezing = warmup if isinstance(warmup, AfterRise) and self.adapter.adam is not None else None
-        self.rounds = Rounds(self.engine, wrapping.local, freezing)
+        warmup = wrapping.warmup if self.adapter.adam is not None else make(1)
+        self.driver = Driver(self.engine, self, warmup, wrapping.local)
+        self.rounds: Rounds = self.driver.rounds
         self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
         self.second: tuple[int, list[Any]] = 0, []  # see ``freeze``
         self.edits: list[int] = []  # variables whose frozen moments somebody has set
         self.lost = False  # the last round
+        self.learning_rate = 0.0  # of the last step
+        self._values: Sequence[Any] = ()  # of the variables, in what the graph has called
+        self._members: tuple[int, ...] = ()  # those of the round that begins
+        self._gradients: Sequence[Any] = ()  # the last ones, and the second moments, when these are frozen
+        self._variances: Sequence[Any] = ()
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
     @property
@@ -137,62 +144,109 @@ class LocalSteps(Compressor):
             )
         if self.edits:
             self.begin_again(self.edits if self.moments.moved is None else ())
-        variables = [self.optimizer._trainable_variables[i] for i in indices]
-        self.indices, self.tensors = (), []
-        for i, variable, value in zip(indices, variables, values, strict=True):
-            name = self.name_of(i, variable)
-            residual = self.engine.feedback.residual(name, math.prod(variable.shape))
-            weight = self._memory.copy(view(value))
-            tensor = Tensor(name, weight, np.zeros_like(weight), None, residual)
-            self._rule_of(tensor, i).init(tensor)
-            self.tensors.append(tensor)
-        both = list(zip(variables, self.tensors, strict=True))
-        large = [tensor for variable, tensor in both if self.is_compressed(variable)]
-        small = [tensor for variable, tensor in both if not self.is_compressed(variable)]
+        self._members, self._values = indices, values
         try:
-            yield from self.rounds.begin(large, small, rules=[self.frozen_rule() or self.rounds.rule] * len(both))
+            yield from self.driver.begin_round()
         except DesyncError as error:
             raise DesyncError(
                 f"{error}. To begin with those of worker 0: callbacks.BroadcastGlobalVariablesCallback(0) in fit, "
                 "broadcast_variables(model.variables) in a loop of your own, before the first step"
             ) from None
-        self.indices = indices
-
-    def frozen_rule(self) -> FrozenAdam | None:
-        """What ends a round, if the second moments are frozen."""
-        frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
-        if not frozen or adam is None:
-            return None
-        rule: Any = adam.rule(self.optimizer, 1.0, 0.0, frozen, 1.0)
-        return FrozenAdam(adam=rule)
-
-    def _rule_of(self, tensor: Tensor, index: int) -> Rule:
-        """What ends a round of ``tensor``, which gets Adam's moments if the second one is frozen."""
-        rule = self.frozen_rule()
-        if rule is None:
-            return self.rounds.rule
-        assert self.adapter.adam is not None
-        tensor.momentum, tensor.variance = (
-            self._memory.copy(_host(get(self.optimizer, index)))
-            for get in (self.adapter.adam.momentum, self.adapter.adam.variance)
-        )
-        tensor.variance_steps = self.adapter.frozen(self.optimizer)
-        return rule
 
     def stepped(self, steps: Any, learning_rate: Any, number: Any) -> bool:
         """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
         optimizer; whether the round ends."""
         self.moments.count(int(number), int(steps), warm=not self.adapter.frozen(self.optimizer))
-        if (frozen := self.adapter.frozen(self.optimizer)) and self.adapter.adam is not None:
-            rule, decays = self.adapter.adam.rule, (0.0, self.optimizer.weight_decay or 0.0)
-            adam: list[Any] = [rule(self.optimizer, float(learning_rate), decay, frozen, 1.0) for decay in decays]
-            for variable, tensor in zip(self.bound(), self.tensors, strict=True):
-                tensor.step = int(number) - 1
-                FrozenAdam(adam=adam[self.decays(variable)]).count_step(tensor)
-        ends = self.rounds.stepped(int(steps), float(learning_rate))
+        self.learning_rate = float(learning_rate)
+        for tensor in self.tensors:
+            tensor.step = int(number) - 1
+        ends = self.driver.stepped(self.frozen_rules())
         if not ends:
             self.engine.end_step()
         return ends
+
+    # -- what the driver asks of a face: see ``driver.Alone``; the graph has asked whether the workers agree ----------
+
+    young = False
+
+    @property
+    def steps(self) -> int:
+        return int(self.optimizer._compressed_steps.value)
+
+    def follow(self) -> Task[bool]:
+        yield from ()
+        return False
+
+    def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
+        yield from ()
+
+    def bind(self) -> tuple[list[Tensor], list[Tensor]]:
+        variables = [self.optimizer._trainable_variables[i] for i in self._members]
+        self.indices, self.tensors = (), []
+        frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
+        for i, variable, value in zip(self._members, variables, self._values, strict=True):
+            name = self.name_of(i, variable)
+            residual = self.engine.feedback.residual(name, math.prod(variable.shape))
+            weight = self._memory.copy(view(value))
+            tensor = Tensor(name, weight, np.zeros_like(weight), None, residual)
+            if frozen and adam is not None:
+                moments = adam.momentum(self.optimizer, i), adam.variance(self.optimizer, i)
+                tensor.momentum, tensor.variance = (self._memory.copy(_host(one)) for one in moments)
+                tensor.variance_steps = frozen
+                FrozenAdam().init(tensor)
+            else:
+                self.rounds.rule.init(tensor)
+            self.tensors.append(tensor)
+        both = list(zip(variables, self.tensors, strict=True))
+        large = [tensor for variable, tensor in both if self.is_compressed(variable)]
+        return large, [tensor for variable, tensor in both if not self.is_compressed(variable)]
+
+    def began(self) -> None:
+        self.indices = self._members
+
+    def unbind(self) -> None:
+        self.indices = ()
+
+    def details(self) -> None:
+        return None
+
+    def frozen_rules(self) -> Frozen:
+        frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
+        if not frozen or adam is None:
+            return {}
+        decays = (0.0, self.optimizer.weight_decay or 0.0)
+        rules: list[Any] = [adam.rule(self.optimizer, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        variables = [self.optimizer._trainable_variables[i] for i in self._members]
+        both = zip(variables, self.tensors, strict=True)
+        return {tensor.name: FrozenAdam(adam=rules[self.decays(variable)]) for variable, tensor in both}
+
+    def pull(self) -> Task[None]:
+        self._pull(self._values)
+        yield from ()
+
+    def push(self, *, together: bool, usable: bool) -> None:
+        self.lost = not usable
+        if self.lost:
+            self._restore_frozen()
+        self._push_momenta()
+
+    def ended(self) -> None:
+        pass
+
+    def second_moments(self, steps: int) -> list[Moment]:
+        beta2, seen, found = self.optimizer.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
+        for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
+            count = max(int(seen[i]), 1)
+            value = view(variance) / np.float32(1 - beta2**count)
+            found.append(Moment(len(found), value, view(gradient), own_share(beta2, steps, int(seen[i]))))
+        return found
+
+    def freeze(self, of: int, second: Array) -> None:
+        _, values = self.second
+        values[of] = self._memory.copy(second * np.float32(1 - self.optimizer.beta_2**self._number))
+        self.second = self._number, values
+
+    # -- what the graph calls -------------------------------------------------------------------------------------
 
     def _pull(self, values: Sequence[Any]) -> None:
         for i, tensor, value in zip(self.indices, self.tensors, values, strict=True):
@@ -211,12 +265,9 @@ class LocalSteps(Compressor):
         if self.edits:  # the steps since were taken with other moments than those that all have in common
             self._give_up()
             return
-        self._pull(values)
+        self._values = values
         try:
-            self.lost = not (yield from self.rounds.exchange())
-            if self.lost:
-                self._restore_frozen()
-            self._push_momenta()
+            yield from self.driver.end_round("step")
         except NonFiniteError as error:
             self._error = error
         except BaseException:
@@ -283,31 +334,22 @@ class LocalSteps(Compressor):
         if self.rounds.under_way:  # it ends by the same rules on all workers
             self.indices = indices
 
-    def freeze(self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool) -> Task[None]:
-        """Average the second moments, after step ``number`` of the optimizer: ``second`` is then that number and these
-        moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
+    def average_moments(
+        self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool
+    ) -> Task[None]:
+        """Freeze the second moments, after step number ``number`` of the optimizer: ``second`` is then that number and
+        these moments, and the next step begins a round. It is 0 and what they were, if those of some worker are not
         ``usable``. Collective."""
-        engine, traffic, beta2 = self.engine, self.engine.traffic, self.optimizer.beta_2
-        seen = np.array(self.optimizer._seen.value)[list(self.indices)]
-        own = [view(v) / np.float32(1 - beta2 ** max(int(n), 1)) for v, n in zip(variances, seen, strict=True)]
-        last = [view(one) for one in grads]
-        name, size = f"{engine.name}.second", engine.recipe.block_size_for
-        usable = usable and not self.lost
-        steps = self.rounds.own_steps(int(self.optimizer._compressed_steps.value))
-        shares = [own_share(beta2, steps, int(n)) for n in seen]
-        found = yield from second_moments(own, last, shares, size, engine.collectives, name, traffic, usable=usable)
-        if found is None:
-            self.second = 0, [self._memory.copy(view(one)) for one in variances]
-        else:
-            correction = np.float32(1 - beta2**number)
-            self.second = number, [self._memory.copy(one * correction) for one in found]
-            self._freeze_counts(number)
-            self.indices = ()
-        engine.end_step()
+        indices, self._number, self._variances, self._gradients = self.indices, number, variances, grads
+        self.second = 0, [self._memory.copy(view(one)) for one in variances]
+        yield from self.driver.freeze(usable=usable and not self.lost)
+        if self.second[0]:
+            self._freeze_counts(number, indices)
+        self.engine.end_step()
 
-    def _freeze_counts(self, number: int) -> None:
+    def _freeze_counts(self, number: int, indices: Sequence[int]) -> None:
         """Second moments are ``second`` from now on, and are corrected by ``number`` steps."""
-        optimizer, members = self.optimizer, list(self.indices)
+        optimizer, members = self.optimizer, list(indices)
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         seen[members] = number
         kept = [_rounded(one, self.moments.variance(i)) for i, one in zip(members, self.second[1], strict=True)]
@@ -424,7 +466,7 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
     variances = [steps.adapter.adam.variance(optimizer, i) for i in indices]
 
     def work(number: Any, usable: Any, *values: Any) -> Task[None]:
-        return steps.freeze(int(number), values[: len(indices)], values[len(indices) :], usable=bool(usable))
+        return steps.average_moments(int(number), values[: len(indices)], values[len(indices) :], usable=bool(usable))
 
     inputs = [number, usable, *_flat(variances), *_flat(grads)]
     done = in_rounds(steps.errand, steps.collectives, work, inputs)

@@ -596,7 +596,7 @@ class LocalSteps(Steps):
         large, small = self.parameters.bound()
         return [b.tensor for b in large], [b.tensor for b in small]
 
-    def bound(self) -> None:
+    def began(self) -> None:
         self.share_out()
 
     def unbind(self) -> None:
