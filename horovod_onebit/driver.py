@@ -1,8 +1,8 @@
 """The step driver: what a run does, step by step. A face has the arrays and the wrapped optimizer's own steps.
 
-A schedule says what each step is (``Step``): whether the workers move together, by their mean gradient, or each one
-alone, and what travels. All that waits for other workers is a task. The NumPy and PyTorch faces are driven by it, and
-Keras's local steps, whose graph calls the parts of ``local_step``.
+The workers take a step together (``step``), by their mean gradient, or each one alone (``local_step``). All that waits
+for other workers is a task. The NumPy and PyTorch faces are driven by it, and Keras's local steps, whose graph calls
+the parts of ``local_step``.
 """
 
 from __future__ import annotations
@@ -178,8 +178,8 @@ class Alone(Protocol):
         """A round has ended. Collective."""
         ...
 
-    def second_moments(self, steps: int) -> list[Moment]:
-        """Those that are not frozen; they have seen ``steps`` of this worker's own gradients at most."""
+    def second_moments(self) -> list[Moment]:
+        """Those that are not frozen."""
         ...
 
     def freeze(self, of: Any, second: Array) -> None:
@@ -187,21 +187,12 @@ class Alone(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Step:
-    """What a step is. ``alone``: by this worker's own gradient; else ``kind`` is what large tensors send, or None in
-    the warm-up, where all tensors travel exactly."""
-
-    alone: bool = False
-    kind: Kind | None = None
-
-
 class Driver:
     """One worker's run.
 
     Attributes:
         face: ``Together`` and ``Alone``, or what of them the ``schedule`` needs.
-        frozen: whether second moments are those that all workers have in common, for good.
+        frozen: whether second moments have been made those of all workers.
         rounds: of local steps; None without them.
     """
 
@@ -215,14 +206,12 @@ class Driver:
         if isinstance(schedule, Local):
             self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
 
-    def next(self) -> Step:
-        """What the next step is; the same on all workers."""
-        if self.rounds is not None:
-            return Step(alone=True)
+    def next(self) -> Kind | None:
+        """The kind of the next step of all workers together; None in the warm-up. The same on all workers."""
         if self.face.phase is Phase.WARMUP:
-            return Step()
+            return None
         zero_one = self.schedule if isinstance(self.schedule, ZeroOne) else None
-        return Step(kind=kind_of(zero_one, self.engine.exchanges + 1))
+        return kind_of(zero_one, self.engine.exchanges + 1)
 
     # -- together -------------------------------------------------------------------------------------------------
 
@@ -231,7 +220,7 @@ class Driver:
         face, warmup = self.face, self.warmup
         try:
             face.announce()
-            kind = self.next().kind
+            kind = self.next()
             taken = yield from (self._exact() if kind is None else self._compressed(kind))
             if taken:
                 face.steps += 1
@@ -323,10 +312,10 @@ class Driver:
         """From the weights of now, which are the same on all workers. Collective."""
         face, rounds = self.face, self.rounds
         yield from face.agree("step", {"local steps taken": face.steps, WHAT: "a round begins"})
-        large, small = face.bind()
-        frozen = face.frozen_rules()
-        rules = [frozen.get(tensor.name, rounds.rule) for tensor in (*large, *small)]
         try:
+            large, small = face.bind()
+            frozen = face.frozen_rules()
+            rules = [frozen.get(tensor.name, rounds.rule) for tensor in (*large, *small)]
             yield from rounds.begin(large, small, face.details(), rules)
         except BaseException:
             face.unbind()
@@ -343,12 +332,12 @@ class Driver:
         face, rounds, usable = self.face, self.rounds, False
         ends = "a round ends, and second moments are frozen" if rounds.freezes else "a round ends"
         said = {"local steps taken": face.steps, "steps of this round": rounds.length, WHAT: ends}
+        yield from face.pull()
         try:
             yield from face.agree(call, said)
         except Exception:
             rounds.cancel()
             raise
-        yield from face.pull()
         try:
             usable = yield from exchange()
         finally:
@@ -362,7 +351,7 @@ class Driver:
         if (yield from self._any(face.young, "young")):
             rounds.wait(face.steps)
             return
-        moments: list[Moment] = face.second_moments(rounds.own_steps(face.steps))
+        moments: list[Moment] = face.second_moments()
         values, gradients, own = ([getattr(m, what) for m in moments] for what in ("value", "gradient", "own"))
         found = yield from second_moments(
             values, gradients, own, engine.recipe.block_size_for, engine.collectives, f"{engine.name}.second",

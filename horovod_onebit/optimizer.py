@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 import numpy as np
 
 from horovod_onebit import warmup as warmups
-from horovod_onebit.averages import all_finite, own_share, start_mean
+from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
@@ -263,12 +263,12 @@ class NumpyOptimizer:
     def ended(self) -> None:
         pass
 
-    def second_moments(self, steps: int) -> list[Moment]:
+    def second_moments(self) -> list[Moment]:
         rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()
         for tensor in self._tensors:
             assert tensor.variance is not None
             value = tensor.variance * np.float32(rule.correction(tensor))
-            found.append(Moment(tensor, value, self._grads[tensor.name], own_share(rule.beta2, steps, tensor.step)))
+            found.append(Moment(tensor, value, self._grads[tensor.name], 1.0))
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:

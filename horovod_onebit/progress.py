@@ -27,6 +27,7 @@ class Progress:
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
         unstarted: parameters whose momentum is there and must not be at their first step.
         rates: of residuals, as ``ErrorFeedback`` has them.
+        common: of the gradients that its second moment has seen, those that were the workers' mean.
     """
 
     version: int = VERSION
@@ -39,6 +40,7 @@ class Progress:
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
     rates: float = 0.0
+    common: Sequence[int] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values."""

@@ -132,9 +132,9 @@ class AfterRise(Warmup):
         self.steps, self.peak_step = NEVER, step
 
     def thaw(self, step: int) -> None:
-        """Some that were frozen are not any more, after step number ``step``."""
+        """Some that were frozen are not any more, after step number ``step``. The learning rate may begin anew."""
         self.restart(step)
-        self.since = step
+        self.since, self.peak = step, math.inf
 
     def state_dict(self) -> dict[str, Any]:
         return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step, "since": self.since}

@@ -120,6 +120,7 @@ class LocalSteps(Compressor):
         self._members: tuple[int, ...] = ()  # those of the round that begins
         self._gradients: Sequence[Any] = ()  # the last ones, and the second moments, when these are frozen
         self._variances: Sequence[Any] = ()
+        self._number = 0  # of the step after which they are
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
     @property
@@ -152,6 +153,8 @@ class LocalSteps(Compressor):
                 f"{error}. To begin with those of worker 0: callbacks.BroadcastGlobalVariablesCallback(0) in fit, "
                 "broadcast_variables(model.variables) in a loop of your own, before the first step"
             ) from None
+        finally:
+            self._values = ()
 
     def stepped(self, steps: Any, learning_rate: Any, number: Any) -> bool:
         """A step was taken or skipped, by this worker alone, at ``learning_rate`` and number ``number`` of the
@@ -233,7 +236,8 @@ class LocalSteps(Compressor):
     def ended(self) -> None:
         pass
 
-    def second_moments(self, steps: int) -> list[Moment]:
+    def second_moments(self) -> list[Moment]:
+        steps = self.rounds.own_steps(self.steps)
         beta2, seen, found = self.optimizer.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
         for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
             count = max(int(seen[i]), 1)
@@ -274,6 +278,7 @@ class LocalSteps(Compressor):
             self.engine.restore_all()
             raise
         finally:
+            self._values = ()
             if not self.rounds.freezes:
                 self.engine.end_step()
 
@@ -322,7 +327,10 @@ class LocalSteps(Compressor):
 
     def warm_up_again(self) -> None:
         optimizer = self.optimizer
-        self.rounds.thaw(int(optimizer._compressed_steps.value))
+        if self.adapter.frozen(optimizer):
+            self.rounds.thaw(self.steps)
+        else:
+            self.rounds.wait(self.steps)
         optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
         if self.adapter.adam is not None:
             optimizer._frozen.assign(0)
@@ -342,7 +350,10 @@ class LocalSteps(Compressor):
         ``usable``. Collective."""
         indices, self._number, self._variances, self._gradients = self.indices, number, variances, grads
         self.second = 0, [self._memory.copy(view(one)) for one in variances]
-        yield from self.driver.freeze(usable=usable and not self.lost)
+        try:
+            yield from self.driver.freeze(usable=usable and not self.lost)
+        finally:
+            self._variances, self._gradients = (), ()
         if self.second[0]:
             self._freeze_counts(number, indices)
         self.engine.end_step()

@@ -191,6 +191,7 @@ class Compressor(Steps):
             self.gradients.drop()  # the step is over for these gradients, on all workers
             raise
         finally:
+            self._now = _Now()
             self.agreement.reset()
             self.gradients.forget_marks()
 
@@ -284,6 +285,7 @@ class Compressor(Steps):
         return self.parameters.gradients()
 
     def moved(self, kind: Kind) -> None:
+        self.gradients.drop()
         self.parameters.moved(kind)
 
     def exact_step(self) -> None:
@@ -298,7 +300,7 @@ class Compressor(Steps):
         self.parameters.mature()
 
     def over(self, *, taken: bool) -> Task[None]:
-        if self._now.compresses:
+        if self._now.compresses and not taken:
             self.gradients.drop()
         self.parameters.remember()
         every = self._check_replicas_every

@@ -16,6 +16,7 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.averages import own_share
 from horovod_onebit.checks import whole
@@ -111,6 +112,7 @@ class LocalParameters(Parameters):
         super().__init__(optimizer, adapter, names, engine, schedule=None, sum_gradients=False, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
+        self._common: Any = WeakTensorKeyDictionary()  # see ``common_steps``
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
         self.renewed: set[torch.Tensor] = set()  # whose state was edited since moments were frozen
@@ -190,7 +192,11 @@ class LocalParameters(Parameters):
 
     def _take_back(self, group: dict[str, Any], p: torch.Tensor) -> None:
         super()._take_back(group, p)
+        self._common[p] = self.taken(p)
         self.thawed = True
+
+    def common_steps(self, p: torch.Tensor) -> int:
+        return int(self._common.get(p, 0)) if self.seen(p) is None else super().common_steps(p)
 
     def _takes_frozen(self, p: torch.Tensor) -> bool:
         binding = self.bindings.get(p)
@@ -211,6 +217,7 @@ class LocalParameters(Parameters):
         if binding is not None:  # the round ends for it, too, without a momentum of the steps so far
             self.bindings[p] = binding
             forget_steps(binding.tensor)
+        self._common[p] = min(self.common_steps(p), self.taken(p))
         self.thawed |= self.steps >= self.warmup.steps
         self.renewed.add(p)
 
@@ -223,7 +230,7 @@ class LocalParameters(Parameters):
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
         found = dict[str, FrozenAdam]()
         for group in self.optimizer.param_groups if self.any_frozen else ():
-            members = [p for p in group["params"] if self._takes_frozen(p)]
+            members = [p for p in group["params"] if p in self.bindings and self._takes_frozen(p)]
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
@@ -242,8 +249,8 @@ class LocalParameters(Parameters):
         if trained:
             torch._foreach_add_([binding.state["step"] for binding in trained], 1)
 
-    def second_moments(self, own_steps: int) -> list[Moment]:
-        """Those that are not frozen yet; they have seen ``own_steps`` of this worker's own gradients at most."""
+    def second_moments(self) -> list[Moment]:
+        """Those that are not frozen yet."""
         assert self.adam is not None
         moments = list[Moment]()
         for group, _, p in self.enumerated():
@@ -258,16 +265,15 @@ class LocalParameters(Parameters):
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
             corrected = (value / (1 - beta2 ** max(steps, 1))).numpy()
             last = grad.to("cpu", torch.float32).reshape(-1).numpy()
-            moments.append(Moment((group, p), corrected, last, own_share(beta2, own_steps, steps)))
-        self.renewed.clear()
+            share = own_share(beta2, steps - self.common_steps(p), steps)
+            moments.append(Moment((group, p), corrected, last, share))
         return moments
 
     def freeze(self, of: tuple[dict[str, Any], torch.Tensor], second: Array) -> None:
         """Keep ``second``, whose bias is corrected, as that of the parameter ``of`` a group."""
         group, p = of
-        if (
-            self.adam is not None and second.any()
-        ):  # others have had no gradient yet, on any worker: they keep their own
+        self.renewed.discard(p)
+        if self.adam is not None and second.any():  # or it has had no gradient yet, on any worker, and is not frozen
             value = torch.from_numpy(second) * (1 - float(group["betas"][1]) ** self.steps)
             self.optimizer.state[p][str(self.adam.variance_key)] = plain.coarsen(value).view(p.shape).to(p.device)
             self.optimizer.state[p][VARIANCE_STEPS] = self.steps
@@ -278,6 +284,8 @@ class LocalParameters(Parameters):
 
     def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
+        if p not in self._common:  # or it was taken out of the groups, and comes back
+            self._common[p] = self.taken(p)
 
     def round(self) -> None:
         """No exchange is under way: what is common to all is the weights as they are kept, in bfloat16 say."""
@@ -304,7 +312,7 @@ class LocalParameters(Parameters):
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """Of its progress alone, without the steps that it has skipped: the rest is each worker's own."""
         own = dict(state_dict["param_groups"][0].get(STATE_KEY) or {}) if state_dict["param_groups"] else {}
-        for name in ("skipped", "taken", "rates"):
+        for name in ("skipped", "taken", "rates", "common"):
             own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
@@ -329,6 +337,10 @@ class LocalParameters(Parameters):
         self.steps = progress.steps
         self.warmup.load_state_dict(progress.warmup)
         self._load_frozen(progress, whole)
+        common, frozen = self._by_position(progress.common), self._by_position(progress.variance_steps)
+        for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
+            is_plain = own is None or (frozen[p] > 0 and self.seen(p) is None)
+            self._common[p] = self.taken(p) if is_plain else common[p]
         self._marks.clear()
         self.remember()
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
@@ -431,6 +443,14 @@ class _NotFinite(Exception):
     """Gradients are not finite."""
 
 
+class _Stopped(Exception):
+    """A closure has raised ``error``, a ``StopIteration``."""
+
+    def __init__(self, error: StopIteration) -> None:
+        super().__init__(error)
+        self.error = error
+
+
 class _Step:
     """One step of the wrapped optimizer, ``own_step``; ``result`` is what it has returned."""
 
@@ -455,7 +475,7 @@ class _Step:
                 self.result = self._own_step(self._closure and self._compute)
                 return True
             parameters.step_frozen(rules)
-            if len(rules) < len(parameters.bindings):
+            if any(b.tensor.name not in rules for b in parameters.bindings.values()):
                 with without_gradients([p for p, b in parameters.bindings.items() if b.tensor.name in rules]):
                     self._own_step(None)
         except _NotFinite:
@@ -532,17 +552,25 @@ class LocalSteps(Steps):
 
         It is passed over if gradients are not finite. ``loss_scale``: what they have to be divided by.
         """
-        step = _Step(self.parameters, own_step, closure, loss_scale)
+        step, reached = _Step(self.parameters, own_step, closure, loss_scale), False
 
         def take(rules: Frozen) -> bool:
+            nonlocal reached
+            reached = True
             with self.agreement.told("step"):  # others may have gone on since the round began
-                return step.take(rules)
+                try:
+                    return step.take(rules)
+                except StopIteration as error:  # of the closure: it would end the task
+                    raise _Stopped(error) from None
 
         try:
             run(self.driver.local_step(take))
+        except _Stopped as stopped:
+            raise stopped.error from None
         finally:
             self.agreement.reset()
-            self.parameters.remember()
+            if reached:  # or edits that were not looked at would be forgotten
+                self.parameters.remember()
         return step.result
 
     # -- what the driver asks of a face: see ``driver.Alone`` ---------------------------------------------------------
@@ -630,8 +658,8 @@ class LocalSteps(Steps):
             self._checked = steps
             self.check_replicas()
 
-    def second_moments(self, steps: int) -> list[Moment]:
-        return self.parameters.second_moments(steps)
+    def second_moments(self) -> list[Moment]:
+        return self.parameters.second_moments()
 
     def freeze(self, of: Any, second: Array) -> None:
         self.parameters.freeze(of, second)

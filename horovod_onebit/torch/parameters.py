@@ -534,6 +534,10 @@ class Parameters:
         binding = self.bindings.get(p)
         return int(self.optimizer.state.get(p, {}).get("step", 0)) if binding is None else binding.tensor.step
 
+    def common_steps(self, p: torch.Tensor) -> int:
+        """Of the gradients that the second moment of ``p`` has seen, those that were the workers' mean."""
+        return self.taken(p) if self.seen(p) is None else self.seen(p) or 0
+
     def progress(self) -> Progress:
         """How far the run is."""
         parameters = self.ordered()
@@ -547,6 +551,7 @@ class Parameters:
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
             rates=self.engine.feedback.rates,
+            common=[self.common_steps(p) for p in parameters],
         )
 
     def export(self, state: dict[str, Any]) -> None:

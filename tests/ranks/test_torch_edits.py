@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, Recipe
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from tests.ranks.torch_common import RANK, SIZE, Lion, assert_replicas_equal, batch, weights
 
 ODD = RANK == SIZE - 1
@@ -73,7 +73,7 @@ class Run:
         before = self._middle()
         for _ in range(steps):
             self._backward(self.twin)
-            grads = [p.grad for p in self.twin.parameters()]
+            grads = [p.grad for p in self.twin.parameters() if p.grad is not None]
             mean = hvd.allreduce(torch.cat([g.reshape(-1) for g in grads]), name="twin")
             for grad, part in zip(grads, mean.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
@@ -244,6 +244,52 @@ def test_a_compressed_run_goes_on_with_another_kind_of_steps():
         run.mode, run.optimizer = mode, wrap(run.model, run.plain, mode)
     run.train(48)
     run.check()
+
+
+def test_layers_that_are_frozen_and_trained_by_turns_after_the_freeze():
+    run = Run("adam", "frozen")
+    run.model.last.weight.requires_grad_(False)
+    run.twin.last.weight.requires_grad_(False)
+    run.train(44)
+    for model in (run.model, run.twin):
+        model.first.weight.requires_grad_(False)
+        model.last.weight.requires_grad_(True)
+    before = run.model.last.weight.detach().clone(), run.model.first.weight.detach().clone()
+    run.train(44)
+    run.check()
+    moved = (run.model.last.weight - before[0]).abs().mean() / 68 / LR
+    assert 0.05 < moved < 1
+    assert torch.equal(run.model.first.weight, before[1])
+    # It has seen nothing but own gradients, and is frozen when another state is edited.
+    run.optimizer.state[run.model.second.weight]["exp_avg_sq"].zero_()
+    parameters = run.optimizer._parameters
+    run._backward(run.model)
+    run.optimizer.step()
+    assert parameters.common_steps(run.model.last.weight) == parameters.common_steps(run.model.second.weight) == 0
+
+
+@pytest.mark.parametrize("mode", ["frozen", "local"])
+def test_an_iterator_that_ends_in_a_closure_is_seen_by_the_caller(mode):
+    run = Run("adam", mode)
+    run.train(24)
+    with pytest.raises(StopIteration):
+        run.optimizer.step(lambda: next(iter(())))
+    run.train(24)
+    run.check()
+
+
+def test_an_edit_is_not_forgotten_by_a_step_that_fails_before_it():
+    run = Run("adam", "frozen")
+    run.train(44)
+    run.optimizer.state[run.model.second.weight]["exp_avg_sq"].zero_()
+    odd = torch.nn.Parameter(torch.zeros(2, dtype=torch.complex64))
+    run.optimizer.param_groups[0]["params"].append(odd)
+    run._backward(run.model)
+    with pytest.raises(UnsupportedError):
+        run.optimizer.step()
+    run.optimizer.param_groups[0]["params"].pop()
+    run.optimizer.step()
+    assert not run.optimizer.state[run.model.second.weight].get("onebit_variance_steps")
 
 
 def test_second_moments_of_exact_steps_are_frozen_by_local_steps_as_what_they_are():
