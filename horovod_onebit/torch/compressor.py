@@ -197,18 +197,6 @@ class Compressor(Steps):
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
-    @property
-    def steps(self) -> int:
-        return self.parameters.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.parameters.steps = steps
-
-    @property
-    def learning_rate(self) -> float:
-        return self.parameters.learning_rate
-
     def announce(self) -> None:
         now = self._now
         self.check_groups()

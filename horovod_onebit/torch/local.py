@@ -576,18 +576,6 @@ class LocalSteps(Steps):
     # -- what the driver asks of a face: see ``driver.Alone`` ---------------------------------------------------------
 
     @property
-    def steps(self) -> int:
-        return self.parameters.steps
-
-    @steps.setter
-    def steps(self, steps: int) -> None:
-        self.parameters.steps = steps
-
-    @property
-    def learning_rate(self) -> float:
-        return self.parameters.learning_rate
-
-    @property
     def young(self) -> bool:
         return self.parameters.young
 

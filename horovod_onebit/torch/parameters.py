@@ -536,7 +536,8 @@ class Parameters:
 
     def common_steps(self, p: torch.Tensor) -> int:
         """Of the gradients that the second moment of ``p`` has seen, those that were the workers' mean."""
-        return self.taken(p) if self.seen(p) is None else self.seen(p) or 0
+        seen = self.seen(p)
+        return self.taken(p) if seen is None else seen
 
     def progress(self) -> Progress:
         """How far the run is."""

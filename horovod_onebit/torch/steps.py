@@ -46,6 +46,20 @@ class Steps:
         return self.engine.collectives.size if self.included else 0
 
     @property
+    def steps(self) -> int:
+        """Those taken, which the driver counts; of local ones, those that this worker has skipped, too."""
+        return self.parameters.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.parameters.steps = steps
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of the groups'."""
+        return self.parameters.learning_rate
+
+    @property
     def pending(self) -> bool:
         """Whether workers' weights differ, after local steps; alike on all."""
         raise NotImplementedError
