@@ -36,7 +36,7 @@ def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str
         job.wait()
         raise
     if job.returncode:
-        raise RuntimeError(f"{arguments} ended with status {job.returncode}\n{output[:6000]}\n...\n{output[-2000:]}")
+        raise RuntimeError(f"{arguments} ended with status {job.returncode}\n{output[:3000]}\n...\n{output[-9000:]}")
     return output
 
 

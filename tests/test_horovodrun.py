@@ -73,7 +73,7 @@ JOBS = [
 
 
 def pytest_on_ranks(processes, backend, *arguments, **variables):
-    options = ["-q", "-x", "-p", "no:cacheprovider", "--disable-warnings"]
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--disable-warnings", "--color=no"]
     output = horovodrun(processes, backend, "-m", "pytest", *options, *arguments, **variables)
     # Open MPI's prefixes carry colours along.
     assert len(re.findall(r"\d+ passed", output)) == processes, output[-3000:]

@@ -42,9 +42,16 @@ def pytest_runtest_makereport(item, call):
     return report
 
 
+@pytest.fixture(scope="session")
+def launcher(request):
+    """Where the launcher reads this rank's stderr, which pytest has put away while a test runs."""
+    with request.config.pluginmanager.get_plugin("capturemanager").global_and_fixture_disabled():
+        return os.dup(sys.stderr.fileno())
+
+
 @pytest.fixture(autouse=True)
-def nothing_hangs():
+def nothing_hangs(launcher):
     """A rank that waits for minutes says where, and ends the job."""
-    faulthandler.dump_traceback_later(400, exit=True)
+    faulthandler.dump_traceback_later(600, exit=True, file=launcher)
     yield
     faulthandler.cancel_dump_traceback_later()

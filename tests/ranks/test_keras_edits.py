@@ -55,12 +55,17 @@ def kernels(model):
     return np.concatenate([np.asarray(v).reshape(-1) for v in model.trainable_variables if len(v.shape) == 2])
 
 
+def averages(grads):
+    """The workers' means. Named: Horovod names them by Keras's layers, and these by how many a process has made."""
+    return [hvd.allreduce(grad, name=f"plain.{i}") for i, grad in enumerate(grads)]
+
+
 def plain_step(model, optimizer):
     """A step of a plain optimizer with the mean gradient."""
 
     def step(x, y):
         grads, _ = gradients(model, x, y)
-        means = hvd.grouped_allreduce(grads)
+        means = averages(grads)
         optimizer.apply_gradients(zip(means, model.trainable_variables, strict=True))
 
     return step
@@ -519,7 +524,7 @@ class Run:
                 loss = LOSS(y, model(x, training=True))
             grads = tape.gradient(loss, model.trainable_variables)
             if model is self.beside:
-                grads = hvd.grouped_allreduce(grads)
+                grads = averages(grads)
             optimizer = self.twin if model is self.beside else self.optimizer
             optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
