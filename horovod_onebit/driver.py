@@ -1,8 +1,7 @@
 """The step driver: what a run does, step by step. A face has the arrays and the wrapped optimizer's own steps.
 
 The workers take a step together (``step``), by their mean gradient, or each one alone (``local_step``). All that waits
-for other workers is a task. The NumPy and PyTorch faces are driven by it, and Keras's local steps, whose graph calls
-the parts of ``local_step``.
+for other workers is a task. In Keras a graph orders what the framework does, and calls the parts of these steps.
 """
 
 from __future__ import annotations
@@ -30,7 +29,16 @@ Frozen = Mapping[str, FrozenAdam]
 """By name, the rules of the tensors whose second moment is frozen."""
 
 
-class Together(Protocol):
+class Prepares(Protocol):
+    """What a framework gives the driver where a graph orders the rest of a compressed step."""
+
+    def prepare(self, kind: Kind) -> Task[Plan]:
+        """Prepare the engine for a step of ``kind`` of what is compressed now, with the hyperparameters of now.
+        Collective if anything has changed."""
+        ...
+
+
+class Together(Prepares, Protocol):
     """What a framework gives the driver for steps that all workers take together.
 
     Attributes:
@@ -62,14 +70,6 @@ class Together(Protocol):
 
     def skip(self) -> None:
         """All pass over an exact step, whose gradients were not finite. Local."""
-        ...
-
-    def plan(self, kind: Kind) -> Plan:
-        """The next compressed step, with the hyperparameters of now."""
-        ...
-
-    def prepare(self, plan: Plan) -> Task[None]:
-        """Prepare the engine for what is compressed now. Collective if anything has changed."""
         ...
 
     def start_exact(self) -> Task[bool]:
@@ -191,13 +191,13 @@ class Driver:
     """One worker's run.
 
     Attributes:
-        face: ``Together`` and ``Alone``, or what of them the ``schedule`` needs.
+        face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them; ``Prepares`` in a graph.
         frozen: whether second moments have been made those of all workers.
         rounds: of local steps; None without them.
     """
 
     def __init__(
-        self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: ZeroOne | Local | None
+        self, engine: Engine, face: Together | Alone | Prepares, warmup: Warmup, schedule: ZeroOne | Local | None
     ) -> None:
         self.engine, self.warmup, self.schedule = engine, warmup, schedule
         self.face: Any = face
@@ -208,8 +208,11 @@ class Driver:
 
     def next(self) -> Kind | None:
         """The kind of the next step of all workers together; None in the warm-up. The same on all workers."""
-        if self.face.phase is Phase.WARMUP:
-            return None
+        return None if self.face.phase is Phase.WARMUP else self._kind
+
+    @property
+    def _kind(self) -> Kind:
+        """That of the next compressed step."""
         zero_one = self.schedule if isinstance(self.schedule, ZeroOne) else None
         return kind_of(zero_one, self.engine.exchanges + 1)
 
@@ -220,11 +223,11 @@ class Driver:
         face, warmup = self.face, self.warmup
         try:
             face.announce()
-            kind = self.next()
-            taken = yield from (self._exact() if kind is None else self._compressed(kind))
+            exact = face.phase is Phase.WARMUP
+            taken = yield from (self._exact() if exact else self.compressed())
             if taken:
                 face.steps += 1
-                if kind is None and warmup.wants(face.steps):
+                if exact and warmup.wants(face.steps):
                     self._observe(face.power())
                 face.mature()
             yield from face.over(taken=taken)
@@ -247,12 +250,19 @@ class Driver:
         face.exact_step()
         return True
 
-    def _compressed(self, kind: Kind) -> Task[bool]:
-        engine, face = self.engine, self.face
+    def begin(self) -> Task[Plan]:
+        """A compressed step begins: everything that is known before its gradients are. Collective if anything has
+        changed."""
+        engine = self.engine
         if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(engine.exchanges + 1):
             engine.feedback.reset()
-        plan = face.plan(kind)
-        yield from face.prepare(plan)
+        plan: Plan = yield from self.face.prepare(self._kind)
+        return plan
+
+    def compressed(self) -> Task[bool]:
+        """A compressed step; whether it was taken. Collective."""
+        engine, face = self.engine, self.face
+        plan = yield from self.begin()
         averaged, gradients = face.start_exact(), face.own_gradients()
         engine.send_rest(gradients, plan)
         try:
@@ -263,7 +273,7 @@ class Driver:
         finite = (yield from averaged) and verdict.finite
         if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
             return False
-        face.moved(kind)
+        face.moved(plan.kind)
         face.exact_step()
         return True
 
@@ -368,7 +378,9 @@ class Driver:
     def flush(self) -> Task[None]:
         """Bring all workers to the same weights. Collective."""
         if self.rounds is None:
-            yield from self.engine.flush(self.face.plan(Kind.SYNC).rules)
+            if self.engine.layout is not None:
+                plan = yield from self.face.prepare(Kind.SYNC)
+                yield from self.engine.flush(plan.rules)
         elif self.rounds.under_way:
             yield from self.end_round("flush", flush=True)
 

@@ -155,14 +155,13 @@ class NumpyOptimizer:
     def skip(self) -> None:
         self.engine.say_skipped("the mean gradient")
 
-    def plan(self, kind: Kind) -> Plan:
-        return self.engine.plan(kind, [self._rule(kind)] * len(self._large))
+    def prepare(self, kind: Kind) -> Task[Plan]:
+        rules = [self._rule(kind)] * len(self._large)
+        yield from self.engine.prepare(self._large, rules)
+        return self.engine.plan(kind, rules)
 
     def _rule(self, kind: Kind) -> Rule:
         return zero_one_adam.of(self._adam("0/1 Adam is Adam"), kind) if self._zero_one else self.rule
-
-    def prepare(self, plan: Plan) -> Task[None]:
-        return self.engine.prepare(self._large, plan.rules)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
+from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
@@ -62,6 +63,17 @@ class Values:
     momenta: Sequence[Array | None]
     variances: Sequence[Array | None]
     place: Place | None = None
+
+
+@dataclass(frozen=True)
+class Now:
+    """The compressed step that is taken: of the variables ``indices``, whose gradients are clipped by ``factors``,
+    which go on with those of the exact ones."""
+
+    indices: tuple[int, ...]
+    values: Values
+    progress: Progress
+    factors: Sequence[float]
 
 
 @dataclass
@@ -117,12 +129,17 @@ class Compressor:
         self.indices: tuple[int, ...] = ()
         self.under_way: UnderWay | None = None
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
+        self.driver = self._make_driver(wrapping)
         self.moments = Moments(self)
         self.refusal: ConfigurationError | None = None  # to be raised when the workers meet
         self._momenta: dict[int, Any] = {}  # by number of the variable, as the last step left them, where it matters
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
+        self._now: Now | None = None
+
+    def _make_driver(self, wrapping: Wrapping) -> Driver:
+        return Driver(self.engine, self, wrapping.warmup, wrapping.schedule)
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
@@ -334,15 +351,15 @@ class Compressor:
         """Memory that TensorFlow can adopt."""
         return [self._memory.lend(size) for size in sizes] if self.place is None else self.place.lend(sizes)
 
-    def _take_up(
-        self, indices: tuple[int, ...], values: Values, progress: Progress, factors: Sequence[float], kind: Kind
-    ) -> Task[list[Rule]]:
-        """Prepare the engine for a step of ``kind`` of the variables ``indices``; the rules that take it."""
-        self._bind(indices)
-        rules = [self._rule(i, progress, factor, kind) for i, factor in zip(indices, factors, strict=False)]
-        self._load(values, rules, progress)
+    def prepare(self, kind: Kind) -> Task[Plan]:
+        """See ``driver.Together``."""
+        now = self._now
+        assert now is not None
+        self._bind(now.indices)
+        rules = [self._rule(i, now.progress, f, kind) for i, f in zip(now.indices, now.factors, strict=False)]
+        self._load(now.values, rules, now.progress)
         yield from self.engine.prepare(self.tensors, rules)
-        return rules
+        return self.engine.plan(kind, rules)
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
@@ -357,8 +374,11 @@ class Compressor:
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         edited = self._edited(indices, values, progress)
-        rules = yield from self._take_up(indices, values, progress, factors, Kind.ONEBIT)
-        plan = self.engine.plan(Kind.ONEBIT, rules)
+        self._now = Now(indices, values, progress, factors)
+        try:
+            plan = yield from self.driver.begin()
+        finally:
+            self._now = None
         has_momentum = [momentum is not None for momentum in values.momenta]
         weights = self._lend([tensor.weight.size for tensor in self.tensors])
         momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))

@@ -107,9 +107,6 @@ class LocalSteps(Compressor):
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
-        assert wrapping.local is not None
-        warmup = wrapping.warmup if self.adapter.adam is not None else make(1)
-        self.driver = Driver(self.engine, self, warmup, wrapping.local)
         self.rounds: Rounds = self.driver.rounds
         self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
         self.second: tuple[int, list[Any]] = 0, []  # see ``freeze``
@@ -122,6 +119,10 @@ class LocalSteps(Compressor):
         self._variances: Sequence[Any] = ()
         self._number = 0  # of the step after which they are
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
+
+    def _make_driver(self, wrapping: Wrapping) -> Driver:
+        warmup = wrapping.warmup if self.adapter.adam is not None else make(1)
+        return Driver(self.engine, self, warmup, wrapping.schedule)
 
     @property
     def together(self) -> bool:

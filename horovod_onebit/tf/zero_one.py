@@ -7,28 +7,47 @@ on from the middle of an interval. Nothing in a graph reads or writes them: the 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
-from horovod_onebit.engine import Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import workers
+from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
-from horovod_onebit.schedule import Kind, ZeroOne, kind_of
+from horovod_onebit.schedule import Kind
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.tf.collectives import view
-from horovod_onebit.tf.compressor import Compressor, Progress, Values
+from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values
 from horovod_onebit.tf.graph import adopt
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
+
+
+@dataclass(frozen=True)
+class _Given:
+    """What the step of now is given.
+
+    Attributes:
+        grads: the compressed variables', flat, clipped by their values.
+        edited: the variables whose moments somebody has changed since the last step.
+        finite: whether the exact variables' averages are.
+    """
+
+    grads: Sequence[Array]
+    edited: Sequence[int]
+    finite: bool
+
+
+class _GivenUp(Exception):
+    """All workers give up the step: its moments were set since the last one."""
 
 
 class ZeroOneSteps(Compressor):
@@ -39,9 +58,7 @@ class ZeroOneSteps(Compressor):
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
-        assert isinstance(wrapping.schedule, ZeroOne)
-        self.schedule = wrapping.schedule
-
+        self._given: _Given | None = None
         self._done: tuple[bool, Sequence[float]] = False, ()  # the last step: whether it was taken, its factors
 
     def begin_step(
@@ -49,31 +66,76 @@ class ZeroOneSteps(Compressor):
         grads: Sequence[Array], squares: Array, *, finite: bool,
     ) -> Task[None]:  # fmt: skip
         """Take the whole step."""
-        engine, optimizer = self.engine, self.optimizer
+        engine, optimizer, taken = self.engine, self.optimizer, False
         engine.exchanges = int(optimizer._tried.value)
-        if self.schedule.starts_local(engine.exchanges + 1):
-            engine.feedback.reset()
         try:
             self.count_averages(sum(sizes))
             factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
-            kind = kind_of(self.schedule, engine.exchanges + 1)
+            self._now = Now(indices, values, progress, factors)
             edited = self._edited(indices, values, progress)
-            rules = yield from self._take_up(indices, values, progress, factors, kind)
-            own = [self.clipped(grad) for grad in grads]
-            taken = yield from self._exchange(engine.plan(kind, rules), own, edited, finite=finite)
+            self._given = _Given([self.clipped(grad) for grad in grads], edited, finite)
+            with suppress(_GivenUp):
+                taken = yield from self.driver.compressed()
             self._done = taken, factors
-            if taken:
-                self._keep(rules)
-                self._mark(indices, values, progress)
         except BaseException:
             engine.restore_all()
             raise
         finally:
+            self._now = self._given = None
             optimizer._tried.assign(engine.exchanges)
             engine.end_step()
         if edited:
             self.moments.say(edited)
             self.begin_again(edited if self.moments.moved is None else ())
+
+    # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
+
+    def start_exact(self) -> Task[bool]:
+        yield from ()
+        assert self._given is not None
+        return self._given.finite  # the graph has averaged them
+
+    def own_gradients(self) -> Mapping[int, Array]:
+        assert self._given is not None
+        return dict(enumerate(self._given.grads))
+
+    def agreed(self) -> Task[Verdict]:
+        """The graph has asked whether the workers mean the same. Asks whether all workers' gradients are finite, too,
+        and on which of them moments were edited: a local step sends nothing else that would tell, and cannot be taken
+        back."""
+        given, engine, size = self._given, self.engine, self.collectives.size
+        assert given is not None
+        own = np.zeros(1 + size, np.float32)
+        own[0], own[1 + self.collectives.rank] = not all_finite(given.grads), bool(given.edited)
+        found = self.collectives.allreduce(own, f"{engine.name}.finite")
+        start, decoded = time.perf_counter(), engine.times.decode
+        total = yield found  # a whole round, messages and all
+        engine.waited(start, decoded)
+        on = np.flatnonzero(total[1:]).tolist()
+        if not on:
+            return Verdict(finite=not total[0])
+        engine.exchanges += 1
+        if len(on) < size:
+            raise DesyncError(
+                f"the optimizer's state was changed on {workers(on)} and not on the others: make the same changes on "
+                "all workers"
+            )
+        if self.departed:
+            raise ConfigurationError(
+                "the optimizer's state was changed after local steps, when workers' weights differ: call "
+                "optimizer.flush() on all workers before the change (or now, and continue)"
+            )
+        engine.restore_all()
+        raise _GivenUp
+
+    def moved(self, kind: Kind) -> None:
+        now = self._now
+        assert now is not None
+        self._keep(kind)
+        self._mark(now.indices, now.values, now.progress)
+
+    def exact_step(self) -> None:
+        """The graph takes it."""
 
     def warm_up_again(self) -> None:
         super().warm_up_again()
@@ -95,34 +157,6 @@ class ZeroOneSteps(Compressor):
         taken, factors = self._done
         return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
 
-    def _exchange(self, plan: Plan, grads: Sequence[Array], edited: Sequence[int], *, finite: bool) -> Task[bool]:
-        """Asks whether all workers' gradients are finite, too, and on which of them moments were ``edited``: a local
-        step sends nothing else that would tell, and cannot be taken back."""
-        engine, by_number, size = self.engine, dict(enumerate(grads)), self.collectives.size
-        own = np.zeros(1 + size, np.float32)
-        own[0], own[1 + self.collectives.rank] = not all_finite(grads), bool(edited)
-        found = self.collectives.allreduce(own, f"{engine.name}.finite")
-        engine.send_rest(by_number, plan)
-        start, decoded = time.perf_counter(), engine.times.decode
-        total = yield found  # a whole round, messages and all
-        engine.waited(start, decoded)
-        on = np.flatnonzero(total[1:]).tolist()
-        if not on:
-            return (yield from engine.receive(by_number, plan, finite=finite and not total[0]))
-        engine.restore_all()
-        engine.exchanges += 1
-        if len(on) < size:
-            raise DesyncError(
-                f"the optimizer's state was changed on {workers(on)} and not on the others: make the same changes on "
-                "all workers"
-            )
-        if self.departed:
-            raise ConfigurationError(
-                "the optimizer's state was changed after local steps, when workers' weights differ: call "
-                "optimizer.flush() on all workers before the change (or now, and continue)"
-            )
-        return False
-
     def _rule(self, index: int, progress: Progress, factor: float, kind: Kind) -> Rule:
         if kind is Kind.EXACT:  # Keras's epsilon goes by the second moment as it will be
             progress = replace(progress, seen=progress.seen + 1)
@@ -142,18 +176,18 @@ class ZeroOneSteps(Compressor):
                 assert tensor.variance is not None
                 tensor.variance = self._memory.copy(tensor.variance)
 
-    def _keep(self, rules: Sequence[Any]) -> None:
-        """A step was taken by ``rules``: keep what is neither weight nor momentum."""
+    def _keep(self, kind: Kind) -> None:
+        """A step of ``kind`` was taken: keep what is neither weight nor momentum."""
         optimizer = self.optimizer
         counted = np.array(optimizer._counted.value)
-        for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
-            if _departs(counted[i], rule.kind):
+        for i, tensor in zip(self.indices, self.tensors, strict=True):
+            if _departs(counted[i], kind):
                 _assign(optimizer._anchors[i], tensor.anchor)
-            if rule.kind is Kind.EXACT:
+            if kind is Kind.EXACT:
                 _assign(self.adapter.variance(optimizer, i), tensor.variance)
             counted[i] = tensor.layer
         optimizer._counted.assign(counted)
-        if rules and rules[0].kind is Kind.EXACT:
+        if kind is Kind.EXACT:
             seen = np.array(optimizer._seen.value)
             seen[list(self.indices)] += 1
             optimizer._seen.assign(seen)
@@ -186,9 +220,13 @@ class ZeroOneSteps(Compressor):
         progress = Progress(float(optimizer.learning_rate), int(optimizer._iterations.value), seen, marks)
         values = Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances)
         engine.exchanges = int(optimizer._tried.value)
-        rules = yield from self._take_up(indices, values, progress, [1.0] * len(indices), Kind.SYNC)
-        yield from engine.flush(rules)
-        self._keep(rules)
+        self._now = Now(indices, values, progress, [1.0] * len(indices))
+        try:
+            plan = yield from self.prepare(Kind.SYNC)
+            yield from engine.flush(plan.rules)
+        finally:
+            self._now = None
+        self._keep(Kind.SYNC)
         for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):
             _assign(variable, tensor.weight)
             _assign(momentum, tensor.momentum)

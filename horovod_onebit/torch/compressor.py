@@ -145,8 +145,7 @@ class Compressor(Steps):
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
         with torch.no_grad():
-            plan = self.plan(Kind.ONEBIT)
-            run(self.prepare(plan))
+            plan = run(self.prepare(Kind.ONEBIT))
             run(self.engine.recall(self.own_gradients(), plan))
 
     def _spoil(self) -> None:
@@ -249,11 +248,9 @@ class Compressor(Steps):
         else:
             self.engine.say_skipped("the mean gradient")
 
-    def plan(self, kind: Kind) -> Plan:
-        return self.parameters.plan(kind, self._now.loss_scale or 1.0)
-
-    def prepare(self, plan: Plan) -> Task[None]:
+    def prepare(self, kind: Kind) -> Task[Plan]:
         parameters = self.parameters
+        plan = parameters.plan(kind, self._now.loss_scale or 1.0)
         if not parameters.prepared:
             yield from self.agreement.answer()  # before a handshake of those only who believe that it is due
             # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
@@ -263,6 +260,7 @@ class Compressor(Steps):
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
             parameters.are_prepared()
             self.share_out()
+        return plan
 
     def start_exact(self) -> Task[bool]:
         self._now.compresses = True
@@ -313,8 +311,7 @@ class Compressor(Steps):
             self.adopt()
             edited = parameters.edited()
             parameters.follow_memory(edited)
-            plan = parameters.plan(Kind.SYNC)
-            run(self.prepare(plan))
+            plan = run(self.prepare(Kind.SYNC))
             parameters.pull()
             run(self.engine.flush(plan.rules))
             parameters.push()
