@@ -1,4 +1,4 @@
-"""One bit an element: its sign. ``sign(0) = +1``; bit 1 means negative (MATH: the 1-bit codec)."""
+"""One bit an element: its sign. ``sign(0) = +1``; bit 1 means negative."""
 
 from __future__ import annotations
 

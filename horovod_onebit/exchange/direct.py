@@ -1,7 +1,8 @@
 """Direct exchange: one allgather; every worker decodes the messages of all.
 
 One compression and no server, so there are no residuals but each worker's own. A worker sends and receives
-(n - 1) messages: best for few workers, level with a float32 ring allreduce at n = 64 (MATH: constants).
+(n - 1) messages, a bit an element each: best for few workers, and as much as a float32 ring allreduce, which
+receives 64 (n - 1) / n bits, at n = 64.
 """
 
 from __future__ import annotations

@@ -35,6 +35,6 @@ def has_gpu() -> bool:
     """Whether the CUDA kernels can run here, on a GPU or in the simulator."""
     if importlib.util.find_spec("numba_cuda") is None:
         return False
-    from numba import config, cuda
+    from horovod_onebit.kernels.toolchain import SIMULATED, cuda
 
-    return bool(config.ENABLE_CUDASIM or cuda.is_available())
+    return bool(SIMULATED or cuda.is_available())

@@ -29,7 +29,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         if not self.built:
-            with outside(), keras.src.backend.name_scope(self.name, caller=self):
+            with outside(), keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
         self.inner_optimizer.prepare_step()
         if self.inner_optimizer._wrapping.local is not None:

@@ -92,7 +92,7 @@ class _DistributedOptimizer(_Wrapped):
             self._checked = True
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
-            with outside(), keras.src.backend.name_scope(self.name, caller=self):
+            with outside(), keras.name_scope(self.name, caller=self):
                 self.build(variables)
         unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
         if unknown:

@@ -73,7 +73,7 @@ class Place:
         if self._kernels.SIMULATED:
             yield
             return
-        from numba import cuda
+        from horovod_onebit.kernels.toolchain import cuda
 
         with cuda.gpus[self._number]:
             yield

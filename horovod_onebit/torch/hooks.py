@@ -22,7 +22,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch._compile import _disable_dynamo as untraced
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
@@ -37,6 +36,7 @@ from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
 from horovod_onebit.torch.collectives import Pending
 from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.torch.private import untraced
 from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")

@@ -38,6 +38,7 @@ from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
+from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
 from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase, Warmup, make
@@ -247,7 +248,7 @@ class LocalParameters(Parameters):
                 rules[binding.tensor.name].local_step(binding.tensor, binding.grad(), context)
                 binding.push()
         if trained:
-            torch._foreach_add_([binding.state["step"] for binding in trained], 1)
+            add_to_all([binding.state["step"] for binding in trained], 1)
 
     def second_moments(self) -> list[Moment]:
         """Those that are not frozen yet."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import sys
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -12,7 +11,6 @@ from typing import Any
 
 import horovod.torch as hvd
 import torch
-from torch._compile import _disable_dynamo as untraced  # as torch.optim has it: imports the compiler when it must
 
 from horovod_onebit import feedback
 from horovod_onebit.checks import flag, mapping, matching, positive
@@ -29,6 +27,7 @@ from horovod_onebit.torch.hooks import Gradients, Where
 from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
 from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
 from horovod_onebit.warmup import Phase
 
@@ -179,7 +178,7 @@ class _DistributedOptimizer:
     def _step_supports_amp_scaling(self) -> bool:
         # PyTorch's GradScaler asks this before it looks at the gradients. They must have arrived by then; and with True
         # it leaves it to step() to skip, so that all workers skip alike. Lightning asks too, and would not clip.
-        if not sys._getframe(1).f_globals.get("__name__", "").startswith("torch."):
+        if not asked_by_pytorch():
             return False
         if self._participates and self._gradients.automatic and self._gradients.where is Where.LOCAL:
             self._compressor.synchronize()
@@ -318,7 +317,7 @@ class _LocalOptimizer(_DistributedOptimizer):
         """A step of this worker alone; collective if it is the last one of a round."""
         if not self._participates:
             return self._exact_step(closure)
-        if _called_by("horovod.torch.functions"):
+        if called_by("horovod.torch.functions", __name__):
             return self._init_state_by_a_step()
         with self._scaling() as (_, scale), self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, loss_scale=scale)
@@ -335,14 +334,6 @@ class _LocalOptimizer(_DistributedOptimizer):
         for state in self.state.values():
             if "step" in state:
                 state["step"] = state["step"] * 0
-
-
-def _called_by(module: str) -> bool:
-    """Whether a function of ``module`` is on the top of the stack, PyTorch's own wrappers of ``step`` apart."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", __name__)):
-        frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__") == module
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:

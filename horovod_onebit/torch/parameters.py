@@ -26,6 +26,7 @@ from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
+from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.warmup import Phase, Warmup
 
@@ -426,7 +427,7 @@ class Parameters:
         self.push()
         counters = [b.state["step"] for b in self.bindings.values() if "step" in b.state]
         if counters:
-            torch._foreach_add_(counters, 1)
+            add_to_all(counters, 1)
 
     def took_exact(self, exact: Sequence[torch.Tensor]) -> None:
         """The wrapped optimizer has taken a step of ``exact``."""

@@ -214,3 +214,32 @@ def test_the_library_does_not_print():
     for _, path in modules():
         calls = (node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Call))
         assert not any(isinstance(c.func, ast.Name) and c.func.id == "print" for c in calls), path
+
+
+def test_numba_cuda_is_imported_in_one_module():
+    found = [
+        path.relative_to(PACKAGE).as_posix()
+        for _, path in modules()
+        if any(name.startswith(("numba.cuda", "numba_cuda")) for name in imports(path))
+    ]
+    assert found == ["kernels/toolchain.py"]
+
+
+def test_what_frameworks_keep_to_themselves_is_named_in_one_module_for_each():
+    """Of functions; what an optimizer of theirs keeps, its subclass may see."""
+    found = {}
+    for _, path in modules():
+        text = path.read_text()
+        for name in ("torch._", "keras.src", "_getframe"):
+            if name in text:
+                found.setdefault(name, []).append(path.relative_to(PACKAGE).as_posix())
+    assert found == {"torch._": ["torch/private.py"], "_getframe": ["tf/graph.py", "torch/private.py"]}
+
+
+def test_the_driver_alone_knows_what_kind_of_step_comes_next():
+    found = [
+        path.relative_to(PACKAGE).as_posix()
+        for _, path in modules()
+        if "horovod_onebit.schedule.kind_of" in imports(path)
+    ]
+    assert found == ["driver.py"]

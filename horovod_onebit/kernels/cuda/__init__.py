@@ -17,14 +17,12 @@ from functools import cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda
 from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.formulas import Formula, Number, sqrt
 from horovod_onebit.kernels import cpu, reference
-from horovod_onebit.kernels.cuda.device import SIMULATED
 from horovod_onebit.kernels.cuda.launch import (
     KINDS,
     Buffer,
@@ -41,6 +39,7 @@ from horovod_onebit.kernels.cuda.launch import (
 )
 from horovod_onebit.kernels.cuda.loops import EMPTY, PARTS, Column, Program
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
+from horovod_onebit.kernels.toolchain import SIMULATED, cuda
 
 __all__ = [
     "SIMULATED",

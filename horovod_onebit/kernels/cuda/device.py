@@ -12,12 +12,12 @@ from collections.abc import Callable
 from typing import Any
 
 import numpy as np
-from numba import config, cuda
+
+from horovod_onebit.kernels.toolchain import SIMULATED, cuda
 
 f32 = np.float32
 f64 = np.float64
 SLOTS = 64  # two for each warp of the largest thread block
-SIMULATED = bool(config.ENABLE_CUDASIM)
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """Kinds of numbers that gradients may be."""
 

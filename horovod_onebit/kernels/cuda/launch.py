@@ -14,12 +14,13 @@ from functools import cache, lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
-from numba import cuda, types
+from numba import types
 from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError, OnebitError
-from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32, SIMULATED
+from horovod_onebit.kernels.cuda.device import BFLOAT16, FLOAT16, FLOAT32
 from horovod_onebit.kernels.cuda.loops import FIRST, ROW_BYTES, Program, pack
+from horovod_onebit.kernels.toolchain import SIMULATED, cuda
 
 if not SIMULATED:
     from cuda.bindings import driver

@@ -19,7 +19,6 @@ from functools import cache
 from typing import Any
 
 import numpy as np
-from numba import cuda
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
@@ -43,6 +42,7 @@ from horovod_onebit.kernels.cuda.device import (
     store_u8,
 )
 from horovod_onebit.kernels.reference import CHUNK
+from horovod_onebit.kernels.toolchain import cuda
 
 f32, f64, u8, i32, u32 = np.float32, np.float64, np.uint8, np.int32, np.uint32
 PARTS = 4  # ``_compressor`` has them written out

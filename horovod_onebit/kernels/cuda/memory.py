@@ -6,7 +6,8 @@ from typing import Any
 
 from llvmlite import ir
 from numba import types
-from numba.cuda.extending import intrinsic
+
+from horovod_onebit.kernels.toolchain import intrinsic
 
 GLOBAL = 1  # the address space
 FLOAT, HALF = ir.FloatType(), ir.HalfType()

@@ -1,0 +1,33 @@
+"""Names that PyTorch keeps to itself and this face needs; ``tests/unit/test_private.py`` looks for each.
+
+``untraced`` keeps a function out of ``torch.compile``, as ``torch.optim`` does: ``torch.compiler.disable`` would import
+the compiler at once. ``add_to_all`` adds a number to many tensors in one call. And PyTorch asks an optimizer what it is
+in ways that have no public form: only the caller tells who asks.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch._compile import _disable_dynamo
+
+untraced: Callable[..., Any] = _disable_dynamo
+add_to_all: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
+
+
+def asked_by_pytorch() -> bool:
+    """Whether PyTorch itself has called the function that calls this."""
+    name: str = sys._getframe(2).f_globals.get("__name__", "")
+    return name.startswith("torch.")
+
+
+def called_by(module: str, own: str) -> bool:
+    """Whether a function of ``module`` has called the function of ``own`` that calls this, PyTorch's own wrappers
+    apart."""
+    frame = sys._getframe(2)
+    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", own)):
+        frame = frame.f_back  # type: ignore[assignment]
+    return frame is not None and frame.f_globals.get("__name__") == module
