@@ -59,7 +59,7 @@ demo: setup ## set everything up, train on two processes over a slow link with f
 test: export ONEBIT_CASES ?= 2
 test: lint ## set everything up, check the code, run all tests: on ranks, one or two cases of each
 	$(BIN)/python -m pytest -n auto tests/cuda tests/unit
-	$(BIN)/python -m pytest -n 2 --dist loadgroup tests/test_horovodrun.py
+	$(BIN)/python -m pytest tests/test_horovodrun.py
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda --ignore=tests/test_horovodrun.py
 
 .PHONY: test-all
