@@ -38,7 +38,32 @@ class Prepares(Protocol):
         ...
 
 
-class Together(Prepares, Protocol):
+class Compresses(Prepares, Protocol):
+    """What a framework gives the driver for compressed steps."""
+
+    def start_exact(self) -> Task[bool]:
+        """Start to average the gradients of what is not compressed; the task waits, and says whether they are finite.
+        Collective."""
+        ...
+
+    def own_gradients(self) -> Mapping[int, Array]:
+        """Flat float32, of what is compressed, by number; and the weights are where the engine works on them."""
+        ...
+
+    def agreed(self) -> Task[Verdict]:
+        """Whether all workers are about to do the same, or an error on all. Collective."""
+        ...
+
+    def moved(self, kind: Kind) -> None:
+        """The core has taken a step of ``kind`` of what is compressed: the framework's tensors follow. Local."""
+        ...
+
+    def exact_step(self) -> None:
+        """The wrapped optimizer's own step, of what was averaged, and of nothing else. Local."""
+        ...
+
+
+class Together(Compresses, Protocol):
     """What a framework gives the driver for steps that all workers take together.
 
     Attributes:
@@ -60,32 +85,12 @@ class Together(Prepares, Protocol):
         """Look at what there is to do, and tell the others. Local."""
         ...
 
-    def agreed(self) -> Task[Verdict]:
-        """Whether all workers are about to do the same, or an error on all. Collective."""
-        ...
-
     def average(self, verdict: Verdict) -> Task[bool]:
         """In the warm-up, make all gradients the workers' mean; whether they are finite. Collective."""
         ...
 
     def skip(self) -> None:
         """All pass over an exact step, whose gradients were not finite. Local."""
-        ...
-
-    def start_exact(self) -> Task[bool]:
-        """Start to average the gradients of what is not compressed; the task waits, and is ``average`` for them."""
-        ...
-
-    def own_gradients(self) -> Mapping[int, Array]:
-        """Flat float32, of what is compressed, by number; and the weights are where the engine works on them."""
-        ...
-
-    def moved(self, kind: Kind) -> None:
-        """The core has taken a step of ``kind`` of what is compressed: the framework's tensors follow. Local."""
-        ...
-
-    def exact_step(self) -> None:
-        """The wrapped optimizer's own step, of what was averaged, and of nothing else. Local."""
         ...
 
     def power(self) -> tuple[float, float, int] | None:
@@ -191,13 +196,14 @@ class Driver:
     """One worker's run.
 
     Attributes:
-        face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them; ``Prepares`` in a graph.
+        face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them. Where a graph orders steps that workers
+            take together, ``Compresses`` (0/1 Adam) or ``Prepares``.
         frozen: whether second moments have been made those of all workers.
         rounds: of local steps; None without them.
     """
 
     def __init__(
-        self, engine: Engine, face: Together | Alone | Prepares, warmup: Warmup, schedule: ZeroOne | Local | None
+        self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: ZeroOne | Local | None
     ) -> None:
         self.engine, self.warmup, self.schedule = engine, warmup, schedule
         self.face: Any = face
@@ -206,13 +212,9 @@ class Driver:
         if isinstance(schedule, Local):
             self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
 
-    def next(self) -> Kind | None:
-        """The kind of the next step of all workers together; None in the warm-up. The same on all workers."""
-        return None if self.face.phase is Phase.WARMUP else self._kind
-
     @property
     def _kind(self) -> Kind:
-        """That of the next compressed step."""
+        """That of the next compressed step; the same on all workers."""
         zero_one = self.schedule if isinstance(self.schedule, ZeroOne) else None
         return kind_of(zero_one, self.engine.exchanges + 1)
 

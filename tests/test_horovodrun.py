@@ -134,11 +134,7 @@ def trained(framework, backend, compression, folder):
 
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [
-        # One framework's in one of pytest's processes, so that it trains without compression once.
-        pytest.param(framework, backend, marks=pytest.mark.xdist_group(framework))
-        for framework, backend in (("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo"))
-    ],
+    [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")],
 )
 def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, uncompressed, tmp_path):
     """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""

@@ -1,7 +1,8 @@
 """Two bits an element, four levels: ``s``, ``s / 3``, ``-s / 3`` and ``-s``. Plane 0 is the sign, plane 1 the size.
 
 Each element gets the nearest level, so that its error is at most that of the sign with the scale ``s / 3``: this is a
-contraction where that is. ``s`` is 2.2 root mean squares of the block (docs, "How it works").
+contraction where that is. ``s`` is 2.2 root mean squares of the block, and at most ``3 guard`` times its mean
+magnitude.
 """
 
 from __future__ import annotations

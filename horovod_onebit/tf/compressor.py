@@ -11,7 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 import horovod.tensorflow as hvd
 import keras
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
-from horovod_onebit.driver import Driver
+from horovod_onebit.driver import Driver, Prepares, Together
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
@@ -139,7 +139,8 @@ class Compressor:
         self._now: Now | None = None
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
-        return Driver(self.engine, self, wrapping.warmup, wrapping.schedule)
+        face: Prepares = self
+        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.schedule)
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
@@ -352,7 +353,7 @@ class Compressor:
         return [self._memory.lend(size) for size in sizes] if self.place is None else self.place.lend(sizes)
 
     def prepare(self, kind: Kind) -> Task[Plan]:
-        """See ``driver.Together``."""
+        """See ``driver.Prepares``."""
         now = self._now
         assert now is not None
         self._bind(now.indices)

@@ -10,12 +10,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
+from horovod_onebit.driver import Compresses, Driver, Together
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
@@ -61,6 +62,10 @@ class ZeroOneSteps(Compressor):
         self._given: _Given | None = None
         self._done: tuple[bool, Sequence[float]] = False, ()  # the last step: whether it was taken, its factors
 
+    def _make_driver(self, wrapping: Wrapping) -> Driver:
+        face: Compresses = self
+        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.schedule)
+
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
         grads: Sequence[Array], squares: Array, *, finite: bool,
@@ -88,7 +93,7 @@ class ZeroOneSteps(Compressor):
             self.moments.say(edited)
             self.begin_again(edited if self.moments.moved is None else ())
 
-    # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
+    # -- what the driver asks of a face: see ``driver.Compresses`` ----------------------------------------------------
 
     def start_exact(self) -> Task[bool]:
         yield from ()

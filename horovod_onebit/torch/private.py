@@ -1,4 +1,5 @@
-"""Names that PyTorch keeps to itself and this face needs; ``tests/unit/test_private.py`` looks for each.
+"""Functions that PyTorch keeps to itself and this face needs, but for methods of what it subclasses;
+``tests/unit/test_private.py`` looks for all of them.
 
 ``untraced`` keeps a function out of ``torch.compile``, as ``torch.optim`` does: ``torch.compiler.disable`` would import
 the compiler at once. ``add_to_all`` adds a number to many tensors in one call. And PyTorch asks an optimizer what it is

@@ -227,6 +227,38 @@ def test_a_flush_that_one_worker_makes_alone_is_an_error_on_all():
     assert_replicas_equal(model)
 
 
+def zero(optimizer):
+    for variable in (*optimizer._momentums, *optimizer._velocities):
+        variable.assign(tf.zeros_like(variable.value))
+
+
+@pytest.mark.parametrize("kind", [Kind.EXACT, Kind.GRADIENT, Kind.LOCAL])
+def test_moments_that_one_worker_alone_resets_are_an_error_on_all(kind):
+    model, optimizer = build(), zero_one(SHORT)
+    step = next(step for step in range(8, 40) if kind_at(step, SHORT) is kind and kind_at(step - 1, SHORT) is not kind)
+    train(model, optimizer, step - 1)
+    if RANK == 0:
+        zero(optimizer)
+    with pytest.raises(DesyncError, match=r"state was changed on worker 0 and not on the others"):
+        train(model, optimizer, 1, start=step - 1)
+
+
+def test_moments_that_are_reset_between_exchanges_want_a_flush_first():
+    model, optimizer = build(), zero_one(SHORT)
+    train(model, optimizer, 23)
+    assert differ(model)
+    zero(optimizer)
+    with pytest.raises(ConfigurationError, match=r"after local steps.*call optimizer\.flush\(\)"):
+        train(model, optimizer, 1, start=23)
+    optimizer.flush()
+    assert_replicas_equal(model)
+    train(model, optimizer, 2, start=23)
+    assert optimizer.phase is Phase.WARMUP
+    train(model, optimizer, 30, start=25)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
 def test_elastic_states_are_of_workers_that_were_brought_together():
     model = compiled()
     fit(model, 23)

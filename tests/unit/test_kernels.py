@@ -396,7 +396,7 @@ def test_one_element_with_rms_is_lossless():
 @pytest.mark.parametrize("update_space", [False, True])
 @pytest.mark.parametrize("codec", codecs.names())
 def test_the_sum_of_what_was_sent_telescopes(update_space, codec):
-    """MATH: m_t = beta m_{t-1} + (1 - beta) mean g + e_{t-1} - e_t, in float64, in the space that is compressed."""
+    """m_t = beta m_{t-1} + (1 - beta) mean g + e_{t-1} - e_t, in float64, in the space that is compressed."""
     rng, how = np.random.default_rng(1), coding(16, codec)
     size, workers, beta = 200, 2, float(f32(0.9))
     variance, formula = rng.random(size) + 0.5, adam.update if update_space else adam.momentum
@@ -415,7 +415,7 @@ def test_the_sum_of_what_was_sent_telescopes(update_space, codec):
 
 
 def test_the_distance_to_uncompressed_momentum_is_what_is_owed():
-    """MATH: q = m - uncompressed m, h_t = b h_{t-1} + (1 - b) E_{t-1}: sum q = -E_T - b / (1 - b) h_T."""
+    """q = m - uncompressed m, h_t = b h_{t-1} + (1 - b) E_{t-1}: sum q = -E_T - b / (1 - b) h_T."""
     rng, how = np.random.default_rng(2), coding(8, scale="rms")
     size, workers, beta = 120, 4, float(f32(0.9))
     p, one_minus_beta = of_adam(beta1=beta, grad=1 - beta), float(f32(1 - beta))

@@ -8,7 +8,7 @@ import inspect
 import pytest
 
 
-@pytest.mark.parametrize("name", ["_foreach_add_", "_compile._disable_dynamo"])
+@pytest.mark.parametrize("name", ["_foreach_add_", "_compile._disable_dynamo", "optim.Optimizer._patch_step_function"])
 def test_pytorch_has(name):
     found = __import__("torch._compile")
     for part in name.split("."):
@@ -55,6 +55,13 @@ def test_an_optimizer_of_keras_calls_its_moments(kind, names):
     optimizer = getattr(keras.optimizers, kind)(**({"momentum": 0.9} if kind == "SGD" else {}))
     optimizer.build([keras.Variable([1.0])])
     assert all(len(getattr(optimizer, name)) == 1 for name in names)
+
+
+def test_a_model_and_a_scaler_of_keras_call():
+    import keras
+
+    assert callable(keras.Model._flatten_layers)
+    assert callable(keras.optimizers.LossScaleOptimizer._overwrite_variable_with_gradient)
 
 
 def test_a_graph_of_tensorflow_can_run_operations_out_of_order():
