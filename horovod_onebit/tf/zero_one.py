@@ -33,8 +33,8 @@ from horovod_onebit.tf.wrapping import Wrapping
 
 
 @dataclass(frozen=True)
-class _Given:
-    """What the step of now is given.
+class _Step(Now):
+    """A whole step.
 
     Attributes:
         grads: the compressed variables', flat, clipped by their values.
@@ -59,7 +59,6 @@ class ZeroOneSteps(Compressor):
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
-        self._given: _Given | None = None
         self._done: tuple[bool, Sequence[float]] = False, ()  # the last step: whether it was taken, its factors
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
@@ -76,9 +75,9 @@ class ZeroOneSteps(Compressor):
         try:
             self.count_averages(sum(sizes))
             factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
-            self._now = Now(indices, values, progress, factors)
             edited = self._edited(indices, values, progress)
-            self._given = _Given([self.clipped(grad) for grad in grads], edited, finite)
+            own = [self.clipped(grad) for grad in grads]
+            self._now = _Step(indices, values, progress, factors, own, edited, finite)
             with suppress(_GivenUp):
                 taken = yield from self.driver.compressed()
             self._done = taken, factors
@@ -86,7 +85,7 @@ class ZeroOneSteps(Compressor):
             engine.restore_all()
             raise
         finally:
-            self._now = self._given = None
+            self._now = None
             optimizer._tried.assign(engine.exchanges)
             engine.end_step()
         if edited:
@@ -95,23 +94,25 @@ class ZeroOneSteps(Compressor):
 
     # -- what the driver asks of a face: see ``driver.Compresses`` ----------------------------------------------------
 
+    @property
+    def _step(self) -> _Step:
+        assert isinstance(self._now, _Step)
+        return self._now
+
     def start_exact(self) -> Task[bool]:
         yield from ()
-        assert self._given is not None
-        return self._given.finite  # the graph has averaged them
+        return self._step.finite  # the graph has averaged them
 
     def own_gradients(self) -> Mapping[int, Array]:
-        assert self._given is not None
-        return dict(enumerate(self._given.grads))
+        return dict(enumerate(self._step.grads))
 
     def agreed(self) -> Task[Verdict]:
         """The graph has asked whether the workers mean the same. Asks whether all workers' gradients are finite, too,
         and on which of them moments were edited: a local step sends nothing else that would tell, and cannot be taken
         back."""
-        given, engine, size = self._given, self.engine, self.collectives.size
-        assert given is not None
+        step, engine, size = self._step, self.engine, self.collectives.size
         own = np.zeros(1 + size, np.float32)
-        own[0], own[1 + self.collectives.rank] = not all_finite(given.grads), bool(given.edited)
+        own[0], own[1 + self.collectives.rank] = not all_finite(step.grads), bool(step.edited)
         found = self.collectives.allreduce(own, f"{engine.name}.finite")
         start, decoded = time.perf_counter(), engine.times.decode
         total = yield found  # a whole round, messages and all
@@ -134,10 +135,8 @@ class ZeroOneSteps(Compressor):
         raise _GivenUp
 
     def moved(self, kind: Kind) -> None:
-        now = self._now
-        assert now is not None
         self._keep(kind)
-        self._mark(now.indices, now.values, now.progress)
+        self._mark(self._step.indices, self._step.progress)
 
     def exact_step(self) -> None:
         """The graph takes it."""
@@ -148,7 +147,7 @@ class ZeroOneSteps(Compressor):
         optimizer._tried.assign(0)
         optimizer._counted.assign(np.zeros(optimizer._counted.shape, np.float32))
 
-    def _mark(self, indices: tuple[int, ...], values: Values, progress: Progress) -> None:
+    def _mark(self, indices: tuple[int, ...], progress: Progress) -> None:
         """A step was taken: its second moments are those that the next one expects."""
         marks = np.array(self.optimizer._marks.value)
         changed = np.array_equal(np.array(self.optimizer._seen.value), progress.seen)

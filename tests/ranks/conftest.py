@@ -52,6 +52,6 @@ def launcher(request):
 @pytest.fixture(autouse=True)
 def nothing_hangs(launcher):
     """A rank that waits for minutes says where, and ends the job."""
-    faulthandler.dump_traceback_later(600, exit=True, file=launcher)
+    faulthandler.dump_traceback_later(400, exit=True, file=launcher)
     yield
     faulthandler.cancel_dump_traceback_later()
