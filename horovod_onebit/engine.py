@@ -194,9 +194,13 @@ class Engine:
         yield from self._take_exchange(way_named(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
-        text = "1-bit compression of %s parameters in %d tensors, %d messages a step, %s exchange"
+        self.say_layout(layout, recipe.exchange)
+
+    def say_layout(self, layout: Layout, exchange: str, what: str = "1-bit compression") -> None:
+        """Say ``what`` is done of ``layout`` in the steps that follow."""
+        text = f"{what} of %s parameters in %d tensors, %d messages a step, %s exchange"
         level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
-        logger.log(level, text, f"{layout.size:,}", len(specs), len(layout.buckets), recipe.exchange)
+        logger.log(level, text, f"{layout.size:,}", len(layout.tensors), len(layout.buckets), exchange)
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:
         """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""

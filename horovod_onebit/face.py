@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.warmup import AfterRise, Warmup
+from horovod_onebit.schedule import Gradients, Local, Schedule
+from horovod_onebit.warmup import NEVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -68,20 +68,22 @@ class Arguments:
         return {"op": self.op, "process_set": self.process_set, **factors}
 
 
-def warmup_of(steps: Any, total_steps: int | None, schedule: ZeroOne | Local | None) -> Warmup:
+def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) -> Warmup:
     """What the arguments ``warmup_steps``, ``total_steps`` and ``schedule`` mean together."""
     if schedule is None:
         return make_warmup("auto" if steps is None else steps, total_steps)
-    if not isinstance(schedule, (ZeroOne, Local)) or steps is not None:
+    if not isinstance(schedule, Schedule) or steps is not None:
         raise ConfigurationError(
             f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
-            "or a Local, which has none; and no warmup_steps with either"
+            "a Gradients, which does not leave it, or a Local, which has none; and no warmup_steps with any of them"
         )
     if total_steps is not None:
         raise ConfigurationError(
             f"total_steps={total_steps!r}, schedule={schedule!r}: leave total_steps out; it is only for a warmup_steps "
             "that is a share of it"
         )
+    if isinstance(schedule, Gradients):
+        return make_warmup(NEVER)
     if isinstance(schedule, Local):
         return AfterRise(schedule.freeze) if schedule.shares_moments else make_warmup(1)
     return make_warmup(schedule.var_update_scaler)

@@ -13,17 +13,18 @@ import numpy as np
 from horovod_onebit import warmup as warmups
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.checks import mapping, matching
+from horovod_onebit.coded import FIRST, CodedMean, codes
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Kind, Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Kind, Schedule, ZeroOne, resolve
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.warmup import Phase, Warmup
 
@@ -40,7 +41,8 @@ class NumpyOptimizer:
         recipe: a preset's name or a ``Recipe``.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; with ``Local`` each worker takes the steps of any
-            rule alone, and the changes of the weights are exchanged. ``warmup_steps`` then has no effect.
+            rule alone, and the changes of the weights are exchanged; with ``Gradients``, all steps are exact ones of
+            the mean gradient, which travels in few bits. ``warmup_steps`` then has no effect.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
             gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
@@ -55,7 +57,7 @@ class NumpyOptimizer:
         warmup_steps: int | float | str = "auto",
         total_steps: int | None = None,
         recipe: str | Recipe = "robust",
-        schedule: ZeroOne | Local | None = None,
+        schedule: Schedule | None = None,
         kernels: str = "cpu",
         exact: Iterable[str] | None = None,
     ) -> None:
@@ -70,16 +72,18 @@ class NumpyOptimizer:
                 raise ConfigurationError(
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
                 )
-        if schedule is not None and not isinstance(schedule, (ZeroOne, Local)):
-            raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne or a Local")
+        if schedule is not None and not isinstance(schedule, Schedule):
+            raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne, a Local or a Gradients")
         self.rule = rule
-        self.engine = Engine(resolve(recipe), collectives, kernels=kernels)
+        self.engine = Engine(resolve(recipe, schedule), collectives, kernels=kernels)
         self._zero_one = isinstance(schedule, ZeroOne)
         warmup: Warmup
         if schedule is None:
             warmup = warmups.make(warmup_steps, total_steps)
         elif isinstance(schedule, ZeroOne):
             warmup = warmups.make(schedule.var_update_scaler)
+        elif isinstance(schedule, Gradients):
+            warmup, schedule = warmups.make(warmups.NEVER), None
         else:
             freezes = schedule.shares_moments and type(rule) is Adam
             warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)
@@ -92,6 +96,9 @@ class NumpyOptimizer:
         large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
+        self._coded: CodedMean | None = None
+        if codes(self.engine.recipe) and self._large:
+            self._coded = CodedMean(self.engine, kernels=kernels)
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
@@ -150,7 +157,20 @@ class NumpyOptimizer:
         return Verdict(finite=finite)
 
     def average(self, verdict: Verdict) -> Task[bool]:
-        return self._start_mean(self._tensors)
+        coded = self._coded
+        if coded is None:
+            return (yield from self._start_mean(self._tensors))
+        units = [coded.tensor(tensor.name, tensor.weight.size) for tensor in self._large]
+        if units[0].variance_steps < FIRST:
+            finite = yield from self._start_mean([*self._large, *self._small])
+            for unit, (_, mean) in zip(units if finite else (), self._means, strict=False):
+                coded.observe(unit, mean)
+            return finite
+        grads = [self._grads[tensor.name] for tensor in self._large]
+        if not (yield from coded.mean(units, grads, self._start_mean(self._small))):
+            return False
+        self._means += [(tensor, unit.weight) for tensor, unit in zip(self._large, units, strict=True)]
+        return True
 
     def skip(self) -> None:
         self.engine.say_skipped("the mean gradient")
@@ -196,6 +216,8 @@ class NumpyOptimizer:
             self._mature = True
             for tensor in self._large:
                 self._rule(Kind.EXACT).begin(tensor, self.engine.context)
+            if self._coded is not None:
+                self._coded.forget()
 
     def over(self, *, taken: bool) -> Task[None]:
         yield from ()

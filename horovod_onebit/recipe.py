@@ -23,6 +23,7 @@ logger = logging.getLogger("horovod_onebit")
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "guarded"]
 OnNonfinite = Literal["skip", "raise"]
+WarmupName = Literal["exact", "two_bit", "three_bit", "four_bit"]
 
 GATHER_LIMIT = 2**31 - 2**20
 """Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
@@ -66,6 +67,9 @@ class Recipe:
             what compression loses is of the size of the whole update, however many workers there are: it shows in the
             loss. With more bits, it is the mean less what all workers know of it, their momentum, and hardly does
             (studies 4 and 8).
+        warmup: how gradients travel in the warm-up: ``"exact"``, or, after ten exact steps, in ``"two_bit"``,
+            ``"three_bit"`` or ``"four_bit"`` an element, in units of the root of its second moment
+            (``rules.gradient``). Not in Keras. Takes 12 bytes a parameter of the host's memory while it lasts.
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 
@@ -80,12 +84,14 @@ class Recipe:
     on_nonfinite: OnNonfinite = "skip"
     codec: str = "sign"
     server_codec: str = "two_bit"
+    warmup: WarmupName = "exact"
     link: float = 125e6
 
     def __post_init__(self) -> None:
         one_of("space", self.space, Space)
         one_of("scale", self.scale, Scale)
         find(self.codec), find(self.server_codec)
+        one_of("warmup", self.warmup, WarmupName)
         one_of("exchange", self.exchange, exchanges())
         one_of("on_nonfinite", self.on_nonfinite, OnNonfinite)
         blocks = "None for one scale per tensor, or a multiple of 8 (so that blocks start on whole bytes)"
@@ -124,10 +130,10 @@ class Recipe:
     def signature(self) -> str:
         """The recipe as a text that is the same in all versions; names of residuals contain a digest of it.
 
-        Without ``server_codec`` and ``link``, with which residuals do not change.
+        Without ``server_codec``, ``warmup`` and ``link``, with which residuals do not change.
         """
         values = dataclasses.asdict(self)
-        del values["server_codec"], values["link"]
+        del values["server_codec"], values["warmup"], values["link"]
         last, codec = values.pop("on_nonfinite"), values.pop("codec")
         values |= {**REMOVED, "on_nonfinite": last, **({"codec": codec} if codec != "sign" else {})}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"

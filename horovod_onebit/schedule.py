@@ -6,11 +6,14 @@ Without a schedule, every step is of the kind ``ONEBIT``.
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import Literal
 
-from horovod_onebit.checks import finite, whole
+from horovod_onebit import recipe as recipes
+from horovod_onebit.checks import finite, one_of, whole
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.recipe import Recipe
 
 
 class Kind(StrEnum):
@@ -125,6 +128,38 @@ class Local:
     def shares_moments(self) -> bool:
         """Whether Adam's moments become those of all workers."""
         return self.freeze > 0 and not (self.momentum or self.delay)
+
+
+GradientCodec = Literal["two_bit", "three_bit", "four_bit"]
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Every step averages the gradients, in a few bits an element, and is then the wrapped optimizer's own, whatever
+    optimizer that is: a warm-up (``Recipe.warmup``) that does not end.
+
+    Args:
+        codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``.
+    """
+
+    codec: GradientCodec = "three_bit"
+
+    def __post_init__(self) -> None:
+        one_of("codec", self.codec, GradientCodec)
+
+
+Schedule = ZeroOne | Local | Gradients
+
+
+def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
+    """``recipe``, a preset's name or a value, as ``schedule`` uses it."""
+    found = recipes.resolve(recipe)
+    coded = found.warmup != "exact"
+    if isinstance(schedule, Gradients) and not (coded and found.warmup != schedule.codec):
+        return replace(found, warmup=schedule.codec)
+    if coded and schedule is not None:
+        raise ConfigurationError(f"Recipe(warmup={found.warmup!r}) and schedule={schedule!r}: leave one out")
+    return found
 
 
 @functools.cache

@@ -17,8 +17,8 @@ from horovod_onebit import feedback
 from horovod_onebit.checks import mapping, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name, warmup_of
-from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.schedule import Local, ZeroOne, resolve
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
@@ -564,8 +564,8 @@ def DistributedOptimizer(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
     wrapping = Wrapping(
-        warmup=warmup_of(warmup_steps, total_steps, schedule), recipe=resolve(recipe), compression=compression, op=op,
-        sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
+        warmup=warmup_of(warmup_steps, total_steps, schedule), recipe=resolve(recipe, schedule), op=op,
+        compression=compression, sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
         schedule=schedule, kernels=kernels, check_replicas_every=check_replicas_every,
@@ -577,6 +577,11 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     schedule, kind = wrapping.schedule, type(optimizer)
+    if wrapping.recipe.warmup != "exact":
+        raise UnsupportedError(
+            f"Recipe(warmup={wrapping.recipe.warmup!r}), schedule={schedule!r}: Keras averages gradients exactly: "
+            "leave Recipe.warmup and Gradients out"
+        )
     if isinstance(optimizer, MULTI):
         raise UnsupportedError(
             "a MultiOptimizer takes no step of its own: wrap each optimizer that is in it, "

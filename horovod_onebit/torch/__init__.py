@@ -6,7 +6,7 @@ import horovod_onebit.torch as onebit
 optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 """
 
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.torch import elastic  # Horovod's own elastic state, too, must know these optimizers
 from horovod_onebit.torch.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state
@@ -18,6 +18,7 @@ from horovod_onebit.torch.optimizer import DistributedOptimizer
 __all__ = [
     "LAMB",
     "DistributedOptimizer",
+    "Gradients",
     "Local",
     "Monitor",
     "OnebitAdam",

@@ -14,7 +14,7 @@ import torch
 from horovod_onebit import face
 from horovod_onebit.checks import replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.schedule import Schedule, ZeroOne
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +62,7 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
     return [[names.get(p) for p in group] for group in groups]
 
 
-def check_interval(every: int | None, schedule: ZeroOne | Local | None) -> None:
+def check_interval(every: int | None, schedule: Schedule | None) -> None:
     """``check_replicas_every``."""
     replica_interval(every)
     if every and isinstance(schedule, ZeroOne):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -11,19 +11,23 @@ import numpy as np
 import torch
 
 from horovod_onebit import feedback
+from horovod_onebit.ahead import compile_steps
 from horovod_onebit.averages import mean_norms
+from horovod_onebit.coded import codes, own_recipe
 from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Plan
 from horovod_onebit.errors import NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.schedule import Kind
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.torch.rules import AnyAdapter
 from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Weighing
@@ -81,6 +85,18 @@ class Compressor(Steps):
         self._compares = True  # weights and state, in the next step
         divides = parameters.adapter.variance_key is not None
         self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
+        if self.workers > 1 and not self._zero_one:
+            self._compile_ahead(optimizer.param_groups, divides=divides)
+
+    def _compile_ahead(self, groups: Sequence[dict[str, Any]], *, divides: bool) -> None:
+        """What steps will run in the host's memory, or the first compressed one would wait for it."""
+        recipe, adapter = self.engine.recipe, self.parameters.adapter
+        if codes(recipe):
+            compile_steps(own_recipe(recipe), [Gradient()], self.workers, divides=True)
+        if not isinstance(adapter, AnyAdapter):
+            place = self.parameters.placement.of
+            here = [group for group in groups if any(place(p) is None for p in group["params"])]
+            compile_steps(recipe, [adapter.rule(group, 1.0) for group in here], self.workers, divides=divides)
 
     @property
     def pending(self) -> bool:
@@ -284,6 +300,8 @@ class Compressor(Steps):
 
     def mature(self) -> None:
         self.parameters.mature()
+        if self.parameters.just_started:
+            self.gradients.start_compression(self.parameters.bindings)
 
     def over(self, *, taken: bool) -> Task[None]:
         if self._now.compresses and not taken:

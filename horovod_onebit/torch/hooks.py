@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -25,6 +25,7 @@ import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
+from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.layout import Layout
@@ -34,6 +35,7 @@ from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Handle, Task
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
+from horovod_onebit.torch.coded import Coded
 from horovod_onebit.torch.collectives import Pending
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.private import untraced
@@ -108,6 +110,9 @@ class Gradients:
         self._bindings: list[Binding] = []  # by number, in this step
         self._version = -1  # of the parameters, when the first message of this step was sent
         self._buckets = _Countdown(None)
+        self._coded: Coded | None = None
+        if codes(engine.recipe):
+            self._coded = Coded(parameters, engine, sums=arguments.sums)
 
     # -- the hook -------------------------------------------------------------------------------------------------
 
@@ -132,6 +137,7 @@ class Gradients:
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
         self._lost -= parameters
+        self.start_compression(parameters)
         for p in parameters:
             self._watched.pop(p, None)
             self._averaging.pop(p, None)
@@ -168,7 +174,8 @@ class Gradients:
         if self._parameters.phase is Phase.WARMUP:
             if self._averages_early:
                 self._marks[p] = _Mark.of(p.grad)
-                self._averaging[p] = self._start(p, in_place=False)
+                if not self._takes_coded(p):
+                    self._averaging[p] = self._start(p, in_place=False)
         elif self._sends_early and p in self._parameters.bindings:
             self._count_down(p)
 
@@ -270,17 +277,33 @@ class Gradients:
                 yield handle
             self._averaging.clear()
         self._start_rest(in_place=True)
+        coded = self._coded
+        if coded is None:
+            yield from self._arrive()
+        else:
+            in_few_bits = [p for p in self._watched if p.requires_grad and coded.takes(p)]
+            yield from coded.average(in_few_bits, self._arrive()) if in_few_bits else self._arrive()
+            learning = [p for p in self._averaging if coded.learns(p)]
+            if learning and all_finite(learning):
+                coded.observe(learning)
+        self.drop()
+
+    def _takes_coded(self, p: torch.Tensor) -> bool:
+        return self._coded is not None and self._coded.takes(p)
+
+    def _start_rest(self, *, in_place: bool) -> None:
+        for p in self._watched:
+            if p.requires_grad and p not in self._averaging and not self._takes_coded(p):
+                self._averaging[p] = self._start(p, in_place=in_place)
+
+    def _arrive(self) -> Task[bool]:
+        """Wait for the exact averages; whether they are finite, where somebody asks."""
         for p, (handle, context) in self._averaging.items():
             result = self._arguments.compression.decompress((yield handle), context)
             assert p.grad is not None
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
-        self.drop()
-
-    def _start_rest(self, *, in_place: bool) -> None:
-        for p in self._watched:
-            if p.requires_grad and p not in self._averaging:
-                self._averaging[p] = self._start(p, in_place=in_place)
+        return self._coded is None or all_finite(list(self._averaging))
 
     def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Handle, Any]:
         allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
@@ -332,11 +355,14 @@ class Gradients:
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
-        return f"{self._arguments} {self.passes} {self.generation}"
+        coded = "" if self._coded is None else self._coded.describe()
+        return f"{self._arguments} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
         """What ``describe`` is made of, by name."""
-        return {**self._arguments.named(), "backward_passes_per_step": self.passes}
+        coded = {} if self._coded is None else self._coded.describe()
+        seen = {f"averages of the gradient of {name} before": count for name, count in coded.items()}
+        return {**self._arguments.named(), "backward_passes_per_step": self.passes, **seen}
 
     def fingerprint(self) -> str:
         """A few values of every averaged gradient: they must be the same on all workers."""
@@ -388,7 +414,14 @@ class Gradients:
     def forget_world(self) -> None:
         """Horovod was restarted: nothing is under way, and new workers have abandoned nothing."""
         self._refused = self._abandoned = 0
+        if self._coded is not None:
+            self._coded.forget_world()
         self._clear()
+
+    def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
+        """The gradients of ``parameters`` are averaged no more."""
+        if self._coded is not None:
+            self._coded.forget([self._name(p) for p in parameters])
 
     def _clear(self) -> None:
         self.drop()

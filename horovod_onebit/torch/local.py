@@ -10,7 +10,7 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
@@ -39,7 +39,7 @@ from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all
-from horovod_onebit.torch.rules import HYPERPARAMETERS, AdamAdapter, Adapter, adapter_for
+from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
@@ -48,8 +48,8 @@ MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 """What rounds keep of a parameter; in a ``state_dict``, the momentum is beside the wrapped optimizer's own state."""
 
 
-class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched. What rounds keep is stored apart from it.
+class LocalAdapter(AnyAdapter):
+    """What rounds keep is stored apart from the optimizer's state.
 
     Attributes:
         adam: how ``optimizer`` keeps its moments, if it is Adam or AdamW and the ``schedule`` freezes its second ones.
@@ -58,13 +58,9 @@ class LocalAdapter(Adapter):
     anchor_key = ANCHOR
 
     def __init__(self, schedule: Local, optimizer: torch.optim.Optimizer) -> None:
-        super().__init__(Wraps("Local", Delta, momentum=MOMENTUM))
+        super().__init__(optimizer, Wraps("Local", Delta, momentum=MOMENTUM))
         self.sent_key = SENT if schedule.delay else None
         self.adam = _adam(optimizer) if schedule.shares_moments else None
-        self._optimizer = optimizer
-
-    def to_plain(self, group: dict[str, Any], p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
-        adapter_for(self._optimizer).to_plain(group, p, state)  # it was compressed by another wrapper
 
 
 class FrozenAdapter(Adapter):
@@ -89,13 +85,6 @@ def _adam(optimizer: torch.optim.Optimizer) -> AdamAdapter | None:
     except UnsupportedError:
         return None
     return adapter if type(adapter) is AdamAdapter else None
-
-
-def _plain(value: Any) -> Any:
-    """A hyperparameter without its device, and with all the digits that PyTorch leaves out where it prints a tensor."""
-    if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
 
 
 class LocalParameters(Parameters):
@@ -302,10 +291,6 @@ class LocalParameters(Parameters):
 
     def describe(self) -> str:
         return f"{super().describe()} {self.local}"
-
-    def _hyperparameters_of(self, group: dict[str, Any]) -> dict[str, object]:
-        """Those that all optimizers call the same; others may be what a worker has found out."""
-        return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in HYPERPARAMETERS}
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
         return {}

@@ -16,19 +16,20 @@ from horovod_onebit import feedback
 from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name, warmup_of
-from horovod_onebit.recipe import Recipe, resolve
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.schedule import Gradients, Local, Schedule, resolve
 from horovod_onebit.stats import Stats
+from horovod_onebit.torch import hooks
 from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
-from horovod_onebit.torch.hooks import Gradients, Where
+from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
-from horovod_onebit.torch.rules import Adapter, adapter_for, check_parameter
+from horovod_onebit.torch.rules import Adapter, AnyAdapter, adapter_for, check_parameter
 from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
@@ -42,7 +43,7 @@ class _DistributedOptimizer:
     _compressor: Compressor
 
     @property
-    def _gradients(self) -> Gradients:
+    def _gradients(self) -> hooks.Gradients:
         return self._compressor.gradients
 
     @property
@@ -359,7 +360,7 @@ def DistributedOptimizer(
     *,
     warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: ZeroOne | Local | None = None,
+    schedule: Schedule | None = None,
     recipe: str | Recipe = "robust",
     overlap: bool = True,
     kernels: str = "auto",
@@ -375,8 +376,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``, or any with
-            ``schedule=Local(...)``; its state and hyperparameters are kept. The result is an instance of its class, and
-            shares ``state`` and ``param_groups`` with it.
+            ``schedule=Local(...)`` or ``Gradients()``; its state and hyperparameters are kept. The result is an
+            instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
         compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
@@ -390,7 +391,8 @@ def DistributedOptimizer(
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.torch.Local(...)``,
             ``optimizer`` may be any; each worker takes its steps alone, and the changes of the weights are exchanged
-            after some. Neither has ``warmup_steps``.
+            after some. With ``horovod_onebit.torch.Gradients()``, ``optimizer`` may be any, too, and takes its own
+            step with the mean gradient, which travels in three bits an element. None has ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
         overlap: send messages during the backward pass. If gradients change between ``backward()`` and ``step()`` (a
@@ -420,9 +422,8 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, process_set=process_set,
     )  # fmt: skip
-    local = LocalAdapter(schedule, optimizer) if isinstance(schedule, Local) else None
-    adapter = local or adapter_for(optimizer, schedule)  # type: ignore[arg-type]
-    warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe)
+    adapter = _adapter_of(optimizer, schedule)
+    warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe, schedule)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
     flag("overlap", overlap)
@@ -433,12 +434,13 @@ def DistributedOptimizer(
         logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
     options: dict[str, Any] = {
         "name": next_name(process_set), "recipe": chosen, "check_replicas_every": check_replicas_every, "names": names,
-        "schedule": schedule, "placement": placement, "exact": patterns or (),
+        "schedule": None if isinstance(schedule, Gradients) else schedule,
+        "placement": placement, "exact": patterns or (),
     }  # fmt: skip
-    if local is not None:
+    if isinstance(adapter, LocalAdapter):
         arguments.check_local()
         wrapped = _instance(optimizer, _LocalOptimizer)
-        wrapped._compressor = LocalSteps(wrapped, arguments, adapter=local, warmup=warmup, **options)
+        wrapped._compressor = LocalSteps(wrapped, arguments, adapter=adapter, warmup=warmup, **options)
     else:
         wrapped = _instance(optimizer, _DistributedOptimizer)
         own: dict[str, Any] = {"overlap": overlap, "adapter": adapter, "warmup": warmup}
@@ -463,6 +465,12 @@ def _check_flushed(optimizer: torch.optim.Optimizer) -> None:
             "this optimizer was wrapped before, and its workers' weights differ after local steps: call flush() on "
             "that DistributedOptimizer, on all workers, before you wrap its optimizer again"
         )
+
+
+def _adapter_of(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Adapter:
+    if isinstance(schedule, Local):
+        return LocalAdapter(schedule, optimizer)
+    return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
 
 
 def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str]) -> None:

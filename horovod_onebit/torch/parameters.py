@@ -82,6 +82,7 @@ class Parameters:
         self.never: set[torch.Tensor] = set()
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
+        self.loads = 0  # times that a state was loaded
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, dict[str, Mark]] = {}  # of their states, as the last step left them
@@ -464,12 +465,7 @@ class Parameters:
 
     def hyperparameters(self) -> str:
         """Those of all groups, as a text that is the same on all workers."""
-        return repr([self._hyperparameters_of(group) for group in self.optimizer.param_groups])
-
-    def _hyperparameters_of(self, group: Group) -> dict[str, object]:
-        """The rule of ``group``, and what else the exact step depends on (``fused`` rounds differently)."""
-        rule = vars(self.adapter.rule(group, 1.0))
-        return {**rule, "fused": group.get("fused"), "foreach": group.get("foreach")}
+        return repr([self.adapter.hyperparameters(group) for group in self.optimizer.param_groups])
 
     def facts(self) -> dict[str, dict[str, object]]:
         """What ``describe`` and ``hyperparameters`` are made of, in words."""
@@ -491,7 +487,7 @@ class Parameters:
             "hyperparameters": {
                 f"{WORDS.get(key, key)} of group {number}": value
                 for number, group in enumerate(self.optimizer.param_groups)
-                for key, value in self._hyperparameters_of(group).items()
+                for key, value in self.adapter.hyperparameters(group).items()
             },
         }
 
@@ -593,6 +589,7 @@ class Parameters:
         ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
+        self.loads += 1
         self.bindings.clear()
         self._marks.clear()
         self._find_never()

@@ -11,6 +11,7 @@ import torch
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
+from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import init_state, modernize
 from horovod_onebit.torch.plain import VARIANCE_STEPS, factor
@@ -113,6 +114,10 @@ class Adapter:
             self._rules[key] = found
         return found
 
+    def hyperparameters(self, group: ParamGroup) -> dict[str, object]:
+        """The rule of ``group``, and what else the exact step depends on (``fused`` rounds differently)."""
+        return {**vars(self.rule(group, 1.0)), "fused": group.get("fused"), "foreach": group.get("foreach")}
+
 
 class AdamAdapter(Adapter):
     def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
@@ -174,6 +179,37 @@ class ZeroOneAdapter(AdamAdapter):
             state["local"] = torch.tensor([0.0, 1.0, 0.0])
 
 
+class AnyAdapter(Adapter):
+    """Any optimizer, which takes its own steps: of its state, nothing is touched."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
+        super().__init__(wraps or Wraps("any", Gradient, momentum=""))
+        self._optimizer = optimizer
+
+    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
+        """Nothing, which the optimizer might take for its own."""
+
+    def to_plain(self, group: ParamGroup, p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
+        adapter_for(self._optimizer).to_plain(group, p, state)  # it was compressed by another wrapper
+
+    def complete(self, p: torch.Tensor, state: Mapping[str, Any]) -> bool:
+        return True
+
+    def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
+        return Gradient()
+
+    def hyperparameters(self, group: ParamGroup) -> dict[str, object]:
+        """Those that all optimizers call the same; others may be what a worker has found out."""
+        return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in HYPERPARAMETERS}
+
+
+def _plain(value: Any) -> Any:
+    """A hyperparameter without its device, and with all the digits that PyTorch leaves out where it prints a tensor."""
+    if isinstance(value, (list, tuple)):
+        return [_plain(one) for one in value]
+    return value.tolist() if isinstance(value, torch.Tensor) else value
+
+
 ADAPTERS = {
     "torch.optim.Adam": AdamAdapter,
     "torch.optim.SGD": SGDAdapter,
@@ -224,7 +260,8 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = Non
         raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{kind.__module__}.{kind.__qualname__} has no 1-bit form. Optimizers that have one: {listed('torch')} (a "
-        "subclass must not override step()). With schedule=horovod_onebit.torch.Local(...), any optimizer works"
+        "subclass must not override step()). With schedule=horovod_onebit.torch.Gradients(), or "
+        "schedule=horovod_onebit.torch.Local(...), any optimizer works"
     )
 
 

@@ -28,7 +28,9 @@ from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Kind
 
-CODECS = [codecs.find(name) for name in codecs.names()]
+CODECS = [codecs.find(name) for name in ("sign", "two_bit")]
+THREE = codecs.find("gaussian_three")
+"""Stands for the codecs whose levels are those of a Gaussian: all are made of the same operations."""
 
 
 class _Recording:
@@ -97,13 +99,13 @@ def programs():
     for loop, formula, kind in uses():
         default = formula in (update, move_by_update, move_by_new_update)
         coded = loop in ("encode", "restore", "apply")
-        kinds = [None] if not coded else CODECS if default else [codecs.find("sign")]
+        kinds = [None] if not coded else [*CODECS, THREE] if default else [codecs.find("sign")]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
     found += [Program("move", kernels._widened, kernels._Scalars), Program("mean")]
     found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]
-    return [*found, *(Program("decode", codec=codec) for codec in CODECS), Program("pick")]
+    return [*found, *(Program("decode", codec=codec) for codec in [*CODECS, THREE]), Program("pick")]
 
 
 @cache

@@ -1,9 +1,10 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
 elastic_torch.py FOLDER STEPS EXCHANGE, or in its place "local" for local steps that hide their exchange, or "frozen"
-for those with one second moment for all workers: each worker leaves its process id and its host in FOLDER, worker 0 how
-far it is, and all of them, at the end, their weights. A worker that finds a file HOST.nan there gives one NaN. With a
-file "checkpoints" there, the job saves one every 50 steps, and goes on from the last one.
+for those with one second moment for all workers, or "three_bit" for a warm-up of so many bits that does not end: each
+worker leaves its process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their
+weights. A worker that finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one
+every 50 steps, and goes on from the last one.
 """
 
 import os
@@ -29,11 +30,17 @@ LOCAL = {
     "frozen": onebit.Local(every=8, freeze=6),
 }
 schedule = LOCAL.get(exchange)
+warmup = "three_bit" if exchange == "three_bit" else "exact"
 optimizer = onebit.DistributedOptimizer(
     torch.optim.AdamW(model.parameters(), lr=3e-3),
     named_parameters=model.named_parameters(),
-    **({"schedule": schedule} if schedule else {"warmup_steps": 5}),
-    recipe=Recipe(block_size=64, min_compressed_size=64, exchange="direct" if schedule else exchange),
+    **({"schedule": schedule} if schedule else {"warmup_steps": 5 if warmup == "exact" else 10 * steps}),
+    recipe=Recipe(
+        block_size=64,
+        min_compressed_size=64,
+        exchange=exchange if exchange in ("direct", "two_stage", "hierarchical") else "direct",
+        warmup=warmup,
+    ),
     check_replicas_every=1,
     overlap=False,  # a NaN is put in after backward()
 )

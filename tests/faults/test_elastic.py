@@ -14,6 +14,7 @@ pytestmark = pytest.mark.horovodrun
         ("elastic_torch.py", "two_stage"),
         ("elastic_torch.py", "local"),
         ("elastic_torch.py", "frozen"),
+        ("elastic_torch.py", "three_bit"),
         ("elastic_keras.py", "direct"),
     ],
 )
@@ -36,4 +37,5 @@ def test_training_goes_on_when_a_worker_is_killed_and_another_joins(script, exch
     assert job.state()[2] < 12
     log = (tmp_path / "log").read_text()
     assert log.count("done with 2 workers") == 2
-    assert "with 1 workers, residuals 0.000000" not in log
+    if exchange != "three_bit":  # whose errors are not kept when the workers change
+        assert "with 1 workers, residuals 0.000000" not in log

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.schedule import Gradients
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import Errand
@@ -142,6 +143,13 @@ def test_what_cannot_work_is_refused():
         (UnsupportedError, "not offered", keras.optimizers.Adam(), {"groups": 2}),
         (UnsupportedError, "fp16", keras.optimizers.Adam(), {"compression": "int8"}),
         (UnsupportedError, "hvd.Average", keras.optimizers.Adam(), {"op": hvd.Adasum}),
+        (UnsupportedError, "averages gradients exactly", keras.optimizers.Adam(), {"recipe": Recipe(warmup="two_bit")}),
+        (
+            UnsupportedError,
+            "averages gradients exactly",
+            keras.optimizers.Adam(),
+            {"schedule": Gradients(), "warmup_steps": None},
+        ),
         (ConfigurationError, "optimizer='adam': expected an optimizer itself", "adam", {}),
         (ConfigurationError, "not its name, its class", keras.optimizers.Adam, {}),
         (ConfigurationError, "already", wrap(keras.optimizers.Adam()), {}),

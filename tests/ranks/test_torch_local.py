@@ -756,5 +756,8 @@ def test_bad_arguments(arguments, error, text):
 
 
 def test_optimizers_without_a_rule_are_told_of_local_steps():
-    with pytest.raises(UnsupportedError, match=r"schedule=horovod_onebit.torch.Local\(...\), any optimizer works"):
+    with pytest.raises(
+        UnsupportedError,
+        match=r"torch.Gradients\(\), or schedule=horovod_onebit.torch.Local\(...\), any optimizer works",
+    ):
         onebit.DistributedOptimizer(torch.optim.RMSprop(Net().parameters()))

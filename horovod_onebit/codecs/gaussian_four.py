@@ -1,0 +1,35 @@
+"""Four bits an element: the sixteen levels that lose least of a Gaussian (Max 1960; Lloyd 1982): of either sign
+those below. Plane 0 is the sign, planes 1 to 3 are the bits of the level's number. ``s`` is the root mean square of the
+block.
+"""
+
+from __future__ import annotations
+
+from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+
+BITS = 4
+NONE, SIGN, ONE, TWO, FOUR = u32(0), u32(1), u32(2), u32(4), u32(8)
+L0, L1, L2, L3 = f32(0.1284), f32(0.3881), f32(0.6568), f32(0.9424)
+L4, L5, L6, L7 = f32(1.2562), f32(1.6181), f32(2.0690), f32(2.7326)
+# Between two levels, halfway.
+B0, B1, B2, B3 = f32(0.2582), f32(0.5224), f32(0.7996), f32(1.0993)
+B4, B5, B6 = f32(1.4371), f32(1.8435), f32(2.4008)
+
+
+def scale(mean: Number, square: Number, guard: Number) -> Number:
+    return minimum(sqrt(square), guard * mean)
+
+
+def code(c: Number, s: Number) -> Number:
+    a = absolute(c)
+    four = where(a > B3 * s, FOUR, NONE)
+    two = where(a > where(four != 0, B5, B1) * s, TWO, NONE)
+    middle = where(four != 0, where(two != 0, B6, B4), where(two != 0, B2, B0))
+    return where(c < 0, SIGN, NONE) | where(a > middle * s, ONE, NONE) | two | four
+
+
+def value(code: Number, s: Number) -> Number:
+    low = where(code & TWO != 0, where(code & ONE != 0, L3, L2), where(code & ONE != 0, L1, L0))
+    high = where(code & TWO != 0, where(code & ONE != 0, L7, L6), where(code & ONE != 0, L5, L4))
+    magnitude = where(code & FOUR != 0, high, low) * s
+    return where(code & SIGN != 0, -magnitude, magnitude)

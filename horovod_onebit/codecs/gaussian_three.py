@@ -1,0 +1,29 @@
+"""Three bits an element: the eight levels that lose least of a Gaussian (Max 1960; Lloyd 1982), of either sign those
+below. Plane 0 is the sign, planes 1 and 2 are the bits of the level's number. ``s`` is the root mean square of the
+block.
+"""
+
+from __future__ import annotations
+
+from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+
+BITS = 3
+NONE, SIGN, ONE, TWO = u32(0), u32(1), u32(2), u32(4)
+L0, L1, L2, L3 = f32(0.2451), f32(0.7560), f32(1.3439), f32(2.1519)
+B0, B1, B2 = f32(0.5006), f32(1.0500), f32(1.7480)  # between two levels, halfway
+
+
+def scale(mean: Number, square: Number, guard: Number) -> Number:
+    return minimum(sqrt(square), guard * mean)
+
+
+def code(c: Number, s: Number) -> Number:
+    a = absolute(c)
+    two = where(a > B1 * s, TWO, NONE)
+    return where(c < 0, SIGN, NONE) | where(a > where(two != 0, B2, B0) * s, ONE, NONE) | two
+
+
+def value(code: Number, s: Number) -> Number:
+    low, high = where(code & ONE != 0, L1, L0), where(code & ONE != 0, L3, L2)
+    magnitude = where(code & TWO != 0, high, low) * s
+    return where(code & SIGN != 0, -magnitude, magnitude)

@@ -1,0 +1,24 @@
+"""Two bits an element: the four levels that lose least of a Gaussian, ``-1.51 s``, ``-0.453 s``, ``0.453 s`` and
+``1.51 s`` (Max 1960; Lloyd 1982). Plane 0 is the sign, plane 1 the size. ``s`` is the root mean square of the block.
+"""
+
+from __future__ import annotations
+
+from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+
+BITS = 2
+NONE, SIGN, LARGE = u32(0), u32(1), u32(2)
+INNER, OUTER, BETWEEN = f32(0.4528), f32(1.5104), f32(0.9816)
+
+
+def scale(mean: Number, square: Number, guard: Number) -> Number:
+    return minimum(sqrt(square), guard * mean)
+
+
+def code(c: Number, s: Number) -> Number:
+    return where(c < 0, SIGN, NONE) | where(absolute(c) > BETWEEN * s, LARGE, NONE)
+
+
+def value(code: Number, s: Number) -> Number:
+    magnitude = where(code & LARGE != 0, OUTER * s, INNER * s)
+    return where(code & SIGN != 0, -magnitude, magnitude)

@@ -1,0 +1,89 @@
+"""The workers' mean gradient in few bits (``rules.gradient``), in place of an exact mean: an engine of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from horovod_onebit.engine import Engine
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.layout import Layout
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.rules import Tensor
+from horovod_onebit.rules.gradient import Gradient
+from horovod_onebit.schedule import Kind
+from horovod_onebit.tasks import Task
+
+FIRST = 10
+"""Exact means of a tensor before the first one in few bits: from them, ``rules.gradient`` learns its units."""
+CODECS = {"two_bit": "gaussian_two", "three_bit": "gaussian_three", "four_bit": "gaussian_four"}
+"""By the recipe's ``warmup``."""
+SERVER = "gaussian_four"
+"""What servers of a two-stage exchange send: it must not be coarser than what they get."""
+
+
+def codes(recipe: Recipe) -> bool:
+    """Whether gradients of the warm-up are averaged in few bits."""
+    return recipe.warmup != "exact"
+
+
+def own_recipe(recipe: Recipe) -> Recipe:
+    """That of the gradients, in a run of ``recipe``."""
+    return replace(recipe, space="update", scale="guarded", codec=CODECS[recipe.warmup], server_codec=SERVER)
+
+
+class _Engine(Engine):
+    def say_skipped(self, where: str) -> None:
+        """The step is the caller's, who says so."""
+
+    def say_layout(self, layout: Layout, exchange: str, what: str = "") -> None:
+        super().say_layout(layout, exchange, f"mean gradients in {self.context.codec.bits} bits an element")
+
+
+class CodedMean:
+    """Means of gradients; see ``rules.gradient`` for their ``Tensor``.
+
+    Attributes:
+        engine: has the residuals, which are in units of D. Its traffic and times are those of the run.
+    """
+
+    def __init__(self, run: Engine, *, kernels: str = "cpu") -> None:
+        self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=f"{run.name}.coded")
+        self.engine.traffic, self.engine.times = run.traffic, run.times
+        self._rule = Gradient()
+        self._tensors: dict[str, Tensor] = {}
+
+    def tensor(self, name: str, size: int) -> Tensor:
+        """That of the gradient ``name``, which has so many elements; nothing is known of it at first."""
+        if name not in self._tensors:
+            zeros = self.engine.context.kernels.zeros
+            residual = self.engine.feedback.residual(name, size)
+            self._tensors[name] = Tensor(name, zeros(size), residual, zeros(size), residual)
+            self._rule.init(self._tensors[name])
+        return self._tensors[name]
+
+    def observe(self, tensor: Tensor, mean: Array) -> None:
+        """Take notice of an exact mean, flat float32. Local; on all workers alike."""
+        self._rule.observe(tensor, mean, self.engine.context)
+
+    def mean(self, tensors: Sequence[Tensor], grads: Sequence[Array], beside: Task[bool]) -> Task[bool]:
+        """Put the workers' means of ``grads``, flat float32, into the weights of ``tensors``, which are the same on all
+        workers. False on all, and nothing has changed, if those of some worker are not finite, or if what is averaged
+        ``beside`` them is not. Collective."""
+        engine, rules, numbered = self.engine, [self._rule] * len(tensors), dict(enumerate(grads))
+        engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
+        yield from engine.prepare(tensors, rules)
+        plan = engine.plan(Kind.ONEBIT, rules)
+        engine.send_rest(numbered, plan)
+        try:
+            finite = yield from beside
+        except BaseException:
+            engine.withdraw()
+            raise
+        return (yield from engine.receive(numbered, plan, finite=finite))
+
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """Of ``names``, or of all, nothing is known any more. Local; on all workers alike."""
+        for name in list(self._tensors) if names is None else names:
+            if self._tensors.pop(name, None) is not None:
+                self.engine.feedback.discard(name)

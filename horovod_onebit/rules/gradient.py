@@ -1,0 +1,120 @@
+"""The workers' mean gradient in few bits, for any optimizer. What is sent is in units of D, the root of a moving
+average of its squares, in which all elements are of one size.
+
+    c_i   = g_i / D + error_i;   C_i = Q(c_i);   error_i <- c_i - C_i        D = sqrt(v + floor)
+    g     = D sum_i C_i / n                                                 the same on all workers
+    v     <- beta2 v + (1 - beta2) g^2
+    error_i <- error_i D / D'                                               D' is that of the next step
+
+``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
+corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has been zero
+until now can be learned. What one step lacks of a gradient the next ones bring, whatever becomes of D: an error is
+kept in units of the D that it will be sent with. One bit is not enough: all codes are then of one size, and v keeps its
+proportions.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit.formulas import TINY, Number, maximum, sqrt
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalars
+
+BETA2 = 0.999
+SHARE = 0.01
+EVERY = 16
+"""Steps between two looks at the mean of v, after the first ones."""
+
+
+class Scalars(NamedTuple):
+    """``correction`` is that of the bias of v; ``keep`` and ``take`` are beta2 and what it leaves; ``then_...`` are
+    those of the next step."""
+
+    correction: Number
+    floor: Number
+    keep: Number
+    take: Number
+    then_correction: Number
+    then_floor: Number
+
+
+def _unit(v: Number, correction: Number, floor: Number) -> Number:
+    return maximum(sqrt(v * correction + floor), TINY)
+
+
+def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
+    return g / _unit(v, p.correction, p.floor)
+
+
+def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
+    unit = _unit(v, p.correction, p.floor)
+    g = x * unit
+    then = p.keep * v + p.take * g * g
+    return e * (unit / _unit(then, p.then_correction, p.then_floor)), then, g
+
+
+def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
+    return None, p.keep * v + p.take * g * g, g
+
+
+def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
+    return sqrt(v), sqrt(v)
+
+
+@dataclass(frozen=True)
+class Gradient(Rule):
+    """Of the tensors that this rule sees, the "weight" is where the mean gradient goes, the "momentum" is the residual
+    and ``layer`` has the floors of this step and the next."""
+
+    lr: float = 1.0
+    name: str = "gradient"
+
+    def init(self, tensor: Tensor) -> None:
+        tensor.layer = np.zeros(2, np.float32)
+
+    def _scalars(self, tensor: Tensor) -> Scalars:
+        assert tensor.layer is not None
+        floor, then = map(float, tensor.layer)
+        seen = max(tensor.variance_steps, 1)
+        return scalars(
+            Scalars,
+            correction=1 / (1 - BETA2**seen),
+            floor=floor,
+            keep=BETA2,
+            take=1 - BETA2,
+            then_correction=1 / (1 - BETA2 ** (tensor.variance_steps + 1)),
+            then_floor=then,
+        )
+
+    def contribution(self, tensor: Tensor, context: Context) -> Use:
+        return Use(contribute, self._scalars(tensor))
+
+    def motion(self, tensor: Tensor, context: Context) -> Use:
+        return Use(receive, self._scalars(tensor))
+
+    def exact(self, tensor: Tensor) -> Use:
+        return Use(observe, self._scalars(tensor))
+
+    def lengths(self, tensor: Tensor, context: Context) -> Use | None:
+        seen = tensor.variance_steps + 1
+        return Use(root, self._scalars(tensor)) if seen <= EVERY or seen % EVERY == 0 else None
+
+    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
+        assert tensor.layer is not None
+        tensor.variance_steps += 1
+        tensor.layer[0] = tensor.layer[1]
+        if sums is not None:
+            mean = float(sums[0]) / tensor.weight.size / (1 - BETA2**tensor.variance_steps)
+            # A power of two: the same where the sum was rounded otherwise.
+            tensor.layer[1] = 2.0 ** round(math.log2(SHARE * mean)) if mean > 0 else 0.0
+
+    def observe(self, tensor: Tensor, mean: Array, context: Context) -> None:
+        """Take notice of an exact ``mean`` gradient, flat."""
+        context.kernels.move(*self.exact(tensor), tensor.arrays(mean))
+        finish_step([self], [tensor], context)

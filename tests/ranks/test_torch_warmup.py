@@ -1,0 +1,392 @@
+"""The PyTorch face on real ranks: warm-ups whose gradients travel in few bits (``Recipe.warmup``)."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import horovod.torch as hvd
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
+from horovod_onebit.coded import FIRST
+from tests.ranks.torch_common import (
+    OPTIMIZERS,
+    RANK,
+    SIZE,
+    Net,
+    assert_replicas_equal,
+    batch,
+    spoil,
+    train,
+    weights,
+    wrap,
+)
+
+THREE = Recipe(warmup="three_bit")
+
+
+def seen(optimizer):
+    """How many averages of each gradient there were."""
+    return optimizer._compressor.gradients._coded.describe()
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
+@pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS)
+def test_any_optimizer_trains_and_replicas_are_equal(kind, arguments, bits, exchange):
+    model, plain = Net(), Net()
+    recipe = Recipe(warmup=bits, exchange=exchange)
+    optimizer = wrap(model, kind, recipe=recipe, warmup_steps=40, **arguments)
+    exact = wrap(plain, kind, recipe=replace(recipe, warmup="exact"), warmup_steps=40, **arguments)
+    for of, with_ in ((model, optimizer), (plain, exact)):
+        train(of, with_, 40)
+        assert_replicas_equal(of)
+    assert not seen(optimizer)  # compression starts
+    found, expected = (float(cross_entropy(m(batch(500)[0]), batch(500)[1])) for m in (model, plain))
+    assert abs(found - expected) < 0.15
+    train(model, optimizer, 20, start=40)
+    assert_replicas_equal(model)
+
+
+def test_gradients_are_the_workers_mean():
+    """Over some steps of the same gradient; what one step lacks, the next ones bring (tests/unit/test_coded.py)."""
+    p = torch.nn.Parameter(torch.zeros(64, 64))
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.SGD([p], lr=1.0), named_parameters=[("p", p)], recipe=THREE, warmup_steps=1000
+    )
+    torch.manual_seed(1)
+    sizes, common = torch.logspace(-3, 0, 64), torch.randn(64, 64)
+    torch.manual_seed(RANK)
+    own = (2 * common + torch.randn(64, 64)) * sizes
+    mean = hvd.allreduce(own, name="mean")
+    given = torch.zeros_like(own)
+    for step in range(FIRST + 300):
+        p.grad = None
+        (p * own).sum().backward()
+        optimizer.step()
+        if step < FIRST:
+            torch.testing.assert_close(p.grad, mean)
+        else:
+            assert not torch.equal(p.grad, mean)
+            given += p.grad
+    assert float((given / 300 - mean).norm() / mean.norm()) < 0.01
+    assert_equal(given)
+
+
+def assert_equal(tensor):
+    all_of = hvd.allgather(tensor.reshape(1, -1), name="compared")
+    assert all(torch.equal(one, all_of[0]) for one in all_of)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16, torch.bfloat16])
+def test_other_dtypes_and_orders_of_dimensions(dtype):
+    torch.manual_seed(1)
+    sizes, common = torch.logspace(-2, 0, 16).reshape(-1, 1, 1), torch.randn(32, 16, 4, 4)
+    torch.manual_seed(RANK)
+    own = (2 * common + torch.randn(32, 16, 4, 4)) * sizes
+    mean = hvd.allreduce(own, name="mean")
+    p = torch.nn.Parameter(torch.zeros(32, 16, 4, 4, dtype=dtype).to(memory_format=torch.channels_last))
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.SGD([p], lr=0.0), named_parameters=[("p", p)], recipe=THREE, warmup_steps=1000
+    )
+    given = torch.zeros_like(own)
+    for step in range(FIRST + 100):
+        p.grad = None
+        (p * own.to(dtype)).sum().backward()
+        optimizer.step()
+        assert p.grad.dtype is dtype
+        assert p.grad.is_contiguous(memory_format=torch.channels_last)
+        if step >= FIRST:
+            given += p.grad
+    assert float((given / 100 - mean).norm() / mean.norm()) < 0.02
+    assert_equal(given)
+
+
+def test_a_sum_in_place_of_a_mean():
+    model, other = Net(), Net()
+    summed = wrap(model, torch.optim.SGD, lr=0.01, recipe=THREE, warmup_steps=30, wrapping={"op": hvd.Sum})
+    averaged = wrap(other, torch.optim.SGD, lr=0.01 * SIZE, recipe=THREE, warmup_steps=30)
+    train(model, summed, 25)
+    train(other, averaged, 25)
+    torch.testing.assert_close(weights(model), weights(other), atol=1e-5, rtol=1e-3)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("step", [3, FIRST + 3])
+@pytest.mark.parametrize("where", ["first.weight", "norm.bias"])
+def test_nan_on_one_rank_is_skipped_by_all(exchange, step, where):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=30, recipe=replace(THREE, exchange=exchange))
+    train(model, optimizer, step)
+    before, averages = weights(model), seen(optimizer)
+    x, y = batch(step)
+    optimizer.zero_grad()
+    p = dict(model.named_parameters())[where]
+    cross_entropy(model(x), y).backward()
+    if RANK == SIZE - 1:
+        p.grad[(0,) * p.dim()] = float("nan")
+    optimizer.step()
+    assert torch.equal(before, weights(model))
+    assert optimizer.stats().skipped_steps == 1
+    early = step < FIRST and where == "norm.bias"  # the other gradients are learned of
+    assert seen(optimizer) == {name: count + early for name, count in averages.items()}
+    train(model, optimizer, 40, start=step)
+    assert_replicas_equal(model)
+
+
+def test_nan_raises_on_all_when_asked_to():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=40, recipe=replace(THREE, on_nonfinite="raise"))
+    train(model, optimizer, FIRST + 2)
+    x, y = batch(6)
+    optimizer.zero_grad()
+    if RANK == 0:
+        spoil(model.first.weight, "inf")
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(NonFiniteError):
+        optimizer.step()
+    train(model, optimizer, 2, start=7)
+    assert_replicas_equal(model)
+
+
+def test_the_scales_of_gradscalers_stay_together():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=60, recipe=THREE)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=5)
+    scales = []
+    for step in range(30):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        if RANK == 0 and step == FIRST + 5:
+            spoil(model.second.weight, "inf")
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        scales.append(scaler.get_scale())
+    assert_equal(torch.tensor(scales))
+    assert scales[FIRST + 5] == scales[FIRST + 4] / 2
+    assert_replicas_equal(model)
+
+
+def test_gradients_are_clipped_alike():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=60, recipe=THREE)
+    norms = []
+    for step in range(25):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        norms.append(optimizer.clip_grad_norm_(0.1))
+        total = torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]).norm()
+        assert float(total) <= 0.1 * (1 + 1e-4)
+        optimizer.step()
+    assert_equal(torch.tensor(norms))
+    assert_replicas_equal(model)
+
+
+def test_gradients_that_are_accumulated():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=20, recipe=THREE, wrapping={"backward_passes_per_step": 2})
+    train(model, optimizer, 30, passes=2)
+    assert_replicas_equal(model)
+
+
+def test_a_state_that_is_cleared_says_nothing_of_gradients():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 5)
+    optimizer.state.clear()
+    train(model, optimizer, 2, start=20)
+    assert set(seen(optimizer).values()) == {FIRST + 7}
+    assert_replicas_equal(model)
+
+
+def test_a_state_that_is_loaded_learns_anew():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 5)
+    optimizer.load_state_dict(optimizer.state_dict())
+    train(model, optimizer, 2, start=20)
+    assert set(seen(optimizer).values()) == {2}
+    train(model, optimizer, FIRST + 5, start=22)
+    assert_replicas_equal(model)
+
+
+def test_a_state_that_one_worker_alone_loads_is_named_on_all():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 5)
+    if RANK == 0:
+        optimizer.load_state_dict(optimizer.state_dict())
+    with pytest.raises(DesyncError, match=r"averages of the gradient of first.weight before"):
+        train(model, optimizer, 1, start=20)
+
+
+def test_a_state_that_is_saved_is_that_of_a_plain_optimizer():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 5)
+    saved = optimizer.state_dict()
+    plain = torch.optim.Adam(model.parameters(), lr=1e-3)
+    plain.load_state_dict(saved)
+    again = wrap(model, warmup_steps=100, recipe=THREE)
+    again.load_state_dict(saved)
+    train(model, again, FIRST + 5, start=30)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("steps", [3, FIRST + 5, 45])
+def test_a_checkpoint(steps, tmp_path):
+    """In the warm-up, which then has its exact steps again, and after it."""
+    folder = Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model, again = Net(), Net(seed=1)
+    optimizer = wrap(model, warmup_steps=40, recipe=THREE)
+    train(model, optimizer, steps)
+    onebit.save_checkpoint(folder, model, optimizer)
+    resumed = wrap(again, warmup_steps=40, recipe=THREE)
+    onebit.load_checkpoint(folder, again, resumed)
+    assert torch.equal(weights(model), weights(again))
+    for of, with_ in ((model, optimizer), (again, resumed)):
+        train(of, with_, 4, start=steps)
+        assert_replicas_equal(of)
+    assert torch.equal(weights(model), weights(again)) is (steps != FIRST + 5)
+    train(again, resumed, 50, start=steps + 4)
+    assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize("steps", [3, FIRST + 5])
+def test_a_broadcast_in_the_middle(steps):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, steps)
+    if RANK == 1:
+        with torch.no_grad():
+            model.first.weight.add_(1.0)
+    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, FIRST + 5, start=40)
+    assert_replicas_equal(model)
+
+
+def test_a_parameter_that_is_trained_late_has_exact_averages():
+    model = Net()
+    model.second.weight.requires_grad_(False)
+    optimizer = wrap(model, warmup_steps=20, recipe=THREE)
+    train(model, optimizer, 25)
+    model.second.weight.requires_grad_(True)
+    train(model, optimizer, 30, start=25)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("schedule", [onebit.Local(), onebit.ZeroOne(), onebit.Gradients("two_bit")])
+def test_with_another_schedule_there_is_no_such_warm_up(schedule):
+    with pytest.raises(ConfigurationError, match=r"warmup='three_bit'.*schedule"):
+        wrap(Net(), torch.optim.Adam, None, THREE, {"schedule": schedule})
+
+
+def test_what_is_sent():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=60, recipe=replace(THREE, exchange="direct"))
+    sent = []
+    for step in range(50):
+        train(model, optimizer, 1, start=step)
+        sent.append(optimizer.stats().step_bytes_sent)
+    stats = optimizer.stats()
+    learned = sum(p.numel() for p in model.parameters() if p.requires_grad and p.numel() >= 1024)
+    small = sum(p.numel() for p in model.parameters() if p.requires_grad and p.numel() < 1024)
+    assert stats.parameters == learned + small
+    ring = 2 * (SIZE - 1) / SIZE
+    assert sent[FIRST - 1] == pytest.approx(4 * ring * (learned + small), rel=0.01)
+    assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * learned * 3 / 8 + 300
+    train(model, optimizer, 20, start=50)
+    assert_replicas_equal(model)
+
+
+ANY = [
+    (torch.optim.RMSprop, {"lr": 1e-3}),
+    (torch.optim.Adafactor, {"lr": 1e-2}),
+    (torch.optim.NAdam, {"lr": 2e-3}),
+    (torch.optim.Adagrad, {"lr": 1e-2}),
+    (torch.optim.Adam, {"lr": 1e-3, "amsgrad": True}),
+]
+
+
+def every_step(model, kind, arguments, *, exchange="auto", **options):
+    return wrap(
+        model, kind, warmup_steps=None, recipe=Recipe(exchange=exchange), wrapping={"schedule": onebit.Gradients()},
+        **arguments, **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize(("kind", "arguments"), ANY)
+def test_any_optimizer_takes_its_own_steps(kind, arguments, exchange):
+    model, plain = Net(), Net()
+    optimizer = every_step(model, kind, arguments, exchange=exchange)
+    exact = hvd.DistributedOptimizer(kind(plain.parameters(), **arguments), plain.named_parameters())
+    start = float(cross_entropy(plain(batch(500)[0]), batch(500)[1]))
+    for of, with_ in ((model, optimizer), (plain, exact)):
+        train(of, with_, 80, set_to_none=None)  # Horovod's own takes no argument
+        assert_replicas_equal(of)
+    optimizer.check_replicas()
+    found, expected = (float(cross_entropy(m(batch(500)[0]), batch(500)[1])) for m in (model, plain))
+    assert expected < start - 0.3
+    assert abs(found - expected) < 0.25 * (start - expected)
+
+
+@pytest.mark.parametrize("steps", [3, FIRST + 5])
+@pytest.mark.parametrize(("kind", "arguments"), ANY)
+def test_checkpoints_of_any_optimizer(kind, arguments, steps, tmp_path):
+    folder = Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model, again = Net(), Net(seed=1)
+    optimizer = every_step(model, kind, arguments)
+    train(model, optimizer, steps)
+    onebit.save_checkpoint(folder, model, optimizer)
+    resumed = every_step(again, kind, arguments)
+    onebit.load_checkpoint(folder, again, resumed)
+    plain = kind(Net().parameters(), **arguments)
+    plain.load_state_dict(optimizer.state_dict())
+    for of, with_ in ((model, optimizer), (again, resumed)):
+        train(of, with_, 4, start=steps)
+        assert_replicas_equal(of)
+    torch.testing.assert_close(weights(model), weights(again), atol=0.1, rtol=0)
+    if steps < FIRST - 4:  # exact in both
+        assert torch.equal(weights(model), weights(again))
+
+
+@pytest.mark.parametrize(
+    ("other", "message"), [("exact", "averages of the gradient of first.weight before"), ("four_bit", "the recipe")]
+)
+def test_workers_whose_warm_ups_differ(other, message):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=60, recipe=Recipe(warmup="three_bit" if RANK == 0 else other))
+    with pytest.raises(DesyncError, match=message):
+        train(model, optimizer, FIRST + 2)
+
+
+def test_any_optimizer_disagrees_about_its_rate():
+    model = Net()
+    optimizer = every_step(model, torch.optim.RMSprop, {"lr": 1e-3 * (1 + RANK)})
+    with pytest.raises(DesyncError, match="learning rate of group 0"):
+        train(model, optimizer, 1)
+
+
+def test_any_optimizer_has_no_number_of_exact_steps():
+    with pytest.raises(ConfigurationError, match=r"Gradients.*warmup_steps=5"):
+        wrap(Net(), torch.optim.RMSprop, 5, Recipe(), {"schedule": onebit.Gradients()}, lr=1e-3)
+
+
+def test_wrapped_again_without_the_schedule_a_one_bit_run_begins():
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    named = list(model.named_parameters())
+    ours = onebit.DistributedOptimizer(optimizer, named, schedule=onebit.Gradients())
+    train(model, ours, FIRST + 5)
+    again = onebit.DistributedOptimizer(optimizer, named, warmup_steps=4)
+    train(model, again, 10, start=30)
+    assert again.stats().phase == "compressed"
+    back = onebit.DistributedOptimizer(optimizer, named, schedule=onebit.Gradients())
+    train(model, back, FIRST + 5, start=50)
+    assert_replicas_equal(model)

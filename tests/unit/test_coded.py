@@ -1,0 +1,233 @@
+"""The mean gradient in few bits: its codecs, its rule, and warm-ups of it."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+
+from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, codecs, simulation
+from horovod_onebit.coded import FIRST, CodedMean
+from horovod_onebit.engine import Engine
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.lion import Lion
+from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.schedule import Gradients, Local, ZeroOne, resolve
+from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.tasks import run
+
+f32 = np.float32
+SIZES = {"scalar": 1, "odd": 1025, "even": 2048, "long": 5003}
+TWO = Recipe(warmup="two_bit", block_size=128, min_compressed_size=1000, bucket_size=2000, exchange="direct")
+
+
+@pytest.mark.parametrize("name", ["gaussian_two", "gaussian_three", "gaussian_four"])
+def test_the_levels_are_those_of_lloyd_and_max(name):
+    """Each is the mean of a Gaussian between its bounds, and the nearest one is taken."""
+    kind = codecs.find(name)
+    x = np.linspace(-6, 6, 1_200_001).astype(f32)
+    code = kind.code(x, f32(1))
+    values = kind.value(code, f32(1))
+    levels = np.unique(values)
+    assert len(levels) == 2**kind.bits
+    density = np.exp(-np.square(x, dtype=np.float64) / 2)
+    for level in levels:
+        here = values == level
+        assert abs((x[here] * density[here]).sum() / density[here].sum() - level) < 2e-3
+    nearest = levels[np.abs(x[:, None][::1000] - levels).argmin(axis=1)]
+    edges = np.abs(np.abs(x[::1000] - values[::1000]) - np.abs(x[::1000] - nearest))
+    assert edges.max() < 1e-3
+
+
+def test_one_bit_is_too_few():
+    with pytest.raises(ConfigurationError, match="warmup='sign': expected one of"):
+        Recipe(warmup="sign")
+
+
+def weights():
+    return {name: np.zeros(size, f32) for name, size in SIZES.items()}
+
+
+def gradients(rng, sizes):
+    """Of elements whose magnitudes differ by five orders."""
+    return {
+        name: (10 ** np.linspace(-5, 0, size) * (1 + 0.5 * rng.standard_normal(size))).astype(f32)
+        for name, size in sizes.items()
+    }
+
+
+def train(collectives, recipe=TWO, rule=None, steps=40, warmup_steps=30, kernels="cpu", spoil=lambda rank, step, g: g):
+    found, rng = weights(), np.random.default_rng([7, collectives.rank])
+    optimizer = NumpyOptimizer(
+        found, rule or Adam(lr=0.01), collectives=collectives, warmup_steps=warmup_steps, recipe=recipe, kernels=kernels
+    )
+    taken = [optimizer.step(spoil(collectives.rank, step, gradients(rng, SIZES))) for step in range(steps)]
+    return optimizer, np.concatenate(list(found.values())), taken
+
+
+@pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("workers", [1, 2, 5])
+def test_replicas_are_equal_and_both_kernels_agree(bits, exchange, workers):
+    recipe = dataclasses.replace(TWO, warmup=bits, exchange=exchange)
+    cpu, reference = (simulation.run(lambda c, k=k: train(c, recipe, kernels=k), workers) for k in ("cpu", "reference"))
+    for _, found, taken in cpu:
+        np.testing.assert_array_equal(found, cpu[0][1])
+        assert all(taken)
+    np.testing.assert_allclose(cpu[0][1], reference[0][1], atol=1e-4)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
+    """The sum of the means that are given is that of the gradients, but for a few of them."""
+    steps, sizes = 400, {"long": 5003}
+
+    def worker(collectives):
+        recipe = dataclasses.replace(TWO, exchange=exchange)
+        coded, rng = CodedMean(Engine(recipe, collectives)), np.random.default_rng([3, collectives.rank])
+        unit = coded.tensor("long", 5003)
+        own, given = np.zeros(5003), np.zeros(5003)
+        for _ in range(FIRST):
+            coded.observe(unit, (10 ** np.linspace(-5, 0, 5003)).astype(f32))
+        for _ in range(steps):
+            grads = gradients(rng, sizes)
+            own += grads["long"]
+            assert run(coded.mean([unit], [grads["long"]], beside=finite()))
+            given += unit.weight
+        return own, given
+
+    found = simulation.run(worker, 3)
+    expected = np.mean([own for own, _ in found], axis=0)
+    for _, given in found:
+        np.testing.assert_array_equal(given, found[0][1])
+        assert np.abs(given / expected - 1).mean() < 0.02
+
+
+def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients():
+    """Though the workers' gradients cancel here and there, and units follow their mean."""
+
+    def worker(collectives):
+        coded, rng = CodedMean(Engine(TWO, collectives)), np.random.default_rng([3, collectives.rank])
+        unit = coded.tensor("long", 5003)
+        common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
+        own, given = np.zeros(5003), np.zeros(5003)
+        for _ in range(FIRST):
+            coded.observe(unit, common)
+        for step in range(100):
+            grad = common * (1.02**step + 2 * (-1) ** collectives.rank * rng.random(5003).astype(f32))
+            own += grad
+            assert run(coded.mean([unit], [grad], beside=finite()))
+            given += unit.weight
+        formula, p = coded._rule.contribution(unit, coded.engine.context)
+        return own, given, unit.residual / formula(p, f32(1), None, unit.variance, None, None)
+
+    found = simulation.run(worker, 4)
+    own, given, kept = (np.mean(each, axis=0) for each in zip(*found, strict=True))
+    np.testing.assert_allclose(given + kept, own, rtol=1e-4)
+    assert np.abs(kept).sum() > 1e-3 * np.abs(own).sum()
+
+
+def finite():
+    yield from ()
+    return True
+
+
+@pytest.mark.parametrize(
+    "rule", [Adam(lr=0.01), Adam(lr=0.01, weight_decay=0.1), SGD(lr=0.01, momentum=0.9), Lion(lr=0.01)]
+)
+def test_any_rule_moves_as_with_exact_steps(rule):
+    """Stationary gradients: the weights go as far, and compression starts as ever."""
+    exact = dataclasses.replace(TWO, warmup="exact")
+    (_, ours, _), (_, plain, _) = (
+        simulation.run(lambda c, r=r: train(c, r, rule, steps=160, warmup_steps=120), 2)[0] for r in (TWO, exact)
+    )
+    large = np.arange(len(ours)) > 0
+    assert abs(np.abs(ours[large]).mean() / np.abs(plain[large]).mean() - 1) < 0.05
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("where", ["long", "scalar"])
+@pytest.mark.parametrize("policy", ["skip", "raise"])
+def test_nan_on_one_worker_changes_nothing_anywhere(exchange, where, policy):
+    """In the twelfth step, and the steps after it are as if it had not been."""
+
+    def spoil(rank, step, grads):
+        if step == FIRST + 2 and rank == 1:
+            grads[where][0] = math.nan
+        return grads
+
+    recipe = dataclasses.replace(TWO, exchange=exchange, on_nonfinite=policy)
+    if policy == "raise":
+        with pytest.raises(NonFiniteError, match="nothing was changed"):
+            simulation.run(lambda c: train(c, recipe, spoil=spoil), 2)
+        return
+    runs = simulation.run(lambda c: train(c, recipe, spoil=spoil), 2)
+    for optimizer, found, taken in runs:
+        assert [i for i, one in enumerate(taken) if not one] == [FIRST + 2]
+        assert optimizer.engine.skipped == 1
+        assert np.isfinite(found).all()
+        np.testing.assert_array_equal(found, runs[0][1])
+
+    def without(collectives):
+        found, rng = weights(), np.random.default_rng([7, collectives.rank])
+        optimizer = NumpyOptimizer(found, Adam(lr=0.01), collectives=collectives, warmup_steps=30, recipe=recipe)
+        for step in range(40):
+            grads = gradients(rng, SIZES)
+            if step != FIRST + 2:
+                optimizer.step(grads)
+        return np.concatenate(list(found.values()))
+
+    # One step fewer in the warm-up of neither: both have skipped it. The error feedback comes back to rounding.
+    np.testing.assert_allclose(simulation.run(without, 2)[0], runs[0][1], atol=2e-3)
+
+
+def test_a_warm_up_sends_two_bits_after_its_first_steps():
+    def worker(collectives):
+        optimizer, _, _ = train(collectives, steps=1, warmup_steps=100)
+        sent = [optimizer.engine.traffic.total]
+        rng = np.random.default_rng(1)
+        for _ in range(40):
+            optimizer.step(gradients(rng, SIZES))
+            sent.append(optimizer.engine.traffic.total)
+        return np.diff(sent)
+
+    sent, elements = simulation.run(worker, 2)[0], sum(SIZES.values())
+    assert (sent[: FIRST - 1] == allreduce_bytes(4 * elements, 2)).all()
+    assert (sent[FIRST:] < 1.3 * elements * 2 / 8 + 200).all()
+
+
+def test_a_run_of_one_worker_alone():
+    optimizer, found, taken = simulation.run(train, 1)[0]
+    assert all(taken)
+    assert optimizer.steps == 40
+    assert np.isfinite(found).all()
+
+
+@pytest.mark.parametrize("schedule", [Local(), ZeroOne(), Gradients("three_bit")])
+def test_with_another_schedule_there_is_no_such_warm_up(schedule):
+    with pytest.raises(ConfigurationError, match=r"warmup='two_bit'.*schedule"):
+        resolve(TWO, schedule)
+
+
+def test_gradients_in_every_step_are_a_warm_up_that_does_not_end():
+    def worker(collectives, schedule, recipe):
+        found, rng = weights(), np.random.default_rng([7, collectives.rank])
+        optimizer = NumpyOptimizer(
+            found, Adam(lr=0.01), collectives=collectives, recipe=recipe, schedule=schedule, warmup_steps=10**6
+        )
+        for _ in range(30):
+            assert optimizer.step(gradients(rng, SIZES))
+        assert optimizer.phase == "warmup"
+        return np.concatenate(list(found.values()))
+
+    plain = dataclasses.replace(TWO, warmup="exact")
+    ours = simulation.run(lambda c: worker(c, Gradients("two_bit"), plain), 2)
+    same = simulation.run(lambda c: worker(c, None, TWO), 2)
+    np.testing.assert_array_equal(ours, same)
+    np.testing.assert_array_equal(ours[0], ours[1])
+
+
+def test_bits_of_gradients_that_do_not_exist():
+    with pytest.raises(ConfigurationError, match="codec='sign': expected one of"):
+        Gradients("sign")
