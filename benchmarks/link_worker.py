@@ -22,6 +22,7 @@ from benchmarks.diloco import DiLoCo
 from benchmarks.link_job import MODELS, RX, finish, limited, parse, take_core
 from benchmarks.measure import Way
 from horovod_onebit import wire
+from horovod_onebit.coded import FIRST
 from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.torch.collectives import HorovodCollectives
@@ -101,6 +102,14 @@ def ours(**options: Any) -> Make:
     return make
 
 
+def gradients(name: str, data: torch.Tensor, way: str) -> Way:
+    """As it is after the first steps, which are exact."""
+    model = build(name)
+    schedule = onebit.Gradients()
+    optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), schedule=schedule)
+    return every_step(model, optimizer, data, first=FIRST + 1)
+
+
 def local(every: int, *, exact: Any = None, **options: Any) -> Make:
     """As it is after the second moments were frozen, which is here after the first step; they travel before it ends."""
 
@@ -164,6 +173,7 @@ WAYS: dict[str, Make] = {
     "onebit direct": ours(exchange="direct"),
     "onebit two-stage": ours(exchange="two_stage"),
     "onebit no overlap": ours(exchange="auto", overlap=False),
+    "gradients in three bits": gradients,
     "onebit local 8": local(8),
     "onebit local 16": local(16),
     "onebit local 16 hidden": local(16, delay=4),

@@ -11,6 +11,7 @@ from rich.console import Console
 
 from studies import (
     early,
+    few_bits,
     images,
     language,
     local,
@@ -36,6 +37,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "local": local.run,
     "language": language.run,
     "images": images.run,
+    "few bits": few_bits.run,
 }
 HEAD = """# Studies
 

@@ -27,7 +27,7 @@ from horovod_onebit.kernels import cpu
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Schedule
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import Options, parse
 from studies import pool, report
@@ -159,7 +159,7 @@ def train(
     cell: Cell,
     recipe: Recipe,
     hook: Callable[[], Hook] | None = None,
-    schedule: Local | None = None,
+    schedule: Schedule | None = None,
     exact: Sequence[str] | None = None,
     look: int = 0,
 ) -> Result:
