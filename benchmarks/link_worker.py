@@ -25,7 +25,7 @@ from horovod_onebit import wire
 from horovod_onebit.coded import FIRST
 from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.horovod import HorovodCollectives
 
 
 def build(model: str) -> torch.nn.Module:

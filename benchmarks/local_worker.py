@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from benchmarks.measure import Loaded, Way, Workers, compare, pairs_of
-from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.horovod import HorovodCollectives
 
 SIZE = 4 * 2**20
 

@@ -11,6 +11,7 @@ from horovod_onebit.errors import (
     DesyncError,
     NonFiniteError,
     OnebitError,
+    TransportError,
     UnsupportedError,
     WireError,
 )
@@ -25,6 +26,7 @@ __all__ = [
     "NonFiniteError",
     "OnebitError",
     "Recipe",
+    "TransportError",
     "UnsupportedError",
     "WireError",
     "__version__",

@@ -9,11 +9,11 @@ import numpy as np
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
-from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.tasks import Handle, Task, start
 
 
 def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic) -> Task[list[Array]]:
-    """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers.
+    """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers; these have agreed.
 
     The task that is returned waits; it gives the means over the workers, in the shapes of ``arrays``. Collective.
     """
@@ -21,6 +21,7 @@ def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, tra
         return _split((), None, 1)
     fused = np.concatenate([array.reshape(-1) for array in arrays])
     handle = collectives.allreduce(fused, name)
+    start(handle)
     sent = allreduce_bytes(fused.nbytes, collectives.size)
     traffic.add(sent, sent)
 

@@ -272,6 +272,7 @@ class Driver:
         except (DesyncError, ConfigurationError):
             engine.withdraw()
             raise
+        engine.release()
         finite = (yield from averaged) and verdict.finite
         if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
             return False

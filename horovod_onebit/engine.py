@@ -37,7 +37,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
-from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.world import Residuals, Weighing, total_residuals
 
 logger = logging.getLogger("horovod_onebit")
@@ -90,6 +90,11 @@ class _Sent:
     def arriving(self) -> bool:
         """Whether it waits for nobody else: its message is on its way from a GPU."""
         return isinstance(self.waiting, Arrival)
+
+    def leave(self) -> None:
+        """Let what it waits for leave, if that is held."""
+        if self.arrived is None:
+            start(self.waiting)
 
     def advance(self, result: Any) -> None:
         """Continue with what it was waiting for, up to the next thing, or to the end."""
@@ -533,17 +538,28 @@ class Engine:
     def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
         given to ``land`` as soon as it has arrived."""
-        items = [self._sent[index] for index in buckets]
+        items = [self._sent[index] for index in sorted(buckets)]
         for stage in range(self.exchange.stages):
-            self._leave(items)
+            self._release(items)
             for item in items:
                 if item.stage == stage:
                     item.advance((yield item.waiting))
-        self._leave(items)
+                    item.leave()
+        self._release(items)
         for item in items:
             item.advance((yield item.waiting))
             assert item.arrived is not None, "this exchange waits for more than its stages"
             land(item)
+
+    def release(self) -> None:
+        """All workers have agreed on the step: let what was sent leave, where it is held, in the order of the layout.
+        Local."""
+        self._release([self._sent[index] for index in sorted(self._sent)])
+
+    def _release(self, items: Iterable[_Sent]) -> None:
+        self._leave(items)
+        for item in items:
+            item.leave()
 
     def restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""

@@ -24,6 +24,10 @@ class DesyncError(OnebitError, RuntimeError):
     """The workers disagree about something they must share."""
 
 
+class TransportError(OnebitError, RuntimeError):
+    """``torch.distributed`` failed in a collective: a worker died, or does not answer within the group's timeout."""
+
+
 class NonFiniteError(OnebitError, ArithmeticError):
     """A gradient held NaN or Inf on some worker and the recipe says to raise."""
 

@@ -7,7 +7,7 @@ import os
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -23,34 +23,29 @@ from horovod_onebit.warmup import make as make_warmup
 class Arguments:
     """Those that Horovod's ``DistributedOptimizer`` has in both frameworks, checked.
 
-    ``hvd`` is the module of Horovod that a face's own class names.
+    ``constants`` has ``Average`` and ``Sum``; a face's own class names it.
     """
 
-    hvd: ClassVar[Any]
+    constants: ClassVar[Any]
 
     compression: Any
     backward_passes_per_step: int
     op: Any
     gradient_predivide_factor: float
     sparse_as_dense: bool
-    process_set: Any
 
     def __post_init__(self) -> None:
         whole("backward_passes_per_step", self.backward_passes_per_step)
         flag("sparse_as_dense", self.sparse_as_dense)
-        if self.op not in (self.hvd.Average, self.hvd.Sum):
+        if self.op not in (self.constants.Average, self.constants.Sum):
             raise UnsupportedError(f"op={self.op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
         if positive("gradient_predivide_factor", self.gradient_predivide_factor) != 1.0 and self.sums:
             raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
-        if not isinstance(self.process_set, self.hvd.ProcessSet):
-            raise ConfigurationError(f"process_set={self.process_set!r}: expected what hvd.add_process_set returned")
-        if self.process_set.process_set_id is None:
-            raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
 
     @property
     def sums(self) -> bool:
         """Whether gradients are added up, and not averaged."""
-        return self.op == self.hvd.Sum
+        return self.op == self.constants.Sum
 
     def check_local(self) -> None:
         """Raise ``UnsupportedError`` for what concerns averaged gradients: workers that take steps alone have none."""
@@ -62,10 +57,17 @@ class Arguments:
 
     @cached_property
     def reduction(self) -> dict[str, Any]:
-        """The arguments of Horovod's allreduce."""
+        """The arguments of Horovod's allreduce, the workers apart."""
         factor = 1.0 if self.sums else self.gradient_predivide_factor
-        factors = {"prescale_factor": 1.0 / factor, "postscale_factor": factor}
-        return {"op": self.op, "process_set": self.process_set, **factors}
+        return {"op": self.op, "prescale_factor": 1.0 / factor, "postscale_factor": factor}
+
+
+def check_process_set(process_set: Any, kind: type) -> None:
+    """Raise ``ConfigurationError`` unless it is one of ``kind``, Horovod's class, and registered."""
+    if not isinstance(process_set, kind):
+        raise ConfigurationError(f"process_set={process_set!r}: expected what hvd.add_process_set returned")
+    if process_set.process_set_id is None:  # type: ignore[attr-defined]
+        raise ConfigurationError("process_set is not registered: pass it to hvd.init or hvd.add_process_set first")
 
 
 def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) -> Warmup:
@@ -98,23 +100,23 @@ def host_number() -> int:
 _named: Counter[tuple] = Counter()
 
 
-def next_name(process_set: Any, label: str | None = None, *, loaded: bool = False) -> str:
-    """Begins the names of an optimizer's collectives: the same on all workers of the set.
+def next_name(number: int, ranks: Iterable[int], label: str | None = None, *, loaded: bool = False) -> str:
+    """Begins the names of an optimizer's collectives: the same on all workers of a set, which has that ``number``.
 
     By the order in which optimizers are built, so that two models that one worker trains in another order are told
     apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to continue with it where the
     others build theirs.
     """
     # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members.
-    key = (tuple(process_set.ranks or ()), label, loaded)
-    number = _named[key]
+    key = (tuple(ranks), label, loaded)
+    count = _named[key]
     _named[key] += 1
-    return ".".join(str(part) for part in ("onebit", process_set.process_set_id, label, number) if part is not None)
+    return ".".join(str(part) for part in ("onebit", number, label, count) if part is not None)
 
 
-def agreement_name(process_set: Any) -> str:
-    """The one name of the agreements of ``process_set``, whatever optimizer they are of."""
-    return f"onebit.{process_set.process_set_id}.agreement"
+def agreement_name(number: int) -> str:
+    """The one name of the agreements of the workers with that ``number``, whatever optimizer they are of."""
+    return f"onebit.{number}.agreement"
 
 
 def always_synchronizing(function: Callable[..., Any], hosts_updated: Any) -> Callable[..., Any]:

@@ -233,6 +233,7 @@ class Rounds:
         moved = self._moved(self.small, plan.share)
         means = start_mean(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
+        engine.release()
         self._under_way = _UnderWay(plan, weights, means, skipped, rates)
 
     def _arrive(self, *, stepped: bool = False) -> Task[bool]:

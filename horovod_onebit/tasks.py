@@ -7,7 +7,7 @@ Horovod's operations in the graph carry what it has started (``tf.graph.in_round
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 from horovod_onebit import marks
 
@@ -24,6 +24,22 @@ class Handle(Protocol):
     def wait(self) -> Any:
         """Block until it is done, and return its result, an array. Called once."""
         ...
+
+
+@runtime_checkable
+class Held(Handle, Protocol):
+    """A collective that leaves when it is started or waited for: what pairs collectives by their order must not begin
+    those that other workers may not begin."""
+
+    def start(self) -> None:
+        """Let it leave now, if it has not. All workers start those that they hold in the same order."""
+        ...
+
+
+def start(handle: Handle) -> None:
+    """Let ``handle`` leave, if it is held: the workers have agreed, and all of them start it."""
+    if isinstance(handle, Held):
+        handle.start()
 
 
 Task = Generator[Handle, Any, T]

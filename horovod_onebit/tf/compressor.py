@@ -636,6 +636,7 @@ def _average(grad: Any, name: str, wrapping: Wrapping) -> Any:
     # Horovod reduces no bfloat16.
     sent = tf.cast(grad, tf.float32) if grad.dtype == tf.bfloat16 else grad
     mean = hvd.allreduce(
-        sent, name=name, compression=wrapping.compression, ignore_name_scope=True, **wrapping.reduction
-    )
+        sent, name=name, compression=wrapping.compression, ignore_name_scope=True, process_set=wrapping.process_set,
+        **wrapping.reduction,
+    )  # fmt: skip
     return tf.cast(mean, grad.dtype)

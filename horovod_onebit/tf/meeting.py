@@ -66,7 +66,7 @@ def meet(
             raise error
         return found.finite
 
-    gather = collectives.sum_integers(agreement_name(collectives.process_set))
+    gather = collectives.sum_integers(agreement_name(collectives.process_set.process_set_id))
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):
@@ -87,7 +87,7 @@ def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
     with tf.device("/CPU:0"):
         text = tf.constant(np.frombuffer(own + b"\0", np.uint8))
         process_set = collectives.process_set
-        rows = hvd.allgather(text, name=f"{agreement_name(process_set)}.facts", process_set=process_set)
+        rows = hvd.allgather(text, name=f"{agreement_name(process_set.process_set_id)}.facts", process_set=process_set)
     return view(rows).tobytes().split(b"\0")[:-1]
 
 

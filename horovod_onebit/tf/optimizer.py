@@ -606,7 +606,8 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped._wrapping = wrapping
     wrapped._checked = wrapped._warned = False
     wrapped._ours = frozenset()
-    name = next_name(wrapping.process_set, wrapping.name or kind.__name__, loaded=loaded)
+    process_set = wrapping.process_set
+    name = next_name(process_set.process_set_id, process_set.ranks or (), wrapping.name or kind.__name__, loaded=loaded)
     steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
     wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)

@@ -21,8 +21,9 @@ from horovod_onebit.warmup import FixedWarmup, Warmup
 class Wrapping(face.Arguments):
     """Everything but the optimizer; the meanings are those of ``DistributedOptimizer``'s arguments."""
 
-    hvd = hvd
+    constants = hvd
 
+    process_set: Any
     warmup: Warmup
     recipe: Recipe
     average_aggregated_gradients: bool
@@ -34,6 +35,7 @@ class Wrapping(face.Arguments):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        face.check_process_set(self.process_set, hvd.ProcessSet)
         if self.compression not in (hvd.Compression.none, hvd.Compression.fp16):
             raise UnsupportedError(
                 f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for the warm-up"

@@ -116,8 +116,8 @@ class FaceMonitor(Monitor):
         every: int = 10,
         append: bool = False,
     ) -> None:
-        process_set = self.check(optimizer)._compressor.process_set
-        first = process_set.included() and process_set.rank() == 0
+        compressor = self.check(optimizer)._compressor
+        first = compressor.workers > 0 and compressor.engine.collectives.rank == 0
         sinks: list[Sink] = []
         if first and jsonl is not None:
             sinks.append(JsonLines(jsonl, append=append))

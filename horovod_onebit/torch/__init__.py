@@ -6,28 +6,41 @@ import horovod_onebit.torch as onebit
 optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
 """
 
+from importlib import import_module
+from typing import Any
+
 from horovod_onebit.schedule import Gradients, Local, ZeroOne
-from horovod_onebit.torch import elastic  # Horovod's own elastic state, too, must know these optimizers
 from horovod_onebit.torch.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from horovod_onebit.torch.functions import broadcast_optimizer_state
+from horovod_onebit.torch.functions import broadcast_optimizer_state, broadcast_parameters
 from horovod_onebit.torch.lamb import LAMB
 from horovod_onebit.torch.monitor import Monitor
 from horovod_onebit.torch.onebit import OnebitAdam, OnebitLamb, ZeroOneAdam
 from horovod_onebit.torch.optimizer import DistributedOptimizer
+from horovod_onebit.torch.transport import Average, Compression, Sum
 
 __all__ = [
     "LAMB",
+    "Average",
+    "Compression",
     "DistributedOptimizer",
     "Gradients",
     "Local",
     "Monitor",
     "OnebitAdam",
     "OnebitLamb",
+    "Sum",
     "ZeroOne",
     "ZeroOneAdam",
     "broadcast_optimizer_state",
-    "elastic",
+    "broadcast_parameters",
     "load_checkpoint",
     "load_weights",
     "save_checkpoint",
 ]
+
+
+def __getattr__(name: str) -> Any:
+    """``elastic``, which needs Horovod."""
+    if name != "elastic":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return import_module(f"{__name__}.elastic")

@@ -10,16 +10,14 @@ from contextlib import contextmanager, suppress
 from itertools import chain
 from typing import Any, Protocol
 
-import horovod.torch as hvd
-
 from horovod_onebit import handshake
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Mismatch, Verdict
 from horovod_onebit.tasks import Handle, Task, run
-from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.torch.transport import Transport
 from horovod_onebit.warmup import Phase
 
 
@@ -49,9 +47,9 @@ class _Threads:
 _threads: dict[int, _Threads] = {}
 
 
-def meet(call: str) -> None:
+def meet(call: str, transport: Transport) -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
-    run(handshake.meet(HorovodCollectives(), agreement_name(hvd.global_process_set), call, ""))
+    run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, ""))
 
 
 class Compared(Protocol):
@@ -82,19 +80,20 @@ class Agreement:
     """
 
     def __init__(
-        self, engine: Engine, parameters: Parameters, gradients: Compared, process_set: Any, options: str
+        self, engine: Engine, parameters: Parameters, gradients: Compared, transport: Transport, options: str
     ) -> None:
         self._engine = engine
         self._parameters = parameters
         self._gradients = gradients
         self._options = options
-        self.name = agreement_name(process_set)
+        self._collectives = transport.agreement()
+        self.name = agreement_name(transport.number)
         self._handle: Handle | None = None
         self._verdict = Verdict()
         self._begun = False  # since ``told``
         self._facts: Callable[[], handshake.Facts] = dict  # of the agreement that is under way
         self.thread: weakref.ref[threading.Thread] | None = None  # the one that used it last
-        self._threads = _threads.setdefault(process_set.process_set_id, _Threads())
+        self._threads = _threads.setdefault(transport.number, _Threads())
 
     def start(
         self,
@@ -121,7 +120,7 @@ class Agreement:
                 call=call, setup=setup, options=hyperparameters, finite=finite, edited=edited, gradients=gradients,
                 replicas=str(replicas) if replicas else "",
             )  # fmt: skip
-            self._handle = self._engine.collectives.allreduce(record, self.name)
+            self._handle = self._collectives.allreduce(record, self.name)
         except BaseException:
             self._threads.leave()
             raise
@@ -156,7 +155,7 @@ class Agreement:
         except Mismatch as error:
             facts = self._facts()  # before what has been sent is taken back
             self._gradients.refuse()
-            raise (yield from handshake.named(error, facts, self._engine.collectives, self.name)) from None
+            raise (yield from handshake.named(error, facts, self._collectives, self.name)) from None
         except DesyncError:
             self._gradients.refuse()
             raise
@@ -191,7 +190,7 @@ class Agreement:
         engine = self._engine
         self._threads.enter(self)
         try:
-            run(handshake.meet(engine.collectives, self.name, call, engine.name if setup is None else setup))
+            run(handshake.meet(self._collectives, self.name, call, engine.name if setup is None else setup))
         except DesyncError:
             self._begun = True  # nobody has to be told: all have found it
             self._gradients.refuse()

@@ -8,22 +8,23 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from horovod_onebit import face
 from horovod_onebit.checks import replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import Schedule, ZeroOne
+from horovod_onebit.torch.transport import Op, Transport
 
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(face.Arguments):
     """Those of Horovod's own ``DistributedOptimizer``, checked; ``groups`` by the parameters' names."""
 
-    hvd = hvd
+    constants = Op
 
     groups: int | list[list[str | None]] | None
+    transport: Transport
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -37,7 +38,7 @@ class Arguments(face.Arguments):
         """What must be the same on all workers."""
         return {
             "compression": getattr(self.compression, "__name__", type(self.compression).__name__),
-            "op": self.op,
+            "op": int(self.op),
             "gradient_predivide_factor": self.gradient_predivide_factor,
             "groups": self.groups,
             "sparse_as_dense": self.sparse_as_dense,

@@ -98,7 +98,7 @@ class Placement:
         if fault := self._cuda.fault():
             return str(fault)
         if p.is_cuda and p.device.index != torch.cuda.current_device():
-            return "its GPU is not the current one: call torch.cuda.set_device(hvd.local_rank()) first"
+            return "its GPU is not the current one: call torch.cuda.set_device(local_rank) first"
         return ""
 
 

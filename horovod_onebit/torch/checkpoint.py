@@ -15,7 +15,6 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from horovod_onebit import checkpoints
@@ -28,6 +27,7 @@ from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer
 from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_model, check_optimizer, named_as_in
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
+from horovod_onebit.torch.transport import choose
 from horovod_onebit.world import Residuals, Weighing
 
 
@@ -125,10 +125,10 @@ CALL = "save_checkpoint() or load_checkpoint"
 def _meet(optimizer: Any) -> None:
     """Make sure that all workers are here, with whatever arguments."""
     if isinstance(optimizer, _DistributedOptimizer):
-        if optimizer._compressor.process_set.process_set_id == 0:
+        if optimizer._compressor.transport.number == 0:
             optimizer._compressor.agreement.meet(CALL, setup="")
     else:
-        meet(CALL)
+        meet(CALL, choose(call="save_checkpoint"))
 
 
 class _Torch(checkpoints.Face):
@@ -136,15 +136,17 @@ class _Torch(checkpoints.Face):
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
-        self.rank, self.workers = hvd.rank(), hvd.size()
-        if isinstance(optimizer, _DistributedOptimizer) and optimizer._compressor.process_set.process_set_id != 0:
+        ours = isinstance(optimizer, _DistributedOptimizer)
+        self.transport = optimizer._compressor.transport if ours else choose(call="save_checkpoint")
+        self.rank, self.workers = self.transport.world
+        if self.transport.number != 0:
             # The workers outside of the process set do not call this: nothing may be waited for.
             raise ConfigurationError(
-                "checkpoints are of the whole world, and this optimizer's process_set is a part of it"
+                "checkpoints are of the whole world, and this optimizer's process_set or process_group is a part of it"
             )
 
     def gather(self, value: Any) -> list[Any]:
-        return hvd.allgather_object(value, name="onebit.checkpoint")
+        return self.transport.allgather_object(value, "onebit.checkpoint")
 
     def check_arguments(self) -> None:
         self.kind = check_ours(self.optimizer)._compressor.kind
@@ -232,7 +234,7 @@ class _Torch(checkpoints.Face):
 
     def spread(self, about: Any, own: Residuals) -> None:
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
-        broadcast_tensors(tensors, 0, hvd.global_process_set, "onebit.checkpoint.model")
+        broadcast_tensors(tensors, 0, self.transport, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
         if own["optimizer"] is not None:
             groups = self.optimizer.state_dict()["param_groups"]

@@ -216,6 +216,7 @@ class Compressor(Steps):
         now = self._now
         self.check_groups()
         self.gradients.check_owned()
+        self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
         now.finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))

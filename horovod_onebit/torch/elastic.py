@@ -43,7 +43,7 @@ class _OptimizerHandler(StateHandler):
     value: _DistributedOptimizer
 
     def __init__(self, optimizer: _DistributedOptimizer) -> None:
-        if optimizer._compressor.process_set.process_set_id != 0:
+        if optimizer._compressor.transport.number != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
         super().__init__(optimizer)
         self.save()

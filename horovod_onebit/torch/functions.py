@@ -6,16 +6,18 @@ workers: they may have different state, or none; nothing is stepped; error feedb
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import zip_longest
 from typing import Any
 
-import horovod.torch as hvd
+import numpy as np
 import torch
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
+from horovod_onebit.torch.transport import Transport, choose
 
 LARGEST = 2**30
 """Bytes of one broadcast at most: Horovod counts its elements with int32."""
@@ -31,42 +33,47 @@ class _Slot:
 
 
 @outside_inference
-def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Any = None) -> None:
+def broadcast_optimizer_state(
+    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Any = None, *, process_group: Any = None
+) -> None:
     """Give every worker the optimizer state and hyperparameters of ``root_rank``. Collective.
 
     Works for any ``torch.optim`` optimizer whose state is made of tensors, numbers and plain containers. Takes no
-    hidden step. ``root_rank`` is a rank of the whole world; ``process_set`` are the workers that take part, all by
-    default.
+    hidden step. ``root_rank`` is a rank of the whole world; ``process_set`` or ``process_group`` are the workers that
+    take part, all by default.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
-    process_set = hvd.global_process_set if process_set is None else process_set
-    if not process_set.included():
+    own = optimizer._compressor.transport if isinstance(optimizer, _DistributedOptimizer) else None
+    if own is not None and own.number == 0 and process_set is None and process_group is None:
+        transport = own
+    else:
+        transport = choose(process_set, process_group, call="broadcast_optimizer_state")
+    if not transport.included:
         return
-    checks.root_rank(root_rank, hvd.size(), process_set.ranks)
-    if isinstance(optimizer, _DistributedOptimizer) and process_set is optimizer._compressor.process_set:
+    checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
+    if isinstance(optimizer, _DistributedOptimizer) and transport == own:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
         optimizer._compressor.interrupt()
-    is_root = hvd.rank() == root_rank
+    is_root = transport.world[0] == root_rank
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}
     if is_root and isinstance(optimizer, _DistributedOptimizer):
         optimizer._parameters.lineage = optimizer._parameters.digest(state)  # as the others that load it
     structure = _take_out(state, tensors) if is_root else None
-    structure = hvd.broadcast_object(structure, root_rank, name="onebit.state", process_set=process_set)
-    own = [len(group["params"]) for group in optimizer.param_groups]
+    structure = transport.broadcast_object(structure, root_rank, "onebit.state")
+    mine = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]
-    same = torch.tensor([own == sent], dtype=torch.uint8)
-    alike = hvd.allgather(same, name="onebit.state.groups", process_set=process_set)
+    alike = transport.collectives().allgather(np.array([mine == sent], np.uint8), "onebit.state.groups").wait()
     if not alike.all():
-        others = torch.nonzero(alike == 0).flatten().tolist()
+        others = np.flatnonzero(alike == 0).tolist()
         raise ConfigurationError(
             f"broadcast_optimizer_state: worker {others} has other parameter groups than the root, whose numbers of "
-            f"parameters are {sent} (here: {own}). Build the same optimizer, and add the same groups, on all workers"
+            f"parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on all workers"
         )
     if not is_root:
         structure = _put_in(structure, tensors)
-    broadcast_tensors(tensors, root_rank, process_set, "onebit.state")
+    broadcast_tensors(tensors, root_rank, transport, "onebit.state")
     if not is_root:
         if isinstance(optimizer, _DistributedOptimizer):
             optimizer._load(structure, keep_feedback=True)
@@ -74,21 +81,59 @@ def broadcast_optimizer_state(optimizer: torch.optim.Optimizer, root_rank: int =
             optimizer.load_state_dict(structure)
 
 
-def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, process_set: Any, name: str) -> None:
+@outside_inference
+def broadcast_parameters(
+    params: Mapping[str, Any] | Iterable[tuple[str, torch.Tensor]],
+    root_rank: int = 0,
+    process_set: Any = None,
+    *,
+    process_group: Any = None,
+) -> None:
+    """Give every worker the tensors of ``root_rank``, in place. Collective.
+
+    ``params`` is ``model.state_dict()`` or ``model.named_parameters()``, with the same names, shapes and dtypes on all
+    workers. ``root_rank``, ``process_set`` and ``process_group``: as for ``broadcast_optimizer_state``.
+
+    Raises ``ConfigurationError``, on all workers, if these differ between them, or for what is no tensor.
+    """
+    transport = choose(process_set, process_group, call="broadcast_parameters")
+    if not transport.included:
+        return
+    checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
+    items = sorted(params.items() if isinstance(params, Mapping) else params, key=lambda item: item[0])
+    own = [(name, *(_about(value))) for name, value in items]
+    everywhere = transport.allgather_object(own, "onebit.parameters.names")
+    for rank, others in enumerate(everywhere):
+        differ = [here for here, there in zip_longest(everywhere[0], others) if here != there]
+        if differ:
+            raise ConfigurationError(
+                f"broadcast_parameters: {differ[0]} of worker 0 is not what worker {rank} has: build the same model on "
+                "all workers"
+            )
+    if wrong := [name for name, value in items if not isinstance(value, torch.Tensor)]:
+        raise ConfigurationError(f"broadcast_parameters: {', '.join(wrong)}: expected tensors; leave others out")
+    broadcast_tensors([value for _, value in items], root_rank, transport, "onebit.parameters")
+
+
+def _about(value: Any) -> tuple[str, ...]:
+    return (str(tuple(value.shape)), str(value.dtype)) if isinstance(value, torch.Tensor) else (type(value).__name__,)
+
+
+def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, transport: Transport, name: str) -> None:
     """Put the values of ``root_rank`` into the ``tensors`` of all workers, which have the same shapes. Collective."""
     under_way = []
     for index, tensor in enumerate(tensors):
         data = _words(tensor)
         handles = [
-            hvd.broadcast_async_(part, root_rank, name=f"{name}.{index}.{number}", process_set=process_set)
+            transport.broadcast(part, root_rank, f"{name}.{index}.{number}")
             for number, part in enumerate(data.split(LARGEST // data.itemsize))
             if part.numel()
         ]
         under_way.append((tensor, data, handles))
     for tensor, data, handles in under_way:
         for handle in handles:
-            hvd.synchronize(handle)
-        if data.data_ptr() != tensor.data_ptr() and hvd.rank() != root_rank:
+            handle.wait()
+        if data.data_ptr() != tensor.data_ptr() and transport.world[0] != root_rank:
             tensor.detach().copy_(data.view(tensor.dtype).reshape(tensor.shape))
 
 

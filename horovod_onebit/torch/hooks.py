@@ -15,12 +15,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -32,11 +31,10 @@ from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import allreduce_bytes
-from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
 from horovod_onebit.torch.coded import Coded
-from horovod_onebit.torch.collectives import Pending
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.private import untraced
 from horovod_onebit.warmup import Phase
@@ -45,6 +43,8 @@ logger = logging.getLogger("horovod_onebit")
 
 SAMPLE = 16
 """Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
+FUSED = 25 * 2**20
+"""Bytes of gradients that are averaged together, where they have to be averaged in one order."""
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
@@ -100,7 +100,7 @@ class Gradients:
         self._refused = 0  # times that all workers abandoned them together
         self._abandoned = 0  # times that this one did so since
         self._sends_early = overlap
-        self._averages_early = overlap
+        self._averages_early = overlap and not arguments.transport.in_order
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
@@ -276,14 +276,18 @@ class Gradients:
             for handle, _ in self._averaging.values():
                 yield handle
             self._averaging.clear()
-        self._start_rest(in_place=True)
-        coded = self._coded
-        if coded is None:
-            yield from self._arrive()
+        exact = [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
+        if self._arguments.transport.in_order:
+            arrive = self._average_fused(exact)
+        else:
+            self._start_rest(in_place=True)
+            arrive = self._arrive()
+        if (coded := self._coded) is None:
+            yield from arrive
         else:
             in_few_bits = [p for p in self._watched if p.requires_grad and coded.takes(p)]
-            yield from coded.average(in_few_bits, self._arrive()) if in_few_bits else self._arrive()
-            learning = [p for p in self._averaging if coded.learns(p)]
+            yield from coded.average(in_few_bits, arrive) if in_few_bits else arrive
+            learning = [p for p in exact if coded.learns(p)]
             if learning and all_finite(learning):
                 coded.observe(learning)
         self.drop()
@@ -306,20 +310,34 @@ class Gradients:
         return self._coded is None or all_finite(list(self._averaging))
 
     def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Handle, Any]:
-        allreduce = hvd.allreduce_async_ if in_place else hvd.allreduce_async
-        return self._allreduce(allreduce, _gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}")
+        return self._allreduce(_gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}", in_place)
+
+    def _average_fused(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
+        """``_start_rest`` and ``_arrive``, where collectives pair by order: in that of the parameters, and few of them."""
+        waiting = []
+        for number, group in enumerate(_fused(exact)):
+            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
+            waiting.append((group, *self._allreduce(flat, f"{self._engine.name}.{self.generation}.{number}")))
+            start(waiting[-1][1])
+        for group, handle, context in waiting:
+            flat = self._arguments.compression.decompress((yield handle), context)
+            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(part.view(p.shape))
+        return self._coded is None or all_finite(exact)
 
     def _name(self, p: torch.Tensor) -> str:
         return self._parameters.names[p]
 
-    def _allreduce(self, operation: Callable[..., Any], values: torch.Tensor, name: str) -> tuple[Handle, Any]:
+    def _allreduce(self, values: torch.Tensor, name: str, in_place: bool = True) -> tuple[Handle, Any]:
         """Start it, by Horovod's arguments; its handle, and what decompresses the result."""
-        arguments, workers = self._arguments, self._arguments.process_set.size()
+        arguments, transport = self._arguments, self._arguments.transport
+        workers = transport.size
         # Horovod reduces no bfloat16.
         tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
-        return Pending(operation(tensor, name=name, **arguments.reduction)), context
+        return transport.allreduce(tensor, name, in_place=in_place, **arguments.reduction), context
 
     def start_fused(self, parameters: Sequence[torch.Tensor]) -> Task[bool]:
         """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
@@ -333,7 +351,7 @@ class Gradients:
         for dtype, group in by_dtype.items():
             fused = torch.cat([_gradient(p).reshape(-1) for p in group])
             name = f"{self._engine.name}.exact.{self.generation}.{dtype}"
-            waiting.append((group, *self._allreduce(hvd.allreduce_async_, fused, name)))
+            waiting.append((group, *self._allreduce(fused, name)))
 
         return self._store(waiting)
 
@@ -461,6 +479,21 @@ class _Countdown:
         for bucket in buckets:
             self._missing[bucket] -= 1
         return [bucket for bucket in buckets if not self._missing[bucket]]
+
+
+def _fused(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``parameters`` in groups of one dtype and device, whose gradients have at most ``FUSED`` bytes or are one."""
+    group: list[torch.Tensor] = []
+    size = 0
+    for p in parameters:
+        own = p.numel() * p.element_size()
+        if group and (size + own > FUSED or (p.dtype, p.device) != (group[0].dtype, group[0].device)):
+            yield group
+            group, size = [], 0
+        group.append(p)
+        size += own
+    if group:
+        yield group
 
 
 def _gradient(p: torch.Tensor) -> torch.Tensor:

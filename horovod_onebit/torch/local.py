@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -419,7 +418,7 @@ def _let_arrive(steps: weakref.ref[LocalSteps]) -> None:
     """Before Horovod is shut down: a worker that ends would end the others, which still send what this one has sent."""
     found, until = steps(), time.monotonic() + PATIENCE
     with suppress(Exception):  # of a job that has failed
-        while found is not None and found.rounds.hidden and hvd.is_initialized() and time.monotonic() < until:
+        while found is not None and found.rounds.hidden and found.transport.ends_together and time.monotonic() < until:
             if found.engine.progress():
                 break
             time.sleep(0.01)
@@ -567,6 +566,7 @@ class LocalSteps(Steps):
 
     def follow(self) -> Task[bool]:
         self.check_groups()
+        self.check_averaging()
         parameters = self.parameters
         parameters.begin_again(parameters.edited())
         bound = parameters.bindings

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
-import horovod.torch as hvd
 import torch
 
 from horovod_onebit import feedback
@@ -19,7 +17,7 @@ from horovod_onebit.face import next_name, warmup_of
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, Schedule, resolve
 from horovod_onebit.stats import Stats
-from horovod_onebit.torch import hooks
+from horovod_onebit.torch import averaging, hooks
 from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
@@ -30,9 +28,8 @@ from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
 from horovod_onebit.torch.rules import Adapter, AnyAdapter, adapter_for, check_parameter
+from horovod_onebit.torch.transport import Average, Compression, choose
 from horovod_onebit.warmup import Phase
-
-logger = logging.getLogger("horovod_onebit")
 
 
 class _DistributedOptimizer:
@@ -349,15 +346,17 @@ def check_ours(optimizer: Any) -> _DistributedOptimizer:
 def DistributedOptimizer(
     optimizer: torch.optim.Optimizer,
     named_parameters: Iterable[tuple[str, torch.Tensor]] | None = None,
-    compression: Any = hvd.Compression.none,
+    compression: Any = Compression.none,
     backward_passes_per_step: int = 1,
-    op: Any = hvd.Average,
+    op: Any = Average,
     gradient_predivide_factor: float = 1.0,
     num_groups: int = 0,
     groups: int | list[list[torch.Tensor]] | None = None,
     sparse_as_dense: bool = False,
-    process_set: Any = hvd.global_process_set,
+    process_set: Any = None,
     *,
+    process_group: Any = None,
+    model: torch.nn.Module | None = None,
     warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
     schedule: Schedule | None = None,
@@ -379,13 +378,17 @@ def DistributedOptimizer(
             ``schedule=Local(...)`` or ``Gradients()``; its state and hyperparameters are kept. The result is an
             instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
-        compression: ``hvd.Compression.fp16`` halves the warm-up's traffic.
+        compression: ``Compression.fp16`` of this module, or Horovod's, halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
-        op: ``hvd.Average`` or ``hvd.Sum``.
+        op: ``Average`` or ``Sum`` of this module, or Horovod's.
         gradient_predivide_factor: divides gradients before the sum of the warm-up, which is multiplied by it; the mean
-            stays the same. Needs ``hvd.Average``.
+            stays the same. Needs ``Average``.
         sparse_as_dense: turn sparse gradients into dense ones; without it they are refused.
-        process_set: the workers that train together.
+        process_set: over Horovod, the workers that train together; all by default.
+        process_group: over ``torch.distributed``, the same: a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension.
+            With neither, all workers, over whichever of the two is initialised.
+        model: what is trained, if it is in ``DistributedDataParallel``: gradients are then not averaged there as well
+            (``require_backward_grad_sync`` is set to False, for good).
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
@@ -413,14 +416,13 @@ def DistributedOptimizer(
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
     _check_plain(optimizer)
-    _check_flushed(optimizer)
-    if not hvd.is_initialized():
-        raise ConfigurationError("call hvd.init() before DistributedOptimizer")
+    averaging.switch_off(model)
+    transport = choose(process_set, process_group, call="DistributedOptimizer")
     names = names_of(optimizer, named_parameters)
     arguments = Arguments(
         compression=compression, backward_passes_per_step=backward_passes_per_step, op=op,
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
-        sparse_as_dense=sparse_as_dense, process_set=process_set,
+        sparse_as_dense=sparse_as_dense, transport=transport,
     )  # fmt: skip
     adapter = _adapter_of(optimizer, schedule)
     warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe, schedule)
@@ -430,12 +432,10 @@ def DistributedOptimizer(
     check_interval(check_replicas_every, schedule)
     _check_supported(optimizer, adapter, names)
     placement = Placement(kernels)
-    if process_set.size() == 1:
-        logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
     options: dict[str, Any] = {
-        "name": next_name(process_set), "recipe": chosen, "check_replicas_every": check_replicas_every, "names": names,
-        "schedule": None if isinstance(schedule, Gradients) else schedule,
-        "placement": placement, "exact": patterns or (),
+        "name": next_name(transport.number, transport.ranks), "recipe": chosen, "names": names, "exact": patterns or (),
+        "schedule": None if isinstance(schedule, Gradients) else schedule, "placement": placement,
+        "check_replicas_every": check_replicas_every,
     }  # fmt: skip
     if isinstance(adapter, LocalAdapter):
         arguments.check_local()
@@ -443,8 +443,8 @@ def DistributedOptimizer(
         wrapped._compressor = LocalSteps(wrapped, arguments, adapter=adapter, warmup=warmup, **options)
     else:
         wrapped = _instance(optimizer, _DistributedOptimizer)
-        own: dict[str, Any] = {"overlap": overlap, "adapter": adapter, "warmup": warmup}
-        wrapped._compressor = Compressor(wrapped, arguments, **own, **options)
+        options |= {"overlap": overlap, "adapter": adapter, "warmup": warmup}
+        wrapped._compressor = Compressor(wrapped, arguments, **options)
     compressor = wrapped._compressor
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     compressor.check_groups()
@@ -480,6 +480,7 @@ def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: 
     for p, name in names.items():
         if p.requires_grad:
             check_parameter(name, p)
+    averaging.check(names)
 
 
 def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
@@ -503,3 +504,4 @@ def _check_plain(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
         )
+    _check_flushed(optimizer)

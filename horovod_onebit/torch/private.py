@@ -32,3 +32,13 @@ def called_by(module: str, own: str) -> bool:
     while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", own)):
         frame = frame.f_back  # type: ignore[assignment]
     return frame is not None and frame.f_globals.get("__name__") == module
+
+
+def timeout_of(group: Any) -> Any:
+    """How long a process group of ``torch.distributed`` waits, a ``timedelta``; None if its backends do not say."""
+    for device in ("cpu", "cuda"):
+        try:
+            return group._get_backend(torch.device(device)).options._timeout
+        except (RuntimeError, AttributeError):
+            continue
+    return None

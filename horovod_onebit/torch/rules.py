@@ -267,6 +267,11 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = Non
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
     """Refuse parameters that cannot be compressed, before the first step."""
+    if hasattr(p, "device_mesh") or hasattr(p, "_is_flat_param"):
+        raise UnsupportedError(
+            f"parameter {name!r} is sharded over the workers (DTensor, FSDP, tensor parallelism), "
+            "and bits are exchanged of whole gradients: keep the model whole on every worker, without FSDP"
+        )
     if p.dtype not in DTYPES:
         raise UnsupportedError(
             f"parameter {name!r} is {p.dtype}; expected one of {', '.join(map(str, DTYPES))}. "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from typing import Any
 
@@ -12,12 +13,14 @@ from horovod_onebit.engine import Engine
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.stats import Stats
 from horovod_onebit.tasks import run
+from horovod_onebit.torch import averaging
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
-from horovod_onebit.torch.collectives import HorovodCollectives
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Residuals
+
+logger = logging.getLogger("horovod_onebit")
 
 
 class Steps:
@@ -29,16 +32,25 @@ class Steps:
     agreement: Agreement
 
     def __init__(self, arguments: Arguments, name: str, recipe: Recipe, check_replicas_every: int | None) -> None:
-        self.process_set = arguments.process_set
-        self.included = self.process_set.included()  # asked once: Horovod may be shut down, or restarted
-        self.engine = Engine(recipe, HorovodCollectives(self.process_set), name=name)
+        self.transport = transport = arguments.transport
+        self.included = transport.included  # asked once: Horovod may be shut down, or restarted
+        if transport.size == 1:
+            logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
+        self.engine = Engine(recipe, transport.collectives(), name=name)
         self._check_replicas_every = check_replicas_every
+        self._checked_averaging = False
         self.left: Residuals | None = None  # those of a world of other workers
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients = parameters, gradients
         compared = str(self._check_replicas_every)
-        self.agreement = Agreement(self.engine, parameters, gradients, self.process_set, compared)
+        self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
+
+    def check_averaging(self) -> None:
+        """In the first step, when the model is complete, raise if its gradients are averaged already. Local."""
+        if not self._checked_averaging:
+            averaging.check(self.parameters.names)
+            self._checked_averaging = True
 
     @property
     def workers(self) -> int:

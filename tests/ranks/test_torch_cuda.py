@@ -19,7 +19,8 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, Recipe
 from horovod_onebit.exchange import hierarchical
 from horovod_onebit.kernels import has_gpu
-from horovod_onebit.torch.collectives import HorovodCollectives, _Arrived, _Moving
+from horovod_onebit.torch.collectives import Gathered
+from horovod_onebit.torch.horovod import HorovodCollectives, _Moving
 from tests.one_core import stay_on_one_core
 from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
 
@@ -103,7 +104,7 @@ def count_calls(monkeypatch, owner, name):
 def gathered(request, monkeypatch):
     """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
     monkeypatch.setattr(HorovodCollectives, "takes_device_memory", request.param)
-    counts = count_calls(monkeypatch, _Arrived, "heads")
+    counts = count_calls(monkeypatch, Gathered, "heads")
     yield counts
     assert bool(counts) <= request.param
 

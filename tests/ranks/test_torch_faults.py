@@ -221,7 +221,7 @@ def test_sparse_gradients():
 
 
 def test_the_collectives_are_what_they_say():
-    from horovod_onebit.torch.collectives import HorovodCollectives
+    from horovod_onebit.torch.horovod import HorovodCollectives
 
     world = HorovodCollectives()
     own = np.full(3, RANK, np.uint8)

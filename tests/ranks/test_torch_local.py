@@ -12,7 +12,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.torch.collectives import HorovodCollectives
+from horovod_onebit.torch.horovod import HorovodCollectives
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,

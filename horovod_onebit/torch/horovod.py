@@ -1,0 +1,183 @@
+"""The transport over Horovod, which pairs collectives by name.
+
+Where Horovod has NCCL, messages are gathered where the CUDA kernels write them, too, and gradients are exchanged within
+a host where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import horovod.torch as hvd
+import numpy as np
+import torch
+from horovod.common import process_sets
+from numpy.typing import NDArray
+
+from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.face import check_process_set, host_number
+from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
+
+
+class Pending:
+    """A collective under way; its result is a tensor."""
+
+    def __init__(self, handle: Any, source: Any = None) -> None:
+        self.handle = handle
+        self.source = source  # Horovod reads it until the collective is done
+
+    def ready(self) -> bool:
+        return bool(hvd.poll(self.handle))
+
+    def wait(self) -> Any:
+        return hvd.synchronize(self.handle)
+
+
+class _Handle(Pending):
+    def wait(self) -> Any:
+        result = hvd.synchronize(self.handle)
+        return (result[0] if isinstance(result, tuple) else result).numpy()
+
+
+class _Gathering(_Handle):
+    """On a GPU."""
+
+    def wait(self) -> Any:
+        return Gathered(hvd.synchronize(self.handle))
+
+
+class _Moving(_Handle):
+    """On a GPU."""
+
+    def wait(self) -> Any:
+        return moved(hvd.synchronize(self.handle)[0])
+
+
+class HorovodCollectives:
+    """One process's view of a Horovod process set. Create it after ``hvd.init()``."""
+
+    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+        self.process_set = process_set
+
+    @property
+    def rank(self) -> int:
+        return self.process_set.rank()
+
+    @property
+    def size(self) -> int:
+        return self.process_set.size()
+
+    @property
+    def takes_device_memory(self) -> bool:
+        return bool(hvd.nccl_built())
+
+    def allgather(self, array: Any, name: str) -> _Handle:
+        handle = hvd.allgather_async(tensor_of(array), name=name, process_set=self.process_set)
+        return (_Handle if isinstance(array, np.ndarray) else _Gathering)(handle, array)
+
+    def alltoall(self, array: Any, name: str) -> _Handle:
+        splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
+        handle = hvd.alltoall_async(tensor_of(array), splits, name=name, process_set=self.process_set)
+        return (_Handle if isinstance(array, np.ndarray) else _Moving)(handle, array)
+
+    def host(self) -> tuple[int, int]:
+        return host_number(), int(hvd.local_size())
+
+    def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
+        if self.process_set.process_set_id != 0:
+            return None
+        groups = _host_groups(places)
+        return groups and (HorovodCollectives(groups[0]), HorovodCollectives(groups[1]))
+
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
+        tensor = torch.from_numpy(array)
+        handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
+        return _Handle(handle, array)
+
+
+def _host_groups(places: Sequence[Sequence[int]]) -> tuple[Any, Any] | None:
+    """The process sets of this worker's host, and of the workers of its place on all hosts; None if Horovod was not
+    told that sets may be added. ``places`` are the ranks by host. Collective."""
+
+    def group(ranks: tuple[int, ...]) -> Any:
+        registered = process_sets._basics._get_process_set_ids_and_ranks()
+        numbers = [number for number, members in registered.items() if tuple(members) == ranks]
+        found = hvd.ProcessSet(ranks)
+        if not numbers:
+            return hvd.add_process_set(found)
+        found.process_set_id = numbers[0]
+        return found
+
+    try:  # all workers ask for all groups, in the same order
+        local = [group(tuple(members)) for members in places]
+        cross = [group(tuple(sorted(members))) for members in zip(*places, strict=True)]
+    except ValueError:  # only those that were given to hvd.init
+        return None
+    return next(one for one in local if one.included()), next(one for one in cross if one.included())
+
+
+@dataclass(frozen=True)
+class HorovodTransport:
+    """A ``Transport``: the workers of a Horovod process set. Horovod may be shut down, or restarted."""
+
+    process_set: Any
+    in_order = False
+
+    @property
+    def number(self) -> int:
+        number: int = self.process_set.process_set_id
+        return number
+
+    @property
+    def ranks(self) -> Sequence[int]:
+        return self.process_set.ranks or ()
+
+    @property
+    def included(self) -> bool:
+        return bool(self.process_set.included())
+
+    @property
+    def rank(self) -> int:
+        return int(self.process_set.rank())
+
+    @property
+    def size(self) -> int:
+        return int(self.process_set.size())
+
+    @property
+    def world(self) -> tuple[int, int]:
+        return int(hvd.rank()), int(hvd.size())
+
+    @property
+    def ends_together(self) -> bool:
+        return bool(hvd.is_initialized())
+
+    def collectives(self) -> HorovodCollectives:
+        return HorovodCollectives(self.process_set)
+
+    agreement = collectives
+
+    def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> Pending:
+        operation = hvd.allreduce_async_ if in_place else hvd.allreduce_async
+        return Pending(operation(tensor, name=name, process_set=self.process_set, **reduction))
+
+    def broadcast(self, tensor: torch.Tensor, root_rank: int, name: str) -> Pending:
+        return Pending(hvd.broadcast_async_(tensor, root_rank, name=name, process_set=self.process_set))
+
+    def broadcast_object(self, value: Any, root_rank: int, name: str) -> Any:
+        return hvd.broadcast_object(value, root_rank, name=name, process_set=self.process_set)
+
+    def allgather_object(self, value: Any, name: str) -> list[Any]:
+        found: list[Any] = hvd.allgather_object(value, name=name, process_set=self.process_set)
+        return found
+
+
+def of(process_set: Any, call: str) -> HorovodTransport:
+    """That of ``process_set``, by default of all workers, for ``call``."""
+    if not hvd.is_initialized():
+        raise ConfigurationError(f"call hvd.init() before {call}")
+    process_set = hvd.global_process_set if process_set is None else process_set
+    check_process_set(process_set, hvd.ProcessSet)
+    return HorovodTransport(process_set)
