@@ -1,4 +1,4 @@
-"""Tests in this folder are run by every rank of a horovodrun job at once; see tests/test_horovodrun.py."""
+"""Tests in this folder are run by every rank of a job: see tests/test_horovodrun.py and tests/test_torchrun.py."""
 
 import faulthandler
 import os
@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-LAUNCHED = "HOROVOD_RANK" in os.environ or "OMPI_COMM_WORLD_RANK" in os.environ
+LAUNCHED = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
 
 # Horovod reads it at hvd.init(); tests add process sets afterwards.
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"

@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,19 +22,21 @@ from tests.ranks.torch_common import (
     weights,
     wrap,
 )
+from tests.ranks.world import needs_horovod, world
 
 # -- warm-up is Horovod's ---------------------------------------------------------------------------------------------
 
 WRAPPINGS = [
     {},
-    {"compression": hvd.Compression.fp16},
+    {"compression": world.Compression.fp16},
     {"groups": 2},
     {"gradient_predivide_factor": 2.0},
-    {"op": hvd.Sum},
+    {"op": world.Sum},
     {"backward_passes_per_step": 2},
 ]
 
 
+@needs_horovod
 @two_ranks_only
 @pytest.mark.parametrize(("kind", "arguments"), OPTIMIZERS)
 @pytest.mark.parametrize("wrapping", WRAPPINGS)
@@ -52,7 +53,7 @@ def test_warm_up_equals_horovod_bit_for_bit(kind, arguments, wrapping):
         if ours:
             optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=named, warmup_steps=50, **wrapping)
         else:
-            optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, **wrapping)
+            optimizer = world.DistributedOptimizer(optimizer, named_parameters=named, **wrapping)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)
         passes = wrapping.get("backward_passes_per_step", 1)
         train(model, optimizer, 12, passes=passes, scheduler=scheduler, set_to_none=None)
@@ -90,7 +91,7 @@ def test_every_recipe_keeps_replicas_equal(recipe):
     optimizer = wrap(model, warmup_steps=30, recipe=recipe)
     train(model, optimizer, 80)
     w = weights(model)
-    gathered = hvd.allgather(w[None], name="weights.recipe")
+    gathered = world.allgather(w[None], name="weights.recipe")
     assert all(torch.equal(row, gathered[0]) for row in gathered)
     assert optimizer.phase is Phase.COMPRESSED
 
@@ -117,7 +118,7 @@ def test_groups_keep_their_own_hyperparameters():
 def test_sum_is_average_times_workers():
     """With op=Sum both the gradient and the frozen second moment grow by n, so Adam moves alike (eps apart)."""
     results = []
-    for op in (hvd.Average, hvd.Sum):
+    for op in (world.Average, world.Sum):
         model = Net()
         optimizer = wrap(model, warmup_steps=3, wrapping={"op": op}, eps=1e-16)
         train(model, optimizer, 10)
@@ -192,7 +193,7 @@ def test_a_group_added_later_warms_up_and_is_compressed():
     train(model, optimizer, 6)
     compressed = optimizer.stats().compressed_parameters
     late = torch.nn.Parameter(torch.full((32, 64), float(RANK == 0)))
-    hvd.broadcast_(late.data, 0, name="late")  # unnamed, Horovod counts the calls of each worker
+    world.broadcast_(late.data, 0, name="late")  # unnamed, Horovod counts the calls of each worker
     optimizer.add_param_group({"params": [late], "lr": 1e-2})
     for step in range(6):
         optimizer.zero_grad()
@@ -203,7 +204,7 @@ def test_a_group_added_later_warms_up_and_is_compressed():
         expected = compressed + (late.numel() if step >= 2 else 0)
         assert optimizer.stats(norms=False).compressed_parameters == expected
     assert_replicas_equal(model)
-    assert torch.equal(*hvd.allgather(late.detach()[None], name="late")[:2])
+    assert torch.equal(*world.allgather(late.detach()[None], name="late")[:2])
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -327,10 +328,11 @@ def test_synchronize_then_clip_then_step():
     assert_replicas_equal(model)
 
 
+@needs_horovod
 def test_clipping_is_the_same_on_all_ranks():
     model, reference = Net(), Net()
     optimizer = wrap(model, torch.optim.SGD, lr=1.0, warmup_steps=3)
-    stock = hvd.DistributedOptimizer(torch.optim.SGD(reference.parameters(), 1.0), list(reference.named_parameters()))
+    stock = world.DistributedOptimizer(torch.optim.SGD(reference.parameters(), 1.0), list(reference.named_parameters()))
     for step in range(8):
         for net, own in ((model, optimizer), (reference, stock)):
             own.zero_grad()
@@ -350,7 +352,7 @@ def test_clipping_is_the_same_on_all_ranks():
                 torch.testing.assert_close(weights(model), weights(reference))
             else:
                 stock.synchronize()
-        assert len(set(hvd.allgather_object(norm))) == 1
+        assert len(set(world.allgather_object(norm))) == 1
     assert_replicas_equal(model)
 
 

@@ -5,7 +5,6 @@ import contextlib
 import copy
 import threading
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -13,6 +12,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+from tests.ranks.world import world
 
 ODD = RANK == SIZE - 1
 PHASES = {"warm-up": 50, "first compressed step": 3, "compressed": 2}
@@ -112,12 +112,12 @@ def test_clipping_averages_differently_in_warm_up(how):
         skips(model, optimizer)
 
 
-ARGUMENTS: list[dict] = [{}, {"groups": 2}, {"compression": hvd.Compression.fp16}]
+ARGUMENTS: list[dict] = [{}, {"groups": 2}, {"compression": world.Compression.fp16}]
 DIFFERENT = {
     "check_replicas_every": {"check_replicas_every": 4},
     "groups": {"groups": 2},
     "passes": {"backward_passes_per_step": 2},
-    "compression": {"compression": hvd.Compression.fp16},
+    "compression": {"compression": world.Compression.fp16},
     "predivide": {"gradient_predivide_factor": 2.0},
 }
 
@@ -151,7 +151,7 @@ def test_a_state_of_as_many_steps(how, phase):
     elif how == "all" or (RANK == 0 if how == "broadcast" else ODD):
         optimizer.load_state_dict(state)
     if how == "broadcast":
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        world.broadcast_optimizer_state(optimizer, root_rank=0)
     if how in ("broadcast", "all"):
         train(model, optimizer, 3, start=3)
         assert_replicas_equal(model)
@@ -220,8 +220,8 @@ def test_edited_gradients_are_what_is_averaged_in_warm_up(edit, options):
         for name, p in twin.named_parameters():
             if p.requires_grad:
                 grad = torch.zeros_like(p) if p.grad is None else p.grad
-                p.grad = hvd.allreduce(
-                    grad, name=f"twin.{name}", compression=options.get("compression", hvd.Compression.none)
+                p.grad = world.allreduce(
+                    grad, name=f"twin.{name}", compression=options.get("compression", world.Compression.none)
                 )
         plain.step()
         plain.zero_grad()
@@ -381,7 +381,7 @@ def test_a_refused_step_can_be_mended(phase, wrapping, how):
     if how == "broadcast":
         onebit.broadcast_optimizer_state(optimizer)
     elif how == "broadcast by Horovod":
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        world.broadcast_optimizer_state(optimizer, root_rank=0)
     else:
         optimizer.param_groups[0]["lr"] = 1e-3
     optimizer.step()
@@ -408,7 +408,7 @@ def test_gradients_that_one_worker_alone_has_abandoned(phase, how):
         with pytest.raises(DesyncError, match="which state was loaded"):
             optimizer.step()
     if how == "refused, Horovod's":
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        world.broadcast_optimizer_state(optimizer, root_rank=0)
     elif how != "loaded by all":
         onebit.broadcast_optimizer_state(optimizer)
     train(model, optimizer, 4, start=6)
@@ -421,7 +421,7 @@ def test_gradients_that_one_worker_alone_has_abandoned(phase, how):
 
 @pytest.mark.parametrize("value", ["nan", "inf"])
 @pytest.mark.parametrize(
-    "options", [{}, {"groups": 2}, {"compression": hvd.Compression.fp16}, {"op": hvd.Sum}], ids=str
+    "options", [{}, {"groups": 2}, {"compression": world.Compression.fp16}, {"op": world.Sum}], ids=str
 )
 def test_nan_in_warm_up_is_skipped_by_all(value, options):
     model, optimizer = started("warm-up", **options)

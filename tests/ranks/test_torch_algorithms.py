@@ -2,7 +2,6 @@
 
 import copy
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -24,6 +23,7 @@ from tests.ranks.torch_common import (
     weights,
     wrap,
 )
+from tests.ranks.world import world
 
 SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
 
@@ -38,7 +38,7 @@ def zero_one(model, kind=torch.optim.AdamW, recipe="robust", schedule=SCHEDULE, 
 
 
 def apart(model):
-    gathered = hvd.allgather(weights(model)[None], name="weights.local")
+    gathered = world.allgather(weights(model)[None], name="weights.local")
     return not torch.equal(gathered[0], gathered[-1])
 
 

@@ -6,18 +6,19 @@ import json
 from collections import OrderedDict
 from pathlib import Path
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, tasks, world
+from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, tasks
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
+from horovod_onebit.world import total_residuals
 from tests.ranks.disks import another_job, fill, no_space, small_disk
 from tests.ranks.kinds import KINDS
 from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.world import world
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
 
@@ -25,7 +26,7 @@ TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
 @pytest.fixture
 def folder(tmp_path):
     """One folder for all workers."""
-    return Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    return Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
 
 
 @pytest.mark.parametrize("steps", [2, 5, 8])
@@ -142,9 +143,7 @@ def test_a_run_goes_on_with_another_exchange(folder, since, to):
         return model, wrap(model, warmup_steps=4, recipe=Recipe(exchange=exchange, block_size=64))
 
     def all_owe(optimizer):
-        return world.total_residuals(
-            hvd.allgather_object(optimizer._compressor.engine.residuals(), name="all residuals")
-        )
+        return total_residuals(world.allgather_object(optimizer._compressor.engine.residuals(), name="all residuals"))
 
     model, optimizer = prepared(since)
     train(model, optimizer, 8)
@@ -169,7 +168,7 @@ def test_the_last_complete_one_counts(folder):
     for steps in range(3):
         train(model, optimizer, 2, start=2 * steps)
         onebit.save_checkpoint(folder, model, optimizer, extra={"steps": steps})
-    hvd.barrier()
+    world.barrier()
     assert len(list(folder.glob("*.pt"))) == SIZE + 1
     assert not list(folder.glob("*.tmp"))
     assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 2}
@@ -216,7 +215,7 @@ def test_bad_files_are_an_error_on_all_workers_and_change_nothing(folder, fault)
             (folder / "latest.json").write_text("{")
         else:
             (folder / "latest.json").write_text(json.dumps({"format": 99}))
-    hvd.barrier()
+    world.barrier()
     with pytest.raises(CheckpointError, match="cannot load the checkpoint; worker"):
         onebit.load_checkpoint(folder, model, optimizer)
     assert torch.equal(before, weights(model))
@@ -229,7 +228,7 @@ def test_a_folder_that_cannot_be_written_is_an_error_on_all_workers(folder):
     optimizer = wrap(model)
     if RANK == 0:
         (folder / "file").write_text("")
-    hvd.barrier()
+    world.barrier()
     with pytest.raises(CheckpointError, match="cannot save"):
         onebit.save_checkpoint(folder / "file", model, optimizer)
     with pytest.raises(ConfigurationError, match="expected what"):
@@ -498,10 +497,10 @@ def test_the_checkpoint_before_is_kept(folder):
         onebit.save_checkpoint(folder, model, optimizer, extra={"steps": steps})
     files = [*folder.glob("*.pt"), *folder.glob("previous/*.pt")]
     assert len(files) == 2 * (SIZE + 1)
-    hvd.barrier()
+    world.barrier()
     if RANK == 0:
         rot(next(folder.glob(f"*.worker-{SIZE - 1:04d}.pt")))
-    hvd.barrier()
+    world.barrier()
     with pytest.raises(
         CheckpointError, match=rf"worker {SIZE - 1}: .*digest.*The checkpoint before, of step 3, is kept"
     ):
@@ -523,7 +522,7 @@ def test_what_an_earlier_version_saved_is_read(folder):
         latest = json.loads((folder / "latest.json").read_text())
         kept = {name: latest[name] for name in ("format", "key", "workers", "step")}
         (folder / "latest.json").write_text(json.dumps(kept))
-    hvd.barrier()
+    world.barrier()
     train(model, optimizer, 1, start=3)
     assert onebit.load_checkpoint(folder, model, optimizer) == {"epoch": 3}
     assert_same(before, state(model, optimizer))
@@ -538,26 +537,26 @@ def test_two_jobs_do_not_replace_each_others_checkpoints(folder, monkeypatch):
     job = contextlib.ExitStack()
     if RANK == 0:
         job.enter_context(another_job(folder))
-    hvd.barrier()
+    world.barrier()
     with pytest.raises(CheckpointError, match=r"another job, which is still running.*\(process \d+ on"):
         onebit.save_checkpoint(folder, model, optimizer)
     assert json.loads((folder / "latest.json").read_text())["step"] == 77
-    hvd.barrier()
+    world.barrier()
     job.close()  # killed, with all that it held
     onebit.save_checkpoint(folder, model, optimizer)
-    hvd.barrier()
+    world.barrier()
     latest = folder / "latest.json"
     ours = latest.read_text()
-    hvd.barrier()
+    world.barrier()
     if RANK == 0:  # a job that did not see the lock, from a host that has none
         latest.write_text(json.dumps(json.loads(ours) | {"key": "0123456789abcdef"}))
-    hvd.barrier()
+    world.barrier()
     with pytest.raises(CheckpointError, match="another job has saved a checkpoint"):
         onebit.save_checkpoint(folder, model, optimizer)
-    hvd.barrier()
+    world.barrier()
     if RANK == 0:
         latest.write_text(ours)
-    hvd.barrier()
+    world.barrier()
     onebit.save_checkpoint(folder, model, optimizer)
     other = torch.nn.Linear(40, 40)
     second = onebit.DistributedOptimizer(torch.optim.SGD(other.parameters()), other.named_parameters(), warmup_steps=2)
@@ -589,12 +588,12 @@ def test_a_full_disk(folder, monkeypatch):
     train(model, optimizer, 3)
     disk = contextlib.ExitStack()
     mounted = RANK == 0 and disk.enter_context(small_disk(folder, 6000))
-    mounted = hvd.broadcast_object(mounted, root_rank=0, name="mounted")
+    mounted = world.broadcast_object(mounted, root_rank=0, name="mounted")
     try:
         onebit.save_checkpoint(folder, model, optimizer, extra={"steps": 3})
         before = sorted(folder.rglob("*.pt"))
         filler = fill(folder) if RANK == 0 and mounted else None
-        hvd.barrier()
+        world.barrier()
         with monkeypatch.context() as patch:
             if not mounted and RANK == SIZE - 1:
                 no_space(patch)
@@ -603,14 +602,14 @@ def test_a_full_disk(folder, monkeypatch):
                     CheckpointError, match=r"cannot save the checkpoint; worker .*No space left on device"
                 ):
                     onebit.save_checkpoint(folder, model, optimizer)
-                hvd.barrier()
+                world.barrier()
                 assert sorted(folder.rglob("*.pt")) == before
         if filler:
             filler.unlink()
-        hvd.barrier()
+        world.barrier()
         onebit.save_checkpoint(folder, model, optimizer, extra={"steps": 4})
         assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 4}
-        hvd.barrier()
+        world.barrier()
     finally:
         disk.close()
 
@@ -672,7 +671,7 @@ def test_other_workers_owe_together_what_these_did(recipe):
     assert_replicas_equal(model)
 
     compressor.leave_world()
-    expected = world.total_residuals(hvd.allgather_object(compressor.left, name="saved again"))
+    expected = total_residuals(world.allgather_object(compressor.left, name="saved again"))
     compressor.share_out()
     for name, residual in compressor.engine.feedback.state_dict().items():
         np.testing.assert_allclose(residual, expected[name], rtol=1e-5, atol=1e-7)

@@ -10,7 +10,6 @@ import dataclasses
 import itertools
 import time
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -18,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from horovod_onebit.recipe import PRESETS
 from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, wrap
+from tests.ranks.world import world
 
 TINY = dataclasses.replace(PRESETS["robust"], min_compressed_size=64, bucket_size=4096)
 WARMUP, STEPS = 4, 9
@@ -154,7 +154,7 @@ def test_in_warmup_what_was_left_in_the_gradients_is_averaged(edit):
             continue
         for (name, p), q, w in zip(model.named_parameters(), twin.parameters(), before, strict=True):
             if p.requires_grad:
-                gradient = hvd.allreduce(torch.zeros_like(q) if q.grad is None else q.grad, name=f"twin.{name}")
+                gradient = world.allreduce(torch.zeros_like(q) if q.grad is None else q.grad, name=f"twin.{name}")
                 torch.testing.assert_close(p.detach(), w - 0.5 * gradient, rtol=1e-4, atol=1e-7)
 
 
@@ -176,4 +176,4 @@ def test_a_worker_that_clips_alone(phase):
             model.zero_grad()
             break
         assert_replicas_equal(model)
-    assert len(set(hvd.allgather_object(refused, name="refused"))) == 1
+    assert len(set(world.allgather_object(refused, name="refused"))) == 1

@@ -7,7 +7,6 @@ import contextlib
 import copy
 import gc
 
-import horovod.torch as hvd
 import pytest
 import torch
 from hypothesis import HealthCheck, Phase, given, settings
@@ -17,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from tests.ranks.torch_common import RANK, SIZE, Lion, assert_replicas_equal, batch, weights
+from tests.ranks.world import world
 
 ODD = RANK == SIZE - 1
 LR = 1e-5
@@ -74,7 +74,7 @@ class Run:
         for _ in range(steps):
             self._backward(self.twin)
             grads = [p.grad for p in self.twin.parameters() if p.grad is not None]
-            mean = hvd.allreduce(torch.cat([g.reshape(-1) for g in grads]), name="twin")
+            mean = world.allreduce(torch.cat([g.reshape(-1) for g in grads]), name="twin")
             for grad, part in zip(grads, mean.split([g.numel() for g in grads]), strict=True):
                 grad.copy_(part.view_as(grad))
             self.twins.step()
@@ -328,7 +328,7 @@ def test_an_edit_on_one_worker_alone_is_an_error_on_all_or_does_no_harm(edit, mo
 
 @pytest.mark.parametrize("mode", ["compressed", "frozen"])
 def test_after_an_edit_a_checkpoint_continues_bit_by_bit(mode, tmp_path_factory):
-    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("edited")), root_rank=0, name="folder")
+    folder = world.broadcast_object(str(tmp_path_factory.mktemp("edited")), root_rank=0, name="folder")
     run = Run("adam", mode)
     run.train(44)
     EDITS["zeros"](run.model, run.optimizer)
@@ -361,7 +361,7 @@ def test_a_forgotten_broadcast_of_the_state_is_an_error_in_the_first_step():
     plain = KINDS["adam"](model.parameters())
     cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
     plain.step()
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
     optimizer = wrap(model, plain, "compressed")
     optimizer.zero_grad()
     cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
@@ -451,7 +451,7 @@ def test_an_error_names_what_differs(what, mode):
 @pytest.mark.parametrize("mode", ["compressed", "frozen", "zero_one"])
 def test_collective_calls_within_inference_mode(mode, tmp_path_factory):
     """Lightning evaluates in it."""
-    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("inference")), root_rank=0, name="folder")
+    folder = world.broadcast_object(str(tmp_path_factory.mktemp("inference")), root_rank=0, name="folder")
     run = Run("adam", mode)
     run.train(34)
     run._backward(run.model)
@@ -471,7 +471,7 @@ def test_collective_calls_within_inference_mode(mode, tmp_path_factory):
 
 
 def test_weights_of_a_compiled_model_are_loaded_into_a_plain_one_and_back(tmp_path_factory):
-    folder = hvd.broadcast_object(str(tmp_path_factory.mktemp("compiled")), root_rank=0, name="folder")
+    folder = world.broadcast_object(str(tmp_path_factory.mktemp("compiled")), root_rank=0, name="folder")
     run = Run("adam", "compressed")
     run.train(4)
     compiled = torch.compile(run.model, backend="eager")

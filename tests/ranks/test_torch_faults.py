@@ -1,6 +1,5 @@
 """The PyTorch face on real ranks: NaN, ranks that disagree, and what is refused."""
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -9,6 +8,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+from tests.ranks.world import collectives, needs_horovod, world
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -90,6 +90,7 @@ def test_ranks_that_disagree_are_told_at_once(what):
         wrap(built[1])  # all workers have built as many again
 
 
+@needs_horovod
 def test_a_worker_that_has_joined():
     """In warm-up; in the compressed stage Horovod itself aborts the worker that joined, after this message."""
     model = Net()
@@ -98,9 +99,9 @@ def test_a_worker_that_has_joined():
     if RANK == 0:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        with pytest.raises(DesyncError, match=r"worker \[1.*\] called hvd.join"):
+        with pytest.raises(DesyncError, match=r"worker \[1.*\] called world.join"):
             optimizer.step()
-    hvd.join()
+    world.join()
 
 
 def test_the_scales_of_gradscalers_stay_together():
@@ -122,7 +123,7 @@ def test_the_scales_of_gradscalers_stay_together():
         else:
             scaler.step(optimizer)
         scaler.update()
-        assert len(set(hvd.allgather_object(scaler.get_scale()))) == 1
+        assert len(set(world.allgather_object(scaler.get_scale()))) == 1
     assert scaler.get_scale() == 64.0
     assert optimizer.stats().skipped_steps == 2
     assert_replicas_equal(model)
@@ -167,6 +168,7 @@ def test_optimizers_that_have_no_one_bit_form(build, message):
         onebit.DistributedOptimizer(build(two_parameters()), warmup_steps=10)
 
 
+@needs_horovod
 def test_other_refusals():
     p = two_parameters()
     named = [("a", p[0]), ("b", p[1])]
@@ -179,12 +181,12 @@ def test_other_refusals():
         (ConfigurationError, "unique. Found duplicates: a", {"named_parameters": [("a", p[0]), ("a", p[1])]}),
         (ConfigurationError, "not named", {"named_parameters": named[:1]}),
         (ConfigurationError, "tuples", {"named_parameters": p}),
-        (UnsupportedError, "hvd.Average or hvd.Sum", {"op": hvd.Adasum}),
+        (UnsupportedError, "world.Average or world.Sum", {"op": 2}),
         (ConfigurationError, "backward_passes_per_step", {"backward_passes_per_step": 0}),
         (ConfigurationError, "recipe=", {"recipe": "fast"}),
         (ConfigurationError, "groups", {"groups": "all"}),
         (ConfigurationError, "only appear once", {"groups": [[p[0]], [p[0]]]}),
-        (ConfigurationError, "needs op", {"gradient_predivide_factor": 2.0, "op": hvd.Sum}),
+        (ConfigurationError, "needs op", {"gradient_predivide_factor": 2.0, "op": world.Sum}),
     ]
     refused += [(ConfigurationError, "warmup_steps", {"warmup_steps": n}) for n in (0, -1, 1.5, 0.2, True, "soon")]
     for kind, message, arguments in refused:
@@ -193,7 +195,7 @@ def test_other_refusals():
     with pytest.raises(ConfigurationError, match="already"):
         attempt(attempt())
     with pytest.raises(ConfigurationError, match="plain torch"):
-        attempt(hvd.DistributedOptimizer(torch.optim.AdamW(p), named_parameters=named))
+        attempt(world.DistributedOptimizer(torch.optim.AdamW(p), named_parameters=named))
     c = two_parameters(torch.complex64)
     with pytest.raises(UnsupportedError, match="complex64"):
         attempt(torch.optim.SGD(c, lr=0.1), [("a", c[0]), ("b", c[1])])
@@ -221,15 +223,13 @@ def test_sparse_gradients():
 
 
 def test_the_collectives_are_what_they_say():
-    from horovod_onebit.torch.horovod import HorovodCollectives
-
-    world = HorovodCollectives()
+    every = collectives()
     own = np.full(3, RANK, np.uint8)
-    gathered = world.allgather(own, "check.gather").wait()
+    gathered = every.allgather(own, "check.gather").wait()
     assert gathered.tolist() == [r for r in range(SIZE) for _ in range(3)]
     parts = np.array([10 * RANK + j for j in range(SIZE)], np.uint8)
-    assert world.alltoall(parts, "check.alltoall").wait().tolist() == [10 * i + RANK for i in range(SIZE)]
-    total = world.allreduce(np.full(2, RANK + 1, np.float32), "check.sum").wait()
+    assert every.alltoall(parts, "check.alltoall").wait().tolist() == [10 * i + RANK for i in range(SIZE)]
+    total = every.allreduce(np.full(2, RANK + 1, np.float32), "check.sum").wait()
     assert total.tolist() == [SIZE * (SIZE + 1) / 2] * 2
 
 

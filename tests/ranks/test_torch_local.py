@@ -3,7 +3,6 @@
 import copy
 from pathlib import Path
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -12,7 +11,6 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.torch.horovod import HorovodCollectives
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,
@@ -25,6 +23,7 @@ from tests.ranks.torch_common import (
     train,
     weights,
 )
+from tests.ranks.world import collectives, world
 
 GROWING = onebit.Local(every=4, doubling=8, freeze=10)
 HIDDEN = onebit.Local(every=4, doubling=0, delay=2)
@@ -60,7 +59,7 @@ def matrices(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    return Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    return Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
 
 
 @pytest.mark.parametrize(
@@ -88,7 +87,7 @@ def test_any_optimizer_trains_and_all_are_equal_after_each_round(kind, arguments
             assert optimizer.stats(norms=False).step_bytes_sent
         else:
             assert not optimizer.stats(norms=False).step_bytes_sent
-            gathered = hvd.allgather(weights(model)[None], name="weights.local")
+            gathered = world.allgather(weights(model)[None], name="weights.local")
             apart += not torch.equal(gathered[0], gathered[-1])
     assert apart == sum(not GROWING.ends_round(step + 1) for step in range(1, 60))
     assert loss < 0.9 * start
@@ -97,7 +96,7 @@ def test_any_optimizer_trains_and_all_are_equal_after_each_round(kind, arguments
 def moments(model, optimizer):
     """Adam's, of all parameters that are trained, as all workers have them."""
     own = [optimizer.state[p][key].float() for key in MOMENTS for p in model.parameters() if p in optimizer.state]
-    return hvd.allgather(torch.cat([one.reshape(-1) for one in own])[None], name="moments")
+    return world.allgather(torch.cat([one.reshape(-1) for one in own])[None], name="moments")
 
 
 MOMENTS = ("exp_avg_sq", "exp_avg")
@@ -148,9 +147,7 @@ def test_the_weights_are_those_of_numpy(kind, arguments):
     decay = options.pop("weight_decay", 0.01 if kind is torch.optim.AdamW else 0.0)
     decoupled = kind is torch.optim.AdamW
     rule = Adam(lr=3e-3, weight_decay=decay, decoupled=decoupled, grad_scale=scale, **options)
-    other = NumpyOptimizer(
-        arrays, rule, collectives=HorovodCollectives(hvd.global_process_set), schedule=schedule, exact=["*"]
-    )
+    other = NumpyOptimizer(arrays, rule, collectives=collectives(), schedule=schedule, exact=["*"])
     for step in range(24):
         x, y = batch(step)
         optimizer.zero_grad()
@@ -223,7 +220,7 @@ def test_a_state_with_frozen_moments_has_the_second_moment_that_adam_corrects(ho
             x, y = batch(step)
             cross_entropy(again(x), y).backward()
             plain.step()
-        hvd.broadcast_parameters(again.state_dict(), root_rank=0)
+        world.broadcast_parameters(again.state_dict(), root_rank=0)
         optimizer = onebit.DistributedOptimizer(plain, list(again.named_parameters()), schedule=GROWING)
         train(again, optimizer, 2)
         every = moments(again, optimizer)
@@ -259,7 +256,7 @@ def test_a_parameter_that_comes_after_the_freeze_keeps_moments_of_its_own():
     assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))
     assert float(late.detach().mean()) < 0.97
     assert float(optimizer.state[late]["step"]) == 28
-    second = hvd.allgather(optimizer.state[late]["exp_avg_sq"][None], name="second")
+    second = world.allgather(optimizer.state[late]["exp_avg_sq"][None], name="second")
     assert not torch.equal(second[0], second[-1])
 
 
@@ -343,7 +340,7 @@ def test_a_hidden_exchange_arrives_later(recipe, momentum, delay):
     for step in range(1, 60):
         loss = train(model, optimizer, 1, start=step)
         assert bool(optimizer.stats(norms=False).step_bytes_sent) == schedule.ends_round(step + 1)
-    gathered = hvd.allgather(weights(model)[None], name="weights.hidden")
+    gathered = world.allgather(weights(model)[None], name="weights.hidden")
     assert SIZE == 1 or not torch.equal(gathered[0], gathered[-1])
     optimizer.check_replicas()
     optimizer.flush()
@@ -451,7 +448,7 @@ def test_training_goes_on_when_the_weights_were_made_equal():
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
     with pytest.raises(DesyncError, match="begin with the same weights"):
         train(model, optimizer, 1)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
     train(model, optimizer, 4)
     assert_replicas_equal(model)
 
@@ -490,9 +487,9 @@ def test_horovods_own_broadcast_of_a_state_that_only_one_worker_has():
         cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
         plain.step()
         optimizer.load_state_dict(plain.state_dict())
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
     before = weights(model)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    world.broadcast_optimizer_state(optimizer, root_rank=0)
     assert torch.equal(before, weights(model))
     assert float(optimizer.state[model[0].weight]["step"]) == 1
     train(model, optimizer, 16)
@@ -620,11 +617,11 @@ def test_a_state_dict_goes_to_another_optimizer_and_to_a_plain_one():
     torch.optim.AdamW(again.parameters()).load_state_dict(state)
 
 
-@pytest.mark.parametrize("broadcast", [hvd.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
+@pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
 def test_broadcasts_in_the_beginning(broadcast):
     model = Net(seed=RANK)
     optimizer = local(model)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
     before = weights(model)
     broadcast(optimizer, root_rank=0)
     assert torch.equal(before, weights(model))
@@ -742,7 +739,7 @@ def test_replicas_are_checked_after_rounds():
     ("arguments", "error", "text"),
     [
         ({"warmup_steps": 10}, ConfigurationError, "Local, which has none"),
-        ({"op": hvd.Sum}, UnsupportedError, "gradients are not averaged"),
+        ({"op": world.Sum}, UnsupportedError, "gradients are not averaged"),
         ({"gradient_predivide_factor": 2.0}, UnsupportedError, "gradients are not averaged"),
         ({"schedule": "local"}, ConfigurationError, "expected a ZeroOne"),
     ],

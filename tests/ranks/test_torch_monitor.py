@@ -1,6 +1,5 @@
 """The PyTorch face: what a run costs, written by worker 0."""
 
-import horovod.torch as hvd
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -8,6 +7,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError
 from horovod_onebit.tools.monitor import read
 from tests.ranks.torch_common import RANK, SIZE, Net, train, wrap
+from tests.ranks.world import needs_horovod, world
 
 
 def test_worker_0_writes_lines_and_scalars(tmp_path):
@@ -33,11 +33,12 @@ def test_worker_0_writes_lines_and_scalars(tmp_path):
     assert losses[-1].value == pytest.approx(rows[-1]["loss"])
 
 
+@needs_horovod
 @pytest.mark.parametrize("schedule", [None, onebit.Local(every=2, doubling=0)])
 def test_the_first_worker_of_a_process_set_writes(schedule, tmp_path):
     """The others do nothing, whether they are in the set or not."""
     path, last = tmp_path / "run.jsonl", SIZE - 1
-    members = hvd.add_process_set([last])
+    members = world.add_process_set([last])
     model = Net()
     wrapping = {"process_set": members, "schedule": schedule}
     optimizer = wrap(model, warmup_steps=None if schedule else 2, wrapping=wrapping)
@@ -46,8 +47,8 @@ def test_the_first_worker_of_a_process_set_writes(schedule, tmp_path):
             monitor.step(loss=train(model, optimizer, 1, start=step))
     assert path.exists() == (tmp_path / "board").exists() == (last == RANK)
     assert last != RANK or [row["step"] for row in read(path)] == [2, 4]
-    hvd.barrier()  # the set must not go before its member has trained
-    hvd.remove_process_set(members)
+    world.barrier()  # the set must not go before its member has trained
+    world.remove_process_set(members)
 
 
 def test_other_optimizers_are_refused():

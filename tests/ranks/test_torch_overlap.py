@@ -3,7 +3,6 @@
 import dataclasses
 import time
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -22,6 +21,7 @@ from tests.ranks.torch_common import (
     two_ranks_only,
     wrap,
 )
+from tests.ranks.world import world
 
 SMALL = {name: dataclasses.replace(recipe, bucket_size=8192) for name, recipe in PRESETS.items()}
 
@@ -202,7 +202,7 @@ def test_the_number_of_passes_changes_after_backward(warmup_steps, then):
     results = []
     for after in (True, False):
         model = Net()
-        recipe, wrapping = SMALL["robust"], {"op": hvd.Sum}
+        recipe, wrapping = SMALL["robust"], {"op": world.Sum}
         optimizer = wrap(model, recipe=recipe, warmup_steps=warmup_steps, wrapping=wrapping)
         train(model, optimizer, 4)
         time.sleep(0.2 * (RANK > 0))  # no average arrives before worker 0 goes on

@@ -3,7 +3,6 @@
 import copy
 import warnings
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -11,6 +10,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, UnsupportedError
 from horovod_onebit.torch import functions
+from horovod_onebit.torch.transport import choose
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import (
     OPTIMIZERS,
@@ -23,6 +23,7 @@ from tests.ranks.torch_common import (
     weights,
     wrap,
 )
+from tests.ranks.world import needs_horovod, world
 
 # -- state ------------------------------------------------------------------------------------------------------------
 
@@ -83,7 +84,7 @@ def test_wrapping_keeps_state_and_defaults():
 
 
 @pytest.mark.parametrize(("kind", "arguments"), [OPTIMIZERS[1], *OPTIMIZERS[3:]])
-@pytest.mark.parametrize("broadcast", [hvd.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
+@pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
 def test_broadcasting_a_fresh_state_moves_nothing(kind, arguments, broadcast):
     model = Net()
     optimizer = wrap(model, kind, **arguments)
@@ -128,8 +129,8 @@ def test_the_resume_idiom_of_horovod_scripts(steps):
     if RANK == 0:
         again.load_state_dict(checkpoint["model"])
         optimizer.load_state_dict(checkpoint["optimizer"])
-    hvd.broadcast_parameters(again.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    world.broadcast_parameters(again.state_dict(), root_rank=0)
+    world.broadcast_optimizer_state(optimizer, root_rank=0)
     assert optimizer.phase is first.phase
     assert optimizer.stats().step == steps
     assert "horovod_onebit" not in optimizer.param_groups[0]
@@ -148,10 +149,10 @@ PAPER_LAMB = (onebit.LAMB, {"lr": 1e-2, "wrapping": {"recipe": "paper"}})
 @pytest.mark.parametrize(
     ("broadcast", "steps", "here"),
     [
-        (hvd.broadcast_optimizer_state, 2, 0),
-        (hvd.broadcast_optimizer_state, 8, 0),
-        (hvd.broadcast_optimizer_state, 2, 7),
-        (hvd.broadcast_optimizer_state, 9, 7),
+        (world.broadcast_optimizer_state, 2, 0),
+        (world.broadcast_optimizer_state, 8, 0),
+        (world.broadcast_optimizer_state, 2, 7),
+        (world.broadcast_optimizer_state, 9, 7),
         (onebit.broadcast_optimizer_state, 8, 0),
     ],
 )
@@ -291,8 +292,8 @@ def test_states_of_version_1_load():
 @pytest.mark.parametrize(
     ("broadcast", "dtype", "steps"),
     [
-        (hvd.broadcast_optimizer_state, torch.float32, 2),
-        (hvd.broadcast_optimizer_state, torch.float32, 8),
+        (world.broadcast_optimizer_state, torch.float32, 2),
+        (world.broadcast_optimizer_state, torch.float32, 8),
         (onebit.broadcast_optimizer_state, torch.bfloat16, 8),
     ],
 )
@@ -335,6 +336,7 @@ def test_states_of_a_lamb_that_kept_more_load(broadcast, dtype, steps):
     assert torch.equal(*found)
 
 
+@needs_horovod
 def test_horovods_own_elastic_state_keeps_error_feedback():
     """Of this library, nothing is imported but ``horovod_onebit.torch``."""
     model = Net()
@@ -342,7 +344,7 @@ def test_horovods_own_elastic_state_keeps_error_feedback():
     train(model, optimizer, 6)
     before, residuals = weights(model), optimizer.feedback_state_dict()
     assert any(value.any() for value in residuals.values())
-    elastic = hvd.elastic.TorchState(model=model, optimizer=optimizer, step=6)
+    elastic = world.elastic.TorchState(model=model, optimizer=optimizer, step=6)
     train(model, optimizer, 3, start=6)
     elastic.restore()
     assert torch.equal(before, weights(model))
@@ -350,7 +352,7 @@ def test_horovods_own_elastic_state_keeps_error_feedback():
         assert torch.equal(value, residuals[name])
     elastic.sync()
     for name, value in optimizer.feedback_state_dict().items():
-        mean = hvd.allreduce(residuals[name], name=f"mean.{name}") if value.numel() else value
+        mean = world.allreduce(residuals[name], name=f"mean.{name}") if value.numel() else value
         torch.testing.assert_close(value, mean)
     train(model, optimizer, 3, start=6)
     assert_replicas_equal(model)
@@ -366,10 +368,11 @@ def test_a_broadcast_between_different_groups_is_refused_everywhere():
         onebit.broadcast_optimizer_state(optimizer, root_rank=0)
 
 
+@needs_horovod
 @pytest.mark.parametrize("most", [8, 1000, functions.LARGEST])
 def test_tensors_of_any_kind_are_broadcast_in_pieces(most, monkeypatch):
     """Horovod counts the elements of one with int32, and refuses some dtypes."""
-    send, names = hvd.broadcast_async_, []
+    send, names = world.broadcast_async_, []
 
     def checked(tensor, root_rank, name, **more):
         assert tensor.numel() * tensor.itemsize <= most
@@ -383,14 +386,14 @@ def test_tensors_of_any_kind_are_broadcast_in_pieces(most, monkeypatch):
     of_layouts = [torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last), torch.randn(6, 4).t()]
     odd = torch.randn(9, dtype=torch.bfloat16)[1:] if RANK else torch.randn(8, dtype=torch.bfloat16)
     tensors = [*of_dtypes, *no_dimensions, *of_layouts, odd]
-    expected = hvd.broadcast_object(copy.deepcopy(tensors), root_rank=1, name="expected")
+    expected = world.broadcast_object(copy.deepcopy(tensors), root_rank=1, name="expected")
     monkeypatch.setattr(functions, "LARGEST", most)
-    monkeypatch.setattr(hvd, "broadcast_async_", checked)
-    functions.broadcast_tensors(tensors, 1, hvd.global_process_set, "pieces")
+    monkeypatch.setattr(world, "broadcast_async_", checked)
+    functions.broadcast_tensors(tensors, 1, choose(call="a test"), "pieces")
     monkeypatch.undo()
     assert all(torch.equal(tensor, value) for tensor, value in zip(tensors, expected, strict=True))
     assert len(names) == len(set(names))
-    assert len({str(found) for found in hvd.allgather_object(names, name="names")}) == 1
+    assert len({str(found) for found in world.allgather_object(names, name="names")}) == 1
     assert (len(names) > len(tensors)) == (most < 10_000)
 
 
@@ -471,7 +474,7 @@ def test_a_group_that_leaves_and_comes_back(phase):
     late.grad = torch.ones_like(late)
     other.step()
     assert_replicas_equal(model)
-    assert torch.equal(*hvd.allgather(late.detach()[None], name="late.again")[:2])
+    assert torch.equal(*world.allgather(late.detach()[None], name="late.again")[:2])
 
 
 def test_a_state_that_is_loaded_after_a_group_has_left():
@@ -491,14 +494,14 @@ def test_a_state_that_is_loaded_after_a_group_has_left():
 
 def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast():
     model = Net()
-    optimizer = wrap(model, warmup_steps=50, wrapping={"op": hvd.Sum})
+    optimizer = wrap(model, warmup_steps=50, wrapping={"op": world.Sum})
     train(model, optimizer, 2)
     optimizer.zero_grad()
     x, y = batch(2)
     cross_entropy(model(x), y).backward()
     optimizer.clip_grad_norm_(1e9)
     summed = model.first.weight.grad.clone()
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    world.broadcast_optimizer_state(optimizer, root_rank=0)
     optimizer.step()
     assert torch.equal(model.first.weight.grad, summed)
     assert_replicas_equal(model)

@@ -2,16 +2,16 @@
 
 import os
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
+from tests.ranks.world import world
 
-hvd.init()
+world.init()
 torch.set_num_threads(1)
-RANK, SIZE = hvd.rank(), hvd.size()
+RANK, SIZE = world.rank(), world.size()
 # In which order Horovod adds more than two values depends on what it fuses, and that on timing, unless fusion is off.
 REPEATABLE = SIZE == 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
 two_ranks_only = pytest.mark.skipif(SIZE != 2, reason="float32 sums of more than two depend on how they are sent")
@@ -111,7 +111,7 @@ def weights(model):
 
 def assert_replicas_equal(model):
     w = weights(model)
-    gathered = hvd.allgather(w[None], name="weights")
+    gathered = world.allgather(w[None], name="weights")
     assert torch.isfinite(w).all()
     assert all(torch.equal(row, gathered[0]) for row in gathered)
 
