@@ -492,6 +492,7 @@ def test_a_state_that_is_loaded_after_a_group_has_left():
     assert_replicas_equal(model)
 
 
+@needs_horovod  # whose own broadcast says nothing of gradients
 def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast():
     model = Net()
     optimizer = wrap(model, warmup_steps=50, wrapping={"op": world.Sum})

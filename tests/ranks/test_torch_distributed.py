@@ -1,0 +1,216 @@
+"""What is about ``torch.distributed`` itself, on every rank of a torchrun job."""
+
+import os
+import sys
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+from torch.nn.parallel import DistributedDataParallel
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit.torch.distributed import DistributedCollectives
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.world import OVER_TORCH, collectives, world
+
+pytestmark = pytest.mark.skipif(not OVER_TORCH, reason="is about torch.distributed")
+SMALL = Recipe(bucket_size=2048, exchange="direct")
+
+
+def test_horovod_is_not_imported():
+    assert "horovod" not in sys.modules
+
+
+@pytest.mark.parametrize("size", [1, 7, 8, 9, 1000])
+def test_collectives_that_are_held_leave_when_they_are_started_or_waited_for(size):
+    every = collectives()
+    own = np.full(size, RANK, np.uint8)
+    gathering, sum_of = every.allgather(own, "gather"), every.allreduce(np.full(size, 1.5, np.float32), "sum")
+    dropped = every.allgather(own, "dropped") if RANK == 0 else None  # nobody starts it: nobody else needs to
+    gathering.start()
+    assert not gathering.ready()
+    assert sum_of.wait().tolist() == [1.5 * SIZE] * size
+    assert gathering.wait().tolist() == np.repeat(np.arange(SIZE), size).tolist()
+    assert dropped is None or not dropped.ready()
+    parts = np.repeat(np.arange(SIZE, dtype=np.float32) + 10 * RANK, size)
+    moved = every.alltoall(parts, "parts").wait()
+    assert moved.tolist() == np.repeat(10.0 * np.arange(SIZE) + RANK, size).tolist()
+
+
+@pytest.mark.parametrize("given", ["group", "mesh", "world"])
+def test_a_process_group_or_a_mesh_is_what_trains(given):
+    from torch.distributed.device_mesh import init_device_mesh
+
+    groups = {
+        "group": lambda: dist.new_group(list(range(SIZE))),
+        "mesh": lambda: init_device_mesh("cpu", (SIZE,), mesh_dim_names=("dp",)),
+        "world": lambda: dist.group.WORLD,
+    }
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, wrapping={"process_group": groups[given]()})
+    train(model, optimizer, 5)
+    assert_replicas_equal(model)
+    assert optimizer.stats().step == 5
+
+
+def test_a_worker_outside_of_the_process_group_takes_its_steps_alone():
+    group = dist.new_group([0])
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, wrapping={"process_group": group})
+    train(model, optimizer, 4)
+    gathered = world.allgather(weights(model)[None])
+    assert not torch.equal(gathered[0], gathered[1])  # other batches
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0, process_group=group)
+    with pytest.raises(ConfigurationError, match="a part of it"):
+        onebit.save_checkpoint("nowhere", model, optimizer)
+
+
+def test_wrong_groups_are_named():
+    from torch.distributed.device_mesh import init_device_mesh
+
+    mesh = init_device_mesh("cpu", (1, SIZE), mesh_dim_names=("tp", "dp"))
+    for given, text in ((5, "process_group=5"), (mesh, "one dimension")):
+        with pytest.raises(ConfigurationError, match=text):
+            wrap(Net(), wrapping={"process_group": given})
+    with pytest.raises(ConfigurationError, match="expected one of them"):
+        wrap(Net(), wrapping={"process_group": dist.group.WORLD, "process_set": 1})
+    train(model := Net(), wrap(model, wrapping={"process_group": mesh["dp"]}), 2)
+    assert_replicas_equal(model)
+
+
+# -- other averages ---------------------------------------------------------------------------------------------------
+
+
+def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_without_it():
+    plain, inner = Net(), Net()
+    train(plain, wrap(plain, warmup_steps=3), 8)
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), list(inner.named_parameters()), warmup_steps=3, model=model
+    )
+    train(model, optimizer, 8)
+    assert torch.equal(weights(plain), weights(inner))
+    optimizer.zero_grad()
+    x, y = batch(100)
+    cross_entropy(model(x), y).backward()
+    own = world.allgather(inner.first.weight.grad[None])
+    assert not torch.equal(own[0], own[1])
+    optimizer.step()
+
+
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=2)])
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ddp_that_averages_is_refused(when, schedule):
+    inner = Net()
+    arguments = {"warmup_steps": None if schedule else 3, "wrapping": {"schedule": schedule}}
+    optimizer = wrap(inner, **arguments) if when == "after" else None
+    ddp = DistributedDataParallel(inner, find_unused_parameters=True)
+    with pytest.raises(ConfigurationError, match="require_backward_grad_sync = False"):
+        wrap(inner, **arguments) if optimizer is None else train(ddp, optimizer, 1)
+    ddp.require_backward_grad_sync = False
+    optimizer = wrap(inner, **arguments)
+    train(ddp, optimizer, 4)
+    assert_replicas_equal(inner)
+
+
+def test_sharded_parameters_are_refused():
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    model = torch.nn.Linear(64, 64)
+    fully_shard(model, mesh=init_device_mesh("cpu", (SIZE,)))
+    with pytest.raises(UnsupportedError, match=r"'weight' is sharded over the workers"):
+        wrap(model)
+    with pytest.raises(ConfigurationError, match="model is int"):
+        wrap(Net(), wrapping={"model": 5})
+
+
+# -- order ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_workers_that_send_at_different_times_exchange_the_same(exchange):
+    """One worker encodes during backward and one in step(), other collectives of the program come in between."""
+    recipe = Recipe(bucket_size=2048, exchange=exchange)
+    alike, model = Net(), Net()
+    train(alike, wrap(alike, warmup_steps=2, recipe=recipe), 8)
+    optimizer = wrap(model, warmup_steps=2, recipe=recipe)
+    for step in range(8):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        dist.all_reduce(loss.detach())
+        if RANK == 0 and step == 4:
+            optimizer._gradients.send_late("a test", averages=True)
+        optimizer.step()
+    assert torch.equal(weights(model), weights(alike))
+    assert_replicas_equal(model)
+
+
+def test_two_optimizers_whose_gradients_mix():
+    """A backward pass that computes gradients of both, and steps of one after the other."""
+    first, second = Net(0), Net(1)
+    one, two = (wrap(model, warmup_steps=2, recipe=SMALL) for model in (first, second))
+    for step in range(6):
+        x, y = batch(step)
+        one.zero_grad()
+        two.zero_grad()
+        (cross_entropy(first(x), y) + cross_entropy(second(x), y)).backward()
+        two.step()
+        one.step()
+    assert_replicas_equal(first)
+    assert_replicas_equal(second)
+
+
+def test_training_continues_after_workers_disagreed():
+    """What one of them has sent early has not left."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=SMALL)
+    train(model, optimizer, 5)
+    optimizer.zero_grad()
+    x, y = batch(5)
+    cross_entropy(model(x), y).backward()
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
+    with pytest.raises(DesyncError, match="learning rate of group 0 differs"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    train(model, optimizer, 5, start=6)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("what", ["name", "shape", "none"])
+def test_models_that_differ_are_not_broadcast(what):
+    state = dict(Net(RANK).state_dict())
+    if what == "name" and RANK == SIZE - 1:
+        state["other"] = state.pop("first.weight")
+    if what == "shape" and RANK == SIZE - 1:
+        state["first.weight"] = torch.ones(3)
+    if what == "none":
+        onebit.broadcast_parameters(state)
+        assert len({float(value.double().sum()) for value in world.allgather_object(state["first.weight"])}) == 1
+        state["extra"] = 5
+    with pytest.raises(ConfigurationError, match="extra: expected tensors" if what == "none" else "of worker 0 is not"):
+        onebit.broadcast_parameters(state)
+
+
+# -- groups by host ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(SIZE != 4, reason="two hosts of two workers")
+@pytest.mark.parametrize("neighbours", [True, False])
+def test_exchanges_within_and_between_hosts(monkeypatch, neighbours):
+    host = RANK // 2 if neighbours else RANK % 2
+    monkeypatch.setattr(DistributedCollectives, "host", lambda self: (host, 2))
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3, recipe=Recipe(exchange="hierarchical", bucket_size=4096))
+    train(model, optimizer, 12)
+    assert_replicas_equal(model)
+    assert optimizer._compressor.engine.exchange.name == "hierarchical"
+
+
+def test_workers_of_a_host_are_counted():
+    assert collectives().host()[1] == int(os.environ["LOCAL_WORLD_SIZE"])
