@@ -92,25 +92,46 @@ class _Scaled(_Held):
 
 @dataclass(frozen=True)
 class _Groups:
-    """The same workers three times: for what is in the host's memory, in that of GPUs, and for agreements."""
+    """The same workers three times: for what is in the host's memory, for what is in that of GPUs, and for agreements.
 
-    ranks: tuple[int, ...]
+    Attributes:
+        ranks: those of the world.
+        nccl: whether what is in the memory of GPUs travels from there.
+    """
+
+    ranks: Sequence[int]
     host: Any
     device: Any
     control: Any
+    nccl: bool
 
     @classmethod
-    def make(cls, ranks: Sequence[int], timeout: Any, *, nccl: bool) -> _Groups:
-        """Collective among ``ranks``, which are those of the world."""
+    def of(cls, group: Any) -> _Groups:
+        """For the workers of ``group``. Collective: the whole world's are made; other ranks would have to call this,
+        too, to make groups of a part of it, so that this part shares ``group``."""
+        ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
+        nccl = "cuda:nccl" in backends
+        if len(ranks) == dist.get_world_size():
+            return cls.make([ranks], timeout_of(group), nccl=nccl)
+        if "cpu:gloo" not in backends:
+            raise ConfigurationError(
+                f"process_group is a part of all workers, over {backends}; what is in the host's memory needs Gloo: "
+                "make it by torch.distributed.new_group(ranks, backend='cpu:gloo,cuda:nccl')"
+            )
+        return cls(ranks, group, group, group, nccl)
+
+    @classmethod
+    def make(cls, all_ranks: Sequence[Sequence[int]], timeout: Any, *, nccl: bool) -> _Groups:
+        """That of ``all_ranks`` which this worker is in; all workers of the world make the same. Collective."""
 
         def group(backend: str) -> Any:
-            with _named(f"a process group of ranks {list(ranks)} over {backend}"):
-                return dist.new_group(
-                    list(ranks), timeout=timeout, backend=backend, use_local_synchronization=True
-                )  # without it, all of the world would have to call this
+            with _named(f"new groups over {backend}"):
+                made = [dist.new_group(sorted(ranks), timeout=timeout, backend=backend) for ranks in all_ranks]
+            return next(one for one in made if one != dist.GroupMember.NON_GROUP_MEMBER)
 
-        host, control = group("gloo"), group("gloo")
-        return cls(tuple(ranks), host, group("nccl") if nccl else host, control)
+        own = next(sorted(ranks) for ranks in all_ranks if dist.get_rank() in ranks)
+        host = group("gloo")
+        return cls(own, host, group("nccl") if nccl else host, group("gloo"), nccl)
 
 
 class DistributedCollectives:
@@ -121,12 +142,12 @@ class DistributedCollectives:
 
     def __init__(self, groups: _Groups, own: Any, number: int = 0, many: int = 1) -> None:
         self._groups, self._own, self._host = groups, own, (number, many)
-        self._by_host: tuple[DistributedCollectives, DistributedCollectives] | None = None
+        self._by_host: dict[str, tuple[DistributedCollectives, DistributedCollectives]] = {}
         self.rank, self.size = dist.get_rank(own), dist.get_world_size(own)
 
     @property
     def takes_device_memory(self) -> bool:
-        return self._groups.device is not self._groups.host
+        return self._groups.nccl
 
     def _group(self, array: Any) -> Any:
         return self._own if isinstance(array, np.ndarray) else self._groups.device
@@ -159,16 +180,15 @@ class DistributedCollectives:
         return self._host
 
     def hosts(self, places: Sequence[Sequence[int]]) -> tuple[DistributedCollectives, DistributedCollectives] | None:
-        if self._by_host is None:
-            ranks, timeout = self._groups.ranks, timeout_of(self._own)
-            mine = next(members for members in places if self.rank in members)
-            across = [members[mine.index(self.rank)] for members in places]
-            made = [
-                _Groups.make(sorted(ranks[i] for i in members), timeout, nccl=self.takes_device_memory)
-                for members in (mine, across)
-            ]
-            self._by_host = DistributedCollectives(made[0], made[0].host), DistributedCollectives(made[1], made[1].host)
-        return self._by_host
+        if self.size != dist.get_world_size():
+            return None
+        key = str(places)
+        if key not in self._by_host:
+            timeout, nccl = timeout_of(self._own), self._groups.nccl
+            own = _Groups.make(places, timeout, nccl=nccl)
+            cross = _Groups.make(list(zip(*places, strict=True)), timeout, nccl=nccl)
+            self._by_host[key] = DistributedCollectives(own, own.host), DistributedCollectives(cross, cross.host)
+        return self._by_host[key]
 
 
 class DistributedTransport:
@@ -179,12 +199,10 @@ class DistributedTransport:
     ends_together = False
 
     def __init__(self, group: Any) -> None:
-        self.ranks: Sequence[int] = dist.get_process_group_ranks(group)
         self.world = dist.get_rank(), dist.get_world_size()
-        whole = list(self.ranks) == list(range(self.world[1]))
-        self.number = 0 if whole else 1 + sum(2**rank for rank in self.ranks)
-        nccl = "cuda:nccl" in str(dist.get_backend_config(group))
-        self._groups = _Groups.make(self.ranks, timeout_of(group), nccl=nccl)
+        self._groups = _Groups.of(group)
+        self.ranks = self._groups.ranks
+        self.number = 0 if len(self.ranks) == self.world[1] else 1 + sum(2**rank for rank in self.ranks)
         self.rank, self.size = dist.get_rank(self._groups.host), len(self.ranks)
         hosts = self.allgather_object(host_number(), "the workers' hosts")
         self._collectives = DistributedCollectives(
@@ -258,6 +276,7 @@ class Outside:
 
 
 _known: dict[Any, DistributedTransport] = {}
+"""By process group; that of all workers by the world, since its groups are made here."""
 
 
 def of(process_group: Any) -> Any:
@@ -282,6 +301,8 @@ def of(process_group: Any) -> Any:
         raise ConfigurationError(
             f"process_group={process_group!r}: expected None, a ProcessGroup of torch.distributed or a DeviceMesh"
         )
-    if group not in _known:
-        _known[group] = DistributedTransport(group)
-    return _known[group]
+    whole = dist.get_world_size(group) == dist.get_world_size()
+    key = (dist.group.WORLD, dist.get_backend_config(group)) if whole else group
+    if key not in _known:
+        _known[key] = DistributedTransport(group)
+    return _known[key]
