@@ -4,17 +4,17 @@ import logging
 import sys
 from pathlib import Path
 
-import horovod.torch as hvd
 import numpy as np
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
 from tests.ranks.torch_common import Net, assert_replicas_equal, train, wrap
 from tests.ranks.total_residuals import total_residuals
+from tests.ranks.world import world
 
 
 def everybody(optimizer):
-    return hvd.allgather_object(optimizer._compressor.engine.residuals(), name="residuals")
+    return world.allgather_object(optimizer._compressor.engine.residuals(), name="residuals")
 
 
 def main():
@@ -33,7 +33,7 @@ def main():
     onebit.save_checkpoint(folder, model, optimizer)
     found = total_residuals(everybody(optimizer), servers=True)
     assert any(np.abs(value).sum() > 0 for value in found.values())
-    if hvd.rank() == 0:
+    if world.rank() == 0:
         np.savez(folder / "residuals.npz", **found)
     sys.stdout.write("went on\n")
 

@@ -28,7 +28,8 @@ class Distributed:
         self._dist = torch.distributed
 
     def init(self):
-        self._dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+        if not self._dist.is_initialized():
+            self._dist.init_process_group("gloo", timeout=timedelta(seconds=120))
 
     def rank(self):
         return self._dist.get_rank()

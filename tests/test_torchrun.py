@@ -1,0 +1,108 @@
+"""Real torchrun jobs: a part of the tests of tests/ranks on every rank, without Horovod."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.processes import ROOT, run
+from tests.test_horovodrun import horovodrun
+
+TORCHRUN = Path(sys.executable).with_name("torchrun")
+FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
+ALWAYS = ("_distributed", "_agreement", "_faults", "_overlap")
+MORE = ("", "_checkpoint", "_state", "_local", "_algorithms", "_parameters", "_edits")
+
+pytestmark = pytest.mark.horovodrun
+
+
+def torchrun(processes, *command, timeout=1800, **variables):
+    """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTEST_ADDOPTS": "", "PYTHONPATH": str(ROOT)} | variables
+    launcher = [str(TORCHRUN), "--standalone", "--nproc-per-node", str(processes)]
+    return run([*launcher, *map(str, command)], env, timeout)
+
+
+def pytest_on_ranks(processes, names, *arguments, **variables):
+    options = ["-q", "-x", "-p", "no:cacheprovider", "--disable-warnings", "--color=no"]
+    files = [f"tests/ranks/test_torch{name}.py" for name in names]
+    output = torchrun(processes, "-m", "pytest", *options, *files, *arguments, **variables)
+    assert len(re.findall(r"\d+ passed", output)) == processes, output[-3000:]
+
+
+def test_on_two_ranks():
+    pytest_on_ranks(2, ALWAYS, ONEBIT_CASES="1" if FEW else "")
+
+
+@pytest.mark.skipif(FEW > 0, reason="takes long: in `make test-all`")
+def test_more_on_two_ranks():
+    pytest_on_ranks(2, MORE, ONEBIT_CASES="2")
+
+
+def test_hosts_of_two_ranks():
+    pytest_on_ranks(4, ["_distributed"], "-k", "hosts or outside", ONEBIT_CASES="")
+
+
+def test_the_same_bits_as_over_horovod(tmp_path):
+    """Weights, the optimizers' state and all residuals after 20 steps; a sum of two does not depend on its order."""
+    torchrun(2, "tests/ranks/digests.py", tmp_path / "torch.json")
+    horovodrun(2, "mpi", "tests/ranks/digests.py", tmp_path / "horovod.json", PYTHONPATH=str(ROOT))
+    over_torch, over_horovod = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("torch", "horovod"))
+    assert len(over_torch) > 30
+    assert over_torch == over_horovod
+
+
+def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path):
+    for processes in (2, 3):
+        output = torchrun(processes, "tests/ranks/resize.py", tmp_path, "two_stage")
+        assert output.count("went on") == processes
+    assert "redistributed" in output
+
+
+def test_a_checkpoint_goes_from_one_transport_to_the_other(tmp_path):
+    horovodrun(2, "mpi", "tests/ranks/resize.py", tmp_path, "direct", PYTHONPATH=str(ROOT))
+    assert torchrun(2, "tests/ranks/resize.py", tmp_path, "direct").count("went on") == 2
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def apart(what):
+    """What two workers print that no launcher ends."""
+    port = str(free_port())
+    of_torchrun = {"TORCHELASTIC_RUN_ID": "alone", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT), **of_torchrun}
+    command = [sys.executable, "tests/ranks/alone.py", what]
+    jobs = [
+        subprocess.Popen(command, cwd=ROOT, env=env | {"RANK": str(rank)}, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    try:
+        return [job.communicate(timeout=120)[0] for job in jobs]
+    finally:
+        for job in jobs:
+            job.kill()
+
+
+@pytest.mark.parametrize("phase", ["", "_in_warmup"])
+@pytest.mark.parametrize("what", ["dies", "sleeps"])
+def test_a_worker_that_is_missing_is_an_error_that_names_the_call(what, phase):
+    first, _ = apart(what + phase)
+    assert first.startswith("TransportError after")
+    assert "onebit.0.agreement: " in first
+    assert "start it again from a checkpoint" in first
+
+
+@pytest.mark.parametrize("what", ["learning_rate", "flushes", "learning_rate_in_warmup"])
+def test_workers_that_disagree_have_the_same_error(what):
+    errors = [re.sub(r" after \d+ s", "", found) for found in apart(what)]
+    assert errors[0].startswith("DesyncError: ")
+    assert errors[0] == errors[1]

@@ -1,0 +1,120 @@
+"""Which transport the PyTorch face takes, and that it needs no Horovod."""
+
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("torch.nn")
+import torch
+import torch.distributed as dist
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError
+from horovod_onebit.torch import transport
+
+ROOT = Path(__file__).resolve().parents[2]
+
+WITHOUT_HOROVOD = """
+import sys, tempfile
+
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "horovod":
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+sys.meta_path.insert(0, Absent())
+import torch, torch.distributed as dist
+import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError
+
+dist.init_process_group("gloo", init_method=f"file://{tempfile.mktemp()}", rank=0, world_size=1)
+model = torch.nn.Linear(64, 64)
+onebit.broadcast_parameters(model.state_dict())
+optimizer = onebit.DistributedOptimizer(torch.optim.Adam(model.parameters()), warmup_steps=2)
+onebit.broadcast_optimizer_state(optimizer)
+for _ in range(5):
+    optimizer.zero_grad()
+    model(torch.randn(4, 64)).square().mean().backward()
+    optimizer.step()
+assert optimizer.phase.value == "compressed"
+with tempfile.TemporaryDirectory() as folder:
+    onebit.save_checkpoint(folder, model, optimizer)
+    onebit.load_checkpoint(folder, model, optimizer)
+for call in (lambda: onebit.elastic, lambda: onebit.DistributedOptimizer(torch.optim.Adam(model.parameters()), process_set=0)):
+    try:
+        call()
+    except (ImportError, ConfigurationError) as error:
+        print(type(error).__name__, error)
+"""
+
+
+def test_everything_but_elastic_works_without_horovod():
+    job = subprocess.run([sys.executable, "-c", WITHOUT_HOROVOD], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert job.returncode == 0, job.stderr
+    first, second = job.stdout.splitlines()
+    assert first.startswith("ModuleNotFoundError No module named 'horovod")
+    assert second.startswith("ConfigurationError process_set=0, and Horovod cannot be imported")
+
+
+def test_only_one_module_and_elastic_import_horovod():
+    found = [
+        path.name
+        for path in (ROOT / "horovod_onebit" / "torch").glob("*.py")
+        if "\nimport horovod." in path.read_text() or "\nfrom horovod." in path.read_text()
+    ]
+    assert sorted(found) == ["elastic.py", "horovod.py"]
+
+
+def test_our_constants_are_horovods():
+    hvd = pytest.importorskip("horovod.torch")
+    assert (onebit.Average, onebit.Sum) == (hvd.Average, hvd.Sum)
+    for ours, theirs in (
+        (onebit.Compression.none, hvd.Compression.none),
+        (onebit.Compression.fp16, hvd.Compression.fp16),
+    ):
+        assert ours.__name__ == theirs.__name__  # which workers compare
+        values = torch.randn(7)
+        assert torch.equal(ours.decompress(*ours.compress(values)), theirs.decompress(*theirs.compress(values)))
+
+
+def wrapped(**arguments):
+    return onebit.DistributedOptimizer(torch.optim.Adam(torch.nn.Linear(8, 8).parameters()), **arguments)
+
+
+def test_nothing_is_initialised():
+    with pytest.raises(ConfigurationError, match=r"call hvd.init\(\) before DistributedOptimizer.*init_process_group"):
+        wrapped()
+    with pytest.raises(ConfigurationError, match="torch.distributed is not initialised"):
+        wrapped(process_group=5)
+    with pytest.raises(ConfigurationError, match=r"init_process_group\(\)"):
+        onebit.broadcast_parameters({})
+
+
+@pytest.fixture
+def process_group():
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        yield
+        dist.destroy_process_group()
+
+
+def test_both_are_initialised(monkeypatch, process_group):
+    hvd = pytest.importorskip("horovod.torch")
+    monkeypatch.setattr(hvd, "is_initialized", lambda: True)
+    with pytest.raises(ConfigurationError, match=r"both initialised.*process_set=.*process_group="):
+        wrapped()
+    with pytest.raises(ConfigurationError, match=r"broadcast_parameters\(\.\.\., process_set="):
+        onebit.broadcast_parameters({})
+    assert wrapped(process_group=dist.group.WORLD)._compressor.transport.in_order
+
+
+def test_one_transport_serves_all_optimizers_until_the_world_is_another(process_group):
+    first = transport.choose(call="a test")
+    assert transport.choose(process_group=dist.group.WORLD, call="a test") is first
+    dist.destroy_process_group()
+    with tempfile.TemporaryDirectory() as folder:
+        dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+        assert transport.choose(call="a test") is not first
