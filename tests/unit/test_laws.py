@@ -228,6 +228,16 @@ def test_numba_cuda_is_imported_in_one_module():
     assert found == ["kernels/toolchain.py"]
 
 
+def test_pytorchs_face_names_a_transport_in_one_module_each():
+    found = {"horovod": set(), "torch.distributed": set()}
+    for part, path in modules():
+        for name in imports(path) if part == "torch" else ():
+            for transport, where in found.items():
+                if name == transport or name.startswith(f"{transport}."):
+                    where.add(path.name)
+    assert found == {"horovod": {"horovod.py", "elastic.py"}, "torch.distributed": {"distributed.py"}}
+
+
 def test_what_frameworks_keep_to_themselves_is_named_in_one_module_for_each():
     """Of functions; what an optimizer of theirs keeps, its subclass may see."""
     found = {}

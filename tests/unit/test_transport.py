@@ -43,7 +43,8 @@ assert optimizer.phase.value == "compressed"
 with tempfile.TemporaryDirectory() as folder:
     onebit.save_checkpoint(folder, model, optimizer)
     onebit.load_checkpoint(folder, model, optimizer)
-for call in (lambda: onebit.elastic, lambda: onebit.DistributedOptimizer(torch.optim.Adam(model.parameters()), process_set=0)):
+plain = torch.optim.Adam(model.parameters())
+for call in (lambda: onebit.elastic, lambda: onebit.DistributedOptimizer(plain, process_set=0)):
     try:
         call()
     except (ImportError, ConfigurationError) as error:
@@ -59,22 +60,11 @@ def test_everything_but_elastic_works_without_horovod():
     assert second.startswith("ConfigurationError process_set=0, and Horovod cannot be imported")
 
 
-def test_only_one_module_and_elastic_import_horovod():
-    found = [
-        path.name
-        for path in (ROOT / "horovod_onebit" / "torch").glob("*.py")
-        if "\nimport horovod." in path.read_text() or "\nfrom horovod." in path.read_text()
-    ]
-    assert sorted(found) == ["elastic.py", "horovod.py"]
-
-
 def test_our_constants_are_horovods():
     hvd = pytest.importorskip("horovod.torch")
     assert (onebit.Average, onebit.Sum) == (hvd.Average, hvd.Sum)
-    for ours, theirs in (
-        (onebit.Compression.none, hvd.Compression.none),
-        (onebit.Compression.fp16, hvd.Compression.fp16),
-    ):
+    for name in ("none", "fp16"):
+        ours, theirs = getattr(onebit.Compression, name), getattr(hvd.Compression, name)
         assert ours.__name__ == theirs.__name__  # which workers compare
         values = torch.randn(7)
         assert torch.equal(ours.decompress(*ours.compress(values)), theirs.decompress(*theirs.compress(values)))
@@ -87,7 +77,7 @@ def wrapped(**arguments):
 def test_nothing_is_initialised():
     with pytest.raises(ConfigurationError, match=r"call hvd.init\(\) before DistributedOptimizer.*init_process_group"):
         wrapped()
-    with pytest.raises(ConfigurationError, match="torch.distributed is not initialised"):
+    with pytest.raises(ConfigurationError, match=r"torch\.distributed is not initialised"):
         wrapped(process_group=5)
     with pytest.raises(ConfigurationError, match=r"init_process_group\(\)"):
         onebit.broadcast_parameters({})
