@@ -64,7 +64,7 @@ def blocks(text: str) -> Iterator[tuple[str, str]]:
 
 NAMED = re.compile(r"(?:#!/bin/sh\n)?# (\w+\.(?:py|sh))\n")
 COMMAND = re.compile(
-    r"^((make|python|pip|horovodrun|horovod-onebit|docker|kubectl|sbatch|mpirun|twine) |(examples|docker)/\S)"
+    r"^((make|python|pip|horovodrun|torchrun|horovod-onebit|docker|kubectl|sbatch|mpirun|twine) |(examples|docker)/\S)"
 )
 
 
@@ -109,7 +109,8 @@ def _of_this_machine(words: list[str]) -> list[str]:
 def check(words: list[str], scratch: Path) -> str:
     """Run or look at one command; says which."""
     program, rest = words[0], words[1:]
-    if program in ("python", "horovodrun") and any((scratch / word).is_file() for word in rest if word.endswith(".py")):
+    here = any((scratch / word).is_file() for word in rest if word.endswith(".py"))
+    if here and program in ("python", "horovodrun", "torchrun"):
         shell([str(BIN / program), *rest], cwd=scratch)
         return "run"
     if program == "make":
@@ -144,7 +145,7 @@ def check(words: list[str], scratch: Path) -> str:
         shell([sys.executable, rest[0], "--help"])
         return "its options are there"
     if program == "pip":
-        if rest[:2] == ["install", "."]:
+        if rest[0] == "install" and rest[1] in (".", ".[torch]"):
             shell([str(BIN / "pip"), "install", "--dry-run", "--quiet", "--no-deps", "--no-build-isolation", "."])
         for i, word in enumerate(rest[:-1]):
             if word == "-r":

@@ -71,8 +71,7 @@ def examine(
     found = versions() if found is None else found
     findings = [Finding("ok", ", ".join(f"{name} {number}" for name, number in found.items()))]
     if "horovod" not in found:
-        findings.append(Finding("error", "Horovod is not installed", BUILD))
-        return found, findings
+        return found, [*findings, *_without_horovod(found)]
     faces = [face for face in ("torch", "tensorflow") if face in found]
     if not faces:
         findings.append(Finding("error", "neither PyTorch nor TensorFlow is installed", "pip install torch"))
@@ -85,6 +84,9 @@ def examine(
         controllers |= set(answer["built"])
         findings += _of_face(face, answer)
     findings += _of_launching(found, controllers)
+    if "torch" in faces:
+        text = "PyTorch's jobs run over what they initialise: Horovod, or torch.distributed, by torchrun"
+        findings.append(Finding("ok", text))
     if int(found.get("keras", "0").split(".")[0]) >= 3:
         text = "Horovod's own optimizer does not synchronise under Keras 3"
         findings.append(Finding("note", text, "use horovod_onebit.tf.DistributedOptimizer, and its callbacks"))
@@ -94,6 +96,18 @@ def examine(
     if "mpi4py" not in found:
         findings.append(Finding("note", "mpi4py is not installed", "only horovod_onebit.mpi needs it"))
     return found, findings
+
+
+def _without_horovod(found: dict[str, str]) -> list[Finding]:
+    """PyTorch alone is enough for a job of torchrun."""
+    if "torch" not in found:
+        return [Finding("error", "Horovod is not installed, nor PyTorch, which can do without", BUILD)]
+    launcher = Path(sys.executable).with_name("torchrun")
+    text = "PyTorch's jobs run over torch.distributed, by torchrun; Horovod is not installed, and Keras needs it"
+    findings = [Finding("note" if "tensorflow" in found else "ok", text, BUILD if "tensorflow" in found else "")]
+    if shutil.which("torchrun") is None and not launcher.exists():
+        findings.append(Finding("note", "torchrun is not on PATH", "python -m torch.distributed.run"))
+    return findings
 
 
 def _of_face(face: str, answer: dict[str, Any]) -> list[Finding]:

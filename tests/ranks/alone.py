@@ -1,4 +1,4 @@
-"""``python alone.py WHAT``, in two processes that no launcher ends: one of them does something else in its sixth step."""
+"""``python alone.py WHAT``, in two processes that no launcher ends: one does something else in its sixth step."""
 
 import os
 import sys

@@ -1,4 +1,4 @@
-"""``python digests.py FILE``, on every rank: worker 0 writes what each kind of run has come to, as one digest a line."""
+"""``python digests.py FILE``, on every rank: worker 0 writes what each kind of run has come to, as digests."""
 
 import hashlib
 import json

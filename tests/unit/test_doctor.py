@@ -37,6 +37,14 @@ def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
     assert any(level == "error" and expected in what for level, what in levels(found, answer))
 
 
+def test_pytorch_runs_without_horovod():
+    for more, level in (({}, "ok"), ({"tensorflow": "2.21"}, "note")):
+        _, findings = examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda face: "not asked")
+        found = next(finding for finding in findings if "torch.distributed" in finding.what)
+        assert found.level == level
+        assert all(finding.level != "error" for finding in findings)
+
+
 def test_a_host_that_does_not_know_its_own_name(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "no.such.host.invalid")
     told = levels(HERE, {"built": ["gloo"]})
