@@ -39,7 +39,7 @@ def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
 
 def test_pytorch_runs_without_horovod():
     for more, level in (({}, "ok"), ({"tensorflow": "2.21"}, "note")):
-        _, findings = examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda face: "not asked")
+        _, findings = doctor.examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda face: "not asked")
         found = next(finding for finding in findings if "torch.distributed" in finding.what)
         assert found.level == level
         assert all(finding.level != "error" for finding in findings)
