@@ -84,14 +84,18 @@ def test_wrong_groups_are_named():
 # -- other averages ---------------------------------------------------------------------------------------------------
 
 
-def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_without_it():
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_without_it(when):
     plain, inner = Net(), Net()
     train(plain, wrap(plain, warmup_steps=3), 8)
-    model = DistributedDataParallel(inner, find_unused_parameters=True)
-    optimizer = onebit.DistributedOptimizer(
-        torch.optim.AdamW(model.parameters(), lr=1e-3), list(inner.named_parameters()), warmup_steps=3, model=model
-    )
+    if when == "before":
+        model = DistributedDataParallel(inner, find_unused_parameters=True)
+        optimizer = wrap(inner, warmup_steps=3, wrapping={"model": model})
+    else:  # as trainers do
+        optimizer = wrap(inner, warmup_steps=3, wrapping={"model": inner})
+        model = DistributedDataParallel(inner, find_unused_parameters=True)
     train(model, optimizer, 8)
+    assert not inner._forward_pre_hooks
     assert torch.equal(weights(plain), weights(inner))
     optimizer.zero_grad()
     x, y = batch(100)
