@@ -74,11 +74,13 @@ def broadcast_optimizer_state(
     if not is_root:
         structure = _put_in(structure, tensors)
     broadcast_tensors(tensors, root_rank, transport, "onebit.state")
-    if not is_root:
+    if is_root:
         if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._load(structure, keep_feedback=True)
-        else:
-            optimizer.load_state_dict(structure)
+            optimizer._parameters.loads += 1  # as on the others
+    elif isinstance(optimizer, _DistributedOptimizer):
+        optimizer._load(structure, keep_feedback=True)
+    else:
+        optimizer.load_state_dict(structure)
 
 
 @outside_inference

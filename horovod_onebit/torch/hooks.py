@@ -313,7 +313,7 @@ class Gradients:
         return self._allreduce(_gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}", in_place)
 
     def _average_fused(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
-        """``_start_rest`` and ``_arrive``, where collectives pair by order: in that of the parameters, and few of them."""
+        """``_start_rest`` and ``_arrive`` where collectives pair by order: that of the parameters, and few of them."""
         waiting = []
         for number, group in enumerate(_fused(exact)):
             flat = torch.cat([_gradient(p).reshape(-1) for p in group])

@@ -130,6 +130,14 @@ def test_a_variable_without_gradient_and_sparse_gradients():
     assert (np.asarray(unused) == 1).all()
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"recipe": Recipe(warmup="two_bit")}, {"schedule": Gradients(), "warmup_steps": None}]
+)
+def test_gradients_in_few_bits_are_refused(arguments):
+    with pytest.raises(UnsupportedError, match="averages gradients exactly"):
+        wrap(keras.optimizers.Adam(), **arguments)
+
+
 def test_what_cannot_work_is_refused():
     class Own(keras.optimizers.Adam):
         def update_step(self, gradient, variable, learning_rate):
@@ -143,13 +151,6 @@ def test_what_cannot_work_is_refused():
         (UnsupportedError, "not offered", keras.optimizers.Adam(), {"groups": 2}),
         (UnsupportedError, "fp16", keras.optimizers.Adam(), {"compression": "int8"}),
         (UnsupportedError, "hvd.Average", keras.optimizers.Adam(), {"op": hvd.Adasum}),
-        (UnsupportedError, "averages gradients exactly", keras.optimizers.Adam(), {"recipe": Recipe(warmup="two_bit")}),
-        (
-            UnsupportedError,
-            "averages gradients exactly",
-            keras.optimizers.Adam(),
-            {"schedule": Gradients(), "warmup_steps": None},
-        ),
         (ConfigurationError, "optimizer='adam': expected an optimizer itself", "adam", {}),
         (ConfigurationError, "not its name, its class", keras.optimizers.Adam, {}),
         (ConfigurationError, "already", wrap(keras.optimizers.Adam()), {}),

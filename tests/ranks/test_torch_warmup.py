@@ -3,7 +3,6 @@
 from dataclasses import replace
 from pathlib import Path
 
-import horovod.torch as hvd
 import pytest
 import torch
 from torch.nn.functional import cross_entropy
@@ -23,6 +22,7 @@ from tests.ranks.torch_common import (
     weights,
     wrap,
 )
+from tests.ranks.world import world
 
 THREE = Recipe(warmup="three_bit")
 
@@ -60,7 +60,7 @@ def test_gradients_are_the_workers_mean():
     sizes, common = torch.logspace(-3, 0, 64), torch.randn(64, 64)
     torch.manual_seed(RANK)
     own = (2 * common + torch.randn(64, 64)) * sizes
-    mean = hvd.allreduce(own, name="mean")
+    mean = world.allreduce(own, name="mean")
     given = torch.zeros_like(own)
     for step in range(FIRST + 300):
         p.grad = None
@@ -76,7 +76,7 @@ def test_gradients_are_the_workers_mean():
 
 
 def assert_equal(tensor):
-    all_of = hvd.allgather(tensor.reshape(1, -1), name="compared")
+    all_of = world.allgather(tensor.reshape(1, -1), name="compared")
     assert all(torch.equal(one, all_of[0]) for one in all_of)
 
 
@@ -86,7 +86,7 @@ def test_other_dtypes_and_orders_of_dimensions(dtype):
     sizes, common = torch.logspace(-2, 0, 16).reshape(-1, 1, 1), torch.randn(32, 16, 4, 4)
     torch.manual_seed(RANK)
     own = (2 * common + torch.randn(32, 16, 4, 4)) * sizes
-    mean = hvd.allreduce(own, name="mean")
+    mean = world.allreduce(own, name="mean")
     p = torch.nn.Parameter(torch.zeros(32, 16, 4, 4, dtype=dtype).to(memory_format=torch.channels_last))
     optimizer = onebit.DistributedOptimizer(
         torch.optim.SGD([p], lr=0.0), named_parameters=[("p", p)], recipe=THREE, warmup_steps=1000
@@ -106,7 +106,7 @@ def test_other_dtypes_and_orders_of_dimensions(dtype):
 
 def test_a_sum_in_place_of_a_mean():
     model, other = Net(), Net()
-    summed = wrap(model, torch.optim.SGD, lr=0.01, recipe=THREE, warmup_steps=30, wrapping={"op": hvd.Sum})
+    summed = wrap(model, torch.optim.SGD, lr=0.01, recipe=THREE, warmup_steps=30, wrapping={"op": world.Sum})
     averaged = wrap(other, torch.optim.SGD, lr=0.01 * SIZE, recipe=THREE, warmup_steps=30)
     train(model, summed, 25)
     train(other, averaged, 25)
@@ -240,7 +240,7 @@ def test_a_state_that_is_saved_is_that_of_a_plain_optimizer():
 @pytest.mark.parametrize("steps", [3, FIRST + 5, 45])
 def test_a_checkpoint(steps, tmp_path):
     """In the warm-up, which then has its exact steps again, and after it."""
-    folder = Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
     model, again = Net(), Net(seed=1)
     optimizer = wrap(model, warmup_steps=40, recipe=THREE)
     train(model, optimizer, steps)
@@ -256,16 +256,17 @@ def test_a_checkpoint(steps, tmp_path):
     assert_replicas_equal(again)
 
 
+@pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
 @pytest.mark.parametrize("steps", [3, FIRST + 5])
-def test_a_broadcast_in_the_middle(steps):
+def test_a_broadcast_in_the_middle(steps, broadcast):
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
     train(model, optimizer, steps)
     if RANK == 1:
         with torch.no_grad():
             model.first.weight.add_(1.0)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
-    hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
+    broadcast(optimizer, root_rank=0)
     train(model, optimizer, FIRST + 5, start=40)
     assert_replicas_equal(model)
 
@@ -325,11 +326,18 @@ def every_step(model, kind, arguments, *, exchange="auto", **options):
 def test_any_optimizer_takes_its_own_steps(kind, arguments, exchange):
     model, plain = Net(), Net()
     optimizer = every_step(model, kind, arguments, exchange=exchange)
-    exact = hvd.DistributedOptimizer(kind(plain.parameters(), **arguments), plain.named_parameters())
+    exact = kind(plain.parameters(), **arguments)
     start = float(cross_entropy(plain(batch(500)[0]), batch(500)[1]))
-    for of, with_ in ((model, optimizer), (plain, exact)):
-        train(of, with_, 80, set_to_none=None)  # Horovod's own takes no argument
-        assert_replicas_equal(of)
+    train(model, optimizer, 80)
+    for step in range(80):
+        x, y = batch(step)
+        exact.zero_grad()
+        cross_entropy(plain(x), y).backward()
+        for name, p in plain.named_parameters():
+            if p.grad is not None:
+                p.grad = world.allreduce(p.grad, name=f"exact.{name}")
+        exact.step()
+    assert_replicas_equal(model)
     optimizer.check_replicas()
     found, expected = (float(cross_entropy(m(batch(500)[0]), batch(500)[1])) for m in (model, plain))
     assert expected < start - 0.3
@@ -339,7 +347,7 @@ def test_any_optimizer_takes_its_own_steps(kind, arguments, exchange):
 @pytest.mark.parametrize("steps", [3, FIRST + 5])
 @pytest.mark.parametrize(("kind", "arguments"), ANY)
 def test_checkpoints_of_any_optimizer(kind, arguments, steps, tmp_path):
-    folder = Path(hvd.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
     model, again = Net(), Net(seed=1)
     optimizer = every_step(model, kind, arguments)
     train(model, optimizer, steps)
