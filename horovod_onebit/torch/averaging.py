@@ -3,24 +3,33 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+import weakref
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch.private import untraced
+
+_off: Any = weakref.WeakSet()
+"""Those in which averaging is switched off in every forward pass: leaving ``no_sync()`` would switch it on again."""
 
 
-class _FirstForward:
-    """In the first forward pass, a trainer has wrapped the model, and no gradient has been averaged yet."""
+class _SwitchOff:
+    """A hook before each forward pass of ``model``: by the first one, a trainer has wrapped it."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._handle = model.register_forward_pre_hook(self)
+        self._found: Any = None
+        model.register_forward_pre_hook(self)
 
+    @untraced
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
-        self._handle.remove()
-        for found in _averaging(model.parameters()):
+        if self._found is None:
+            self._found = weakref.WeakSet(_around(model.parameters()))
+            _off.update(self._found)
+        for found in self._found:
             found.require_backward_grad_sync = False
 
 
@@ -34,14 +43,13 @@ def switch_off(model: Any) -> None:
         return
     if not isinstance(model, torch.nn.Module):
         raise ConfigurationError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained")
-    for found in _averaging(model.parameters()):
-        found.require_backward_grad_sync = False
-    _FirstForward(model)
+    _off.update(_around(model.parameters()))
+    _SwitchOff(model)
 
 
 def check(parameters: Iterable[torch.Tensor]) -> None:
     """Raise ``ConfigurationError`` if a ``DistributedDataParallel`` averages gradients of ``parameters``. Local."""
-    for _ in _averaging(parameters):
+    if any(found.require_backward_grad_sync and found not in _off for found in _around(parameters)):
         raise ConfigurationError(
             "the model is in DistributedDataParallel, which averages its gradients by itself, before they are "
             "compressed: set model.require_backward_grad_sync = False, or pass DistributedOptimizer(..., model=model), "
@@ -49,11 +57,8 @@ def check(parameters: Iterable[torch.Tensor]) -> None:
         )
 
 
-def _averaging(parameters: Iterable[torch.Tensor]) -> Iterator[DistributedDataParallel]:
-    """Those that average gradients of ``parameters``, among all objects of the program: their hooks do not show in
-    Python."""
+def _around(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
+    """Those that have some of ``parameters``, among all objects of the program: their hooks do not show in Python."""
     own = set(map(id, parameters))
-    for found in gc.get_objects():
-        averages = issubclass(type(found), DistributedDataParallel) and found.require_backward_grad_sync
-        if averages and not own.isdisjoint(map(id, found.parameters())):
-            yield found
+    all_of_them = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    return [found for found in all_of_them if not own.isdisjoint(map(id, found.parameters()))]

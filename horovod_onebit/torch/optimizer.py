@@ -389,7 +389,7 @@ def DistributedOptimizer(
             With neither, all workers, over whichever of the two is initialised.
         model: what is trained, if it is in ``DistributedDataParallel``, or a trainer puts it there before its first
             forward pass: gradients are then not averaged there as well (``require_backward_grad_sync`` is set to
-            False, for good).
+            False before each forward pass).
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from itertools import product
 from pathlib import Path
 
 from jobs.processes import run
@@ -42,11 +43,21 @@ def python_with_clients(folder: Path) -> Path:
     return python
 
 
-def train(python: Path, program: str, case: str) -> None:
-    """Raises ``RuntimeError`` unless both workers end with equal replicas."""
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
+UNDER_TORCHRUN = ("accelerate_loop",)
+"""Programs that run over ``torch.distributed``, too."""
+
+
+def launchers(program: str, python: Path) -> dict[str, list[str]]:
+    """The beginnings of the commands that start ``program``, by the launcher."""
     # Under MPI, accelerate and Lightning take the processes for their own.
-    command = [horovodrun, "-np", "2", "--gloo", str(python), f"tests/clients/{program}.py", case]
+    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", str(python)]
+    torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    return {"horovodrun": horovodrun} | ({"torchrun": torchrun} if program in UNDER_TORCHRUN else {})
+
+
+def train(launcher: list[str], program: str, case: str) -> None:
+    """Raises ``RuntimeError`` unless both workers end with equal replicas."""
+    command = [*launcher, f"tests/clients/{program}.py", case]
     output = run(command, environment(), 300)
     # Where a run is resumed, a worker says it twice; one that fails ends the job, and ``run`` raises.
     if set(re.findall(r"worker (\d): .*replicas equal", output)) != {"0", "1"}:
@@ -61,14 +72,15 @@ def main() -> int:
     python = python_with_clients(args.folder.absolute())
     failed = []
     for program in args.only:
-        for case in PROGRAMS[program]:
+        for (by, launcher), case in product(launchers(program, python).items(), PROGRAMS[program]):
+            name = f"{program} {case} by {by}"
             try:
-                train(python, program, case)
-                print(f"{program} {case}: replicas equal after every step", flush=True)
+                train(launcher, program, case)
+                print(f"{name}: replicas equal after every step", flush=True)
             except RuntimeError as error:
-                failed.append(f"{program} {case}")
+                failed.append(name)
                 reason = re.findall(r"\w*Error: .*", str(error))
-                print(f"{program} {case}: FAILED, {reason[0] if reason else error}", flush=True)
+                print(f"{name}: FAILED, {reason[0] if reason else error}", flush=True)
     if failed:
         print(f"failed: {', '.join(failed)}")
     return len(failed)

@@ -5,8 +5,10 @@ import tempfile
 
 import accelerate
 import torch
-from common import RANK, STEPS, Watch, optimizer_of
+from common import RANK, SHARES, STEPS, Watch, optimizer_of, shared
 from torch.nn.functional import cross_entropy
+
+from tests.ranks.world import world
 
 CASES = {
     "clip": {"clip": 1.0},
@@ -25,7 +27,7 @@ def main(case):
     plain = optimizer_of(model, passes)
     watch = Watch(model, plain)
     generator = torch.Generator().manual_seed(RANK)
-    x = torch.randn(8 * passes * STEPS, 16, generator=generator)
+    x = torch.randn(8 * passes * STEPS * SHARES, 16, generator=generator)
     data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
     schedule = torch.optim.lr_scheduler.StepLR(plain, 3)
     accelerator = accelerate.Accelerator(cpu=True, gradient_accumulation_steps=passes)
@@ -34,9 +36,11 @@ def main(case):
     )
     for step, (inputs, labels) in enumerate(loader):
         if case == "resume" and step in (3, 7):
-            with tempfile.TemporaryDirectory() as folder:  # one for each worker
+            with tempfile.TemporaryDirectory() as own:
+                folder = shared(own)
                 accelerator.save_state(folder)
                 accelerator.load_state(folder)
+                world.barrier()
         with accelerator.accumulate(model):
             accelerator.backward(cross_entropy(model(inputs), labels))
             if accelerator.sync_gradients and clip:

@@ -2,29 +2,37 @@
 
 import time
 
-import horovod.torch as hvd
 import torch
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
+from tests.ranks.world import OVER_TORCH, world
 
-hvd.init()
+world.init()
 torch.set_num_threads(1)
-RANK, SIZE = hvd.rank(), hvd.size()
+RANK, SIZE = world.rank(), world.size()
 WARMUP, STEPS = 4, 10
+SHARES = SIZE if OVER_TORCH else 1
+"""Of the data, of which trainers give each worker one under torchrun."""
 PLAIN = {name: getattr(torch.nn.utils, name) for name in ("clip_grad_norm_", "clip_grad_value_")}
 
 
 def optimizer_of(model, passes=1, kind=torch.optim.AdamW, **options):
     """Our optimizer over ``model``, which starts alike on all workers."""
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
     return onebit.DistributedOptimizer(
         kind(model.parameters(), **({"lr": 1e-2} | options)),
         named_parameters=model.named_parameters(),
         warmup_steps=WARMUP,
         recipe=Recipe(min_compressed_size=32),
         backward_passes_per_step=passes,
+        model=model,  # which trainers put into DistributedDataParallel under torchrun
     )
+
+
+def shared(folder):
+    """Worker 0's under torchrun, where trainers write by one worker; else each worker's own."""
+    return world.broadcast_object(folder, root_rank=0, name="folder") if OVER_TORCH else folder
 
 
 class Watch:
@@ -43,7 +51,7 @@ class Watch:
 
     def _after(self, optimizer, args, kwargs):
         weights = torch.cat([p.detach().reshape(-1) for p in self.model.parameters()])
-        rows = hvd.allgather(weights[None], name="weights")
+        rows = world.allgather(weights[None], name="weights")
         self.steps.append(optimizer.phase.value)
         if not torch.isfinite(weights).all() or not all(torch.equal(row, rows[0]) for row in rows):
             self.apart.append(len(self.steps))

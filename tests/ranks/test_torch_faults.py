@@ -99,7 +99,7 @@ def test_a_worker_that_has_joined():
     if RANK == 0:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        with pytest.raises(DesyncError, match=r"worker \[1.*\] called world.join"):
+        with pytest.raises(DesyncError, match=r"worker \[1.*\] called hvd.join"):
             optimizer.step()
     world.join()
 
@@ -181,7 +181,7 @@ def test_other_refusals():
         (ConfigurationError, "unique. Found duplicates: a", {"named_parameters": [("a", p[0]), ("a", p[1])]}),
         (ConfigurationError, "not named", {"named_parameters": named[:1]}),
         (ConfigurationError, "tuples", {"named_parameters": p}),
-        (UnsupportedError, "world.Average or world.Sum", {"op": 2}),
+        (UnsupportedError, "hvd.Average or hvd.Sum", {"op": 2}),
         (ConfigurationError, "backward_passes_per_step", {"backward_passes_per_step": 0}),
         (ConfigurationError, "recipe=", {"recipe": "fast"}),
         (ConfigurationError, "groups", {"groups": "all"}),
