@@ -6,6 +6,7 @@ a host where they are.
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -170,8 +171,11 @@ class HorovodTransport:
         return hvd.broadcast_object(value, root_rank, name=name, process_set=self.process_set)
 
     def allgather_object(self, value: Any, name: str) -> list[Any]:
-        found: list[Any] = hvd.allgather_object(value, name=name, process_set=self.process_set)
-        return found
+        # Horovod's own knows no process sets.
+        own = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        sizes = hvd.allgather(torch.tensor([own.numel()]), name=f"{name}.sizes", process_set=self.process_set)
+        everybody = hvd.allgather(own, name=f"{name}.values", process_set=self.process_set)
+        return [pickle.loads(each.numpy().tobytes()) for each in everybody.split(sizes.tolist())]
 
 
 def of(process_set: Any, call: str) -> HorovodTransport:

@@ -39,6 +39,7 @@ def main(case):
             with tempfile.TemporaryDirectory() as own:
                 folder = shared(own)
                 accelerator.save_state(folder)
+                world.barrier()
                 accelerator.load_state(folder)
                 world.barrier()
         with accelerator.accumulate(model):
