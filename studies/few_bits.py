@@ -40,7 +40,6 @@ WAYS = [
     Way(f"{STEPS} exact steps"),
     *(Way(f'`warmup="{bits}_bit"`', f"{bits}_bit") for bits in ("two", "three", "four")),
     Way('`warmup="three_bit"`, two workers', "three_bit", workers=2),
-    Way('`warmup="three_bit"`, 16 workers, two-stage', "three_bit", workers=16, exchange="two_stage"),
     Way("`schedule=Gradients()`: Adam's own steps", steps=None, schedule=Gradients()),
 ]
 
