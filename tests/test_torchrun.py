@@ -15,7 +15,7 @@ from tests.test_horovodrun import horovodrun
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
-ALWAYS = ("_distributed", "_agreement", "_faults", "_overlap")
+ALWAYS = ("_distributed", "_agreement", "_faults", "_overlap", "_warmup")
 MORE = ("", "_checkpoint", "_state", "_local", "_algorithms", "_parameters", "_edits")
 
 pytestmark = pytest.mark.horovodrun
