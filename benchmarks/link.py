@@ -37,10 +37,11 @@ KEPT = 20
 # NAME:N takes part in N rounds at most: there a turn takes a minute or so.
 ALL = (
     "no communication", "horovod fp32", "horovod fp16", "ddp fp32", "ddp fp16", "ddp powersgd 1", "ddp powersgd 4",
-    "onebit", "onebit no overlap", "gradients in three bits",
+    "onebit", "onebit no overlap", "onebit torch.distributed", "gradients in three bits",
 )  # fmt: skip
 FEW = (
-    "no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "gradients in three bits",
+    "no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit torch.distributed",
+    "gradients in three bits",
 )  # fmt: skip
 SLOW = (
     "no communication", "horovod fp32:1", "horovod fp16:1", "ddp powersgd 1", "onebit", "onebit local 8",

@@ -91,12 +91,13 @@ def horovod(compression: Any) -> Make:
     return make
 
 
-def ours(**options: Any) -> Make:
+def ours(*, over_torch: bool = False, **options: Any) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
         arguments = {"exchange": "auto", "warmup_steps": 1} | options
+        over = {"process_group": dist.group.WORLD} if over_torch else {"process_set": hvd.global_process_set}
         recipe = Recipe(exchange=arguments.pop("exchange"))
-        optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), recipe=recipe, **arguments)
+        optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), recipe=recipe, **over, **arguments)
         return every_step(model, optimizer, data, first=3)  # of which one is exact
 
     return make
@@ -106,7 +107,9 @@ def gradients(name: str, data: torch.Tensor, way: str) -> Way:
     """As it is after the first steps, which are exact."""
     model = build(name)
     schedule = onebit.Gradients()
-    optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), schedule=schedule)
+    optimizer = onebit.DistributedOptimizer(
+        adamw(model), named(way, model), schedule=schedule, process_set=hvd.global_process_set
+    )
     return every_step(model, optimizer, data, first=FIRST + 1)
 
 
@@ -116,7 +119,9 @@ def local(every: int, *, exact: Any = None, **options: Any) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
         schedule = onebit.Local(every=every, freeze=1, **options)
-        optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), schedule=schedule, exact=exact)
+        optimizer = onebit.DistributedOptimizer(
+            adamw(model), named(way, model), schedule=schedule, exact=exact, process_set=hvd.global_process_set
+        )
         found = whole_rounds(model, optimizer, data, every)
         optimizer.flush()
         return found
@@ -161,6 +166,8 @@ def ddp(hook: str | None, rank: int = 0) -> Make:
     return make
 
 
+OVER_TORCH = "onebit torch.distributed"
+
 WAYS: dict[str, Make] = {
     "no communication": alone,
     "horovod fp32": horovod(hvd.Compression.none),
@@ -173,6 +180,7 @@ WAYS: dict[str, Make] = {
     "onebit direct": ours(exchange="direct"),
     "onebit two-stage": ours(exchange="two_stage"),
     "onebit no overlap": ours(exchange="auto", overlap=False),
+    OVER_TORCH: ours(over_torch=True),
     "gradients in three bits": gradients,
     "onebit local 8": local(8),
     "onebit local 16": local(16),
@@ -215,7 +223,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     take_core(hvd.rank())
-    if any(way.startswith("ddp") for way in options.ways):
+    if any(way.startswith("ddp") or way == OVER_TORCH for way in options.ways):
         start_gloo(options.hosts)
     _, width, batch = MODELS[options.model]
     data = torch.randn(batch, width, generator=torch.Generator().manual_seed(hvd.rank()))

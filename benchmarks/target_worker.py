@@ -63,14 +63,18 @@ def powersgd_1(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
 
 
 def every_step(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    optimizer = onebit.DistributedOptimizer(optimizer, named(name, module), warmup_steps=EXACT)
+    optimizer = onebit.DistributedOptimizer(
+        optimizer, named(name, module), warmup_steps=EXACT, process_set=hvd.global_process_set
+    )
     return Trained(module, module, optimizer)
 
 
 def local(every: int, **options: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
         schedule = onebit.Local(every=every, **options)
-        optimizer = onebit.DistributedOptimizer(optimizer, named(name, module), schedule=schedule)
+        optimizer = onebit.DistributedOptimizer(
+            optimizer, named(name, module), schedule=schedule, process_set=hvd.global_process_set
+        )
         return Trained(module, module, optimizer, every)
 
     return make
