@@ -6,7 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from horovod_onebit.engine import Engine
-from horovod_onebit.kernels.reference import Array
+from horovod_onebit.exchange import kind as way_named
+from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
@@ -15,7 +16,7 @@ from horovod_onebit.schedule import Kind
 from horovod_onebit.tasks import Task
 
 FIRST = 10
-"""Exact means of a tensor before the first one in few bits: from them, ``rules.gradient`` learns its units."""
+"""Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 CODECS = {"two_bit": "gaussian_two", "three_bit": "gaussian_three", "four_bit": "gaussian_four"}
 """By the recipe's ``warmup``."""
 SERVER = "gaussian_four"
@@ -35,6 +36,13 @@ def own_recipe(recipe: Recipe) -> Recipe:
 class _Engine(Engine):
     def say_skipped(self, where: str) -> None:
         """The step is the caller's, who says so."""
+
+    def clear(self) -> None:
+        """Keep nothing, neither memory nor servers' errors. Local; between steps."""
+        self._discard_servers()
+        self.tensors, self._messages = [], []
+        self.layout = self.weighing = None
+        self.exchange = way_named("direct")(self.context, self.collectives, self.feedback, [], 0)
 
     def say_layout(self, layout: Layout, exchange: str, what: str = "") -> None:
         super().say_layout(layout, exchange, f"mean gradients in {self.context.codec.bits} bits an element")
@@ -63,8 +71,10 @@ class CodedMean:
         return self._tensors[name]
 
     def observe(self, tensor: Tensor, mean: Array) -> None:
-        """Take notice of an exact mean, flat float32. Local; on all workers alike."""
-        self._rule.observe(tensor, mean, self.engine.context)
+        """Take notice of an exact mean, flat float32; of zeros alone, nothing can be learned. Local; on all workers
+        alike."""
+        if mean.any():
+            self._rule.observe(tensor, mean, self.engine.context)
 
     def mean(self, tensors: Sequence[Tensor], grads: Sequence[Array], beside: Task[bool]) -> Task[bool]:
         """Put the workers' means of ``grads``, flat float32, into the weights of ``tensors``, which are the same on all
@@ -80,10 +90,22 @@ class CodedMean:
         except BaseException:
             engine.withdraw()
             raise
-        return (yield from engine.receive(numbered, plan, finite=finite))
+        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors}
+        if not (yield from engine.receive(numbered, plan, finite=finite)):
+            return False
+        for name, bucket in engine.exchange.served().items():
+            error, at = engine.feedback.residual(name, bucket.size), 0
+            for piece in bucket.pieces:
+                part, end = tensors[piece.tensor].part(piece.start, piece.stop), at + piece.stop - piece.start
+                arrays = Arrays(None, error[at:end], part.variance, part.weight, None)
+                engine.context.kernels.move(*rescales[part.name], arrays)
+                at = end
+        return True
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Of ``names``, or of all, nothing is known any more. Local; on all workers alike."""
         for name in list(self._tensors) if names is None else names:
             if self._tensors.pop(name, None) is not None:
                 self.engine.feedback.discard(name)
+        if not self._tensors:
+            self.engine.clear()

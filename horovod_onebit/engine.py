@@ -280,7 +280,7 @@ class Engine:
         """
         total = total_residuals([left])
         handles = {}
-        for name, size in sizes.items():
+        for name, size in sorted(sizes.items()):  # in one order on all
             mine = total.get(name, np.zeros(size, np.float32))
             handles[name] = self.collectives.allreduce(mine, f"{self.name}.residuals.{name}")
         found = {}

@@ -160,17 +160,20 @@ class NumpyOptimizer:
         coded = self._coded
         if coded is None:
             return (yield from self._start_mean(self._tensors))
-        units = [coded.tensor(tensor.name, tensor.weight.size) for tensor in self._large]
-        if units[0].variance_steps < FIRST:
-            finite = yield from self._start_mean([*self._large, *self._small])
-            for unit, (_, mean) in zip(units if finite else (), self._means, strict=False):
-                coded.observe(unit, mean)
-            return finite
-        grads = [self._grads[tensor.name] for tensor in self._large]
-        if not (yield from coded.mean(units, grads, self._start_mean(self._small))):
-            return False
-        self._means += [(tensor, unit.weight) for tensor, unit in zip(self._large, units, strict=True)]
-        return True
+        units = {tensor.name: coded.tensor(tensor.name, tensor.weight.size) for tensor in self._large}
+        ready = [tensor for tensor in self._large if units[tensor.name].variance_steps >= FIRST]
+        learning = [tensor for tensor in self._large if units[tensor.name].variance_steps < FIRST]
+        exact = self._start_mean([*learning, *self._small])
+        if ready:
+            own = [units[tensor.name] for tensor in ready]
+            finite = yield from coded.mean(own, [self._grads[tensor.name] for tensor in ready], exact)
+        else:
+            finite = yield from exact
+        if finite:
+            for tensor, (_, mean) in zip(learning, self._means, strict=False):
+                coded.observe(units[tensor.name], mean)
+            self._means += [(tensor, units[tensor.name].weight) for tensor in ready]
+        return finite
 
     def skip(self) -> None:
         self.engine.say_skipped("the mean gradient")

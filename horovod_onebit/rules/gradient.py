@@ -22,12 +22,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import TINY, Number, maximum, sqrt
+from horovod_onebit.formulas import TINY, Number, f32, maximum, minimum, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalars
 
 BETA2 = 0.999
 SHARE = 0.01
+ZERO, LARGEST = f32(0), f32(1e30)
+"""The most that v may be: infinity would silence an element for ever."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
@@ -48,6 +50,10 @@ def _unit(v: Number, correction: Number, floor: Number) -> Number:
     return maximum(sqrt(v * correction + floor), TINY)
 
 
+def _later(p: Scalars, v: Number, g: Number) -> Number:
+    return minimum(p.keep * v + p.take * g * g, LARGEST)
+
+
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
     return g / _unit(v, p.correction, p.floor)
 
@@ -55,12 +61,18 @@ def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Num
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     unit = _unit(v, p.correction, p.floor)
     g = x * unit
-    then = p.keep * v + p.take * g * g
+    then = _later(p, v, g)
     return e * (unit / _unit(then, p.then_correction, p.then_floor)), then, g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
-    return None, p.keep * v + p.take * g * g, g
+    return None, _later(p, v, g), g
+
+
+def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
+    """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
+    before = maximum((v - p.take * g * g) / p.keep, ZERO)
+    return e * (_unit(before, p.correction, p.floor) / _unit(v, p.then_correction, p.then_floor)), None, None
 
 
 def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -103,7 +115,8 @@ class Gradient(Rule):
 
     def lengths(self, tensor: Tensor, context: Context) -> Use | None:
         seen = tensor.variance_steps + 1
-        return Use(root, self._scalars(tensor)) if seen <= EVERY or seen % EVERY == 0 else None
+        looks = seen <= EVERY or seen % EVERY == 0
+        return Use(root, self._scalars(tensor)) if looks else None
 
     def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
         assert tensor.layer is not None
@@ -113,6 +126,10 @@ class Gradient(Rule):
             mean = float(sums[0]) / tensor.weight.size / (1 - BETA2**tensor.variance_steps)
             # A power of two: the same where the sum was rounded otherwise.
             tensor.layer[1] = 2.0 ** round(math.log2(SHARE * mean)) if mean > 0 else 0.0
+
+    def rescale(self, tensor: Tensor) -> Use:
+        """What a server's error becomes after the next ``motion``."""
+        return Use(rescale, self._scalars(tensor))
 
     def observe(self, tensor: Tensor, mean: Array, context: Context) -> None:
         """Take notice of an exact ``mean`` gradient, flat."""

@@ -17,12 +17,23 @@ _off: Any = weakref.WeakSet()
 """Those in which averaging is switched off in every forward pass: leaving ``no_sync()`` would switch it on again."""
 
 
+class _Nothing:
+    """A hook that does nothing."""
+
+    def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
+        pass
+
+
 class _SwitchOff:
-    """A hook before each forward pass of ``model``: by the first one, a trainer has wrapped it."""
+    """A hook before each forward pass of ``model``: by the first one, a trainer has wrapped it. Copies of the model, in
+    a file, say, are nobody's."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._found: Any = None
         model.register_forward_pre_hook(self)
+
+    def __reduce__(self) -> tuple[type, tuple[()]]:
+        return _Nothing, ()
 
     @untraced
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:

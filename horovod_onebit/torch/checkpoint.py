@@ -1,5 +1,7 @@
 """Checkpoints that lose nothing: weights and optimizer state once, the error feedback of every worker.
 
+What is known of gradients in few bits is learned again.
+
 The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them;
 what it does not know by itself (NumPy's values, paths) is stored in plain types by ``checkpoints.extra``.
 """
@@ -71,7 +73,7 @@ def load_checkpoint(
     """Load the last complete checkpoint of ``folder`` on all workers; returns ``extra``. Collective.
 
     With as many workers as saved it, the run continues bit for bit. With another number, the residuals of all workers
-    are redistributed.
+    are redistributed. Where gradients travel in few bits (``Recipe.warmup``, ``Gradients``), ten steps are exact first.
 
     Args:
         folder: where ``save_checkpoint`` saved.
@@ -214,7 +216,12 @@ class _Torch(checkpoints.Face):
         model, optimizer = self.model, self.optimizer
         before = _copy(model.state_dict() if self.rank == 0 else _others(model.state_dict()))
         if self.rank != 0:
-            return [lambda: _load_others(model, before)]
+
+            def give_others_back() -> None:
+                _load_others(model, before)
+                optimizer._parameters.loads += 1  # as worker 0's, which loads its state again
+
+            return [give_others_back]
         state, residuals = _copy(optimizer.state_dict()), optimizer.feedback_state_dict()
         lineage = optimizer._parameters.lineage
 

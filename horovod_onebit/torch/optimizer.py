@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from inspect import Parameter, signature
 from typing import Any
 
 import torch
@@ -120,6 +121,8 @@ class _DistributedOptimizer:
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
+        if called_by("horovod.torch.functions", __name__) and isinstance(self._parameters.adapter, AnyAdapter):
+            return self._init_state_by_a_step()
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -153,6 +156,19 @@ class _DistributedOptimizer:
             yield bool(left), None if scale is None else float(scale)
         finally:
             self.__dict__.update(left)
+
+    @torch.no_grad()
+    def _init_state_by_a_step(self) -> None:
+        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only: it leaves
+        neither weights changed nor a step counted."""
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        weights = [p.clone() for p in parameters]
+        self._exact_step()
+        for p, weight in zip(parameters, weights, strict=True):
+            p.copy_(weight)
+        for state in self.state.values():
+            if "step" in state:
+                state["step"] = state["step"] * 0
 
     def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
@@ -320,19 +336,6 @@ class _LocalOptimizer(_DistributedOptimizer):
         with self._scaling() as (_, scale), self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, loss_scale=scale)
 
-    @torch.no_grad()
-    def _init_state_by_a_step(self) -> None:
-        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only: it leaves
-        neither weights changed nor a step counted."""
-        parameters = [p for group in self.param_groups for p in group["params"]]
-        weights = [p.clone() for p in parameters]
-        self._exact_step()
-        for p, weight in zip(parameters, weights, strict=True):
-            p.copy_(weight)
-        for state in self.state.values():
-            if "step" in state:
-                state["step"] = state["step"] * 0
-
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
     """``optimizer``, if it is what ``DistributedOptimizer`` returned."""
@@ -471,7 +474,15 @@ def _check_flushed(optimizer: torch.optim.Optimizer) -> None:
 def _adapter_of(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> Adapter:
     if isinstance(schedule, Local):
         return LocalAdapter(schedule, optimizer)
-    return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
+    if not isinstance(schedule, Gradients):
+        return adapter_for(optimizer, schedule)
+    closure = signature(type(optimizer).step).parameters.get("closure")
+    if closure is not None and closure.default is Parameter.empty:
+        raise UnsupportedError(
+            f"{type(optimizer).__name__} computes gradients several times in a step, by a closure, and Gradients() "
+            "averages one of them: use schedule=Local(...)"
+        )
+    return AnyAdapter(optimizer)
 
 
 def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str]) -> None:

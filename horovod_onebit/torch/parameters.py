@@ -185,7 +185,7 @@ class Parameters:
 
     def _init_state(self, group: Group, p: torch.Tensor) -> None:
         """Give ``p`` the state that its first step would make, so that all workers have the same."""
-        if self.adapter.init_state(group, p, self.optimizer.state[p]):
+        if self.adapter.makes_state and self.adapter.init_state(group, p, self.optimizer.state[p]):
             self.unstarted.add(p)
 
     def _find_never(self) -> None:

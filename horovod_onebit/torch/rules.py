@@ -38,6 +38,7 @@ class Adapter:
     layer_key: str | None = None
     anchor_key: str | None = None
     sent_key: str | None = None
+    makes_state = True  # by ``init_state``
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
 
     def __init__(self, wraps: Wraps) -> None:
@@ -180,14 +181,14 @@ class ZeroOneAdapter(AdamAdapter):
 
 
 class AnyAdapter(Adapter):
-    """Any optimizer, which takes its own steps: of its state, nothing is touched."""
+    """Any optimizer, which takes its own steps: of its state, nothing is touched, and no empty entry is made, which it
+    might take for its own."""
+
+    makes_state = False
 
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
-
-    def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
-        """Nothing, which the optimizer might take for its own."""
 
     def to_plain(self, group: ParamGroup, p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
         adapter_for(self._optimizer).to_plain(group, p, state)  # it was compressed by another wrapper

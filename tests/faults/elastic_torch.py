@@ -38,7 +38,7 @@ optimizer = onebit.DistributedOptimizer(
     recipe=Recipe(
         block_size=64,
         min_compressed_size=64,
-        exchange=exchange if exchange in ("direct", "two_stage", "hierarchical") else "direct",
+        exchange={"three_bit": "two_stage"}.get(exchange, "direct" if schedule else exchange),
         warmup=warmup,
     ),
     check_replicas_every=1,

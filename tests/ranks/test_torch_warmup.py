@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
+from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.coded import FIRST
 from tests.ranks.torch_common import (
     OPTIMIZERS,
@@ -28,8 +28,10 @@ THREE = Recipe(warmup="three_bit")
 
 
 def seen(optimizer):
-    """How many averages of each gradient there were."""
-    return optimizer._compressor.gradients._coded.describe()
+    """How many averages of each gradient there were that was not zero."""
+    found = optimizer._compressor.gradients._coded.describe()
+    assert not found.pop("unused", 0)
+    return found
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
@@ -295,8 +297,9 @@ def test_what_is_sent():
         train(model, optimizer, 1, start=step)
         sent.append(optimizer.stats().step_bytes_sent)
     stats = optimizer.stats()
-    learned = sum(p.numel() for p in model.parameters() if p.requires_grad and p.numel() >= 1024)
-    small = sum(p.numel() for p in model.parameters() if p.requires_grad and p.numel() < 1024)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    learned = sum(p.numel() for p in trained if p.numel() >= 1024 and p is not model.unused)
+    small = sum(p.numel() for p in trained) - learned
     assert stats.parameters == learned + small
     ring = 2 * (SIZE - 1) / SIZE
     assert sent[FIRST - 1] == pytest.approx(4 * ring * (learned + small), rel=0.01)
@@ -372,6 +375,61 @@ def test_workers_whose_warm_ups_differ(other, message):
     optimizer = wrap(model, warmup_steps=60, recipe=Recipe(warmup="three_bit" if RANK == 0 else other))
     with pytest.raises(DesyncError, match=message):
         train(model, optimizer, FIRST + 2)
+
+
+def test_an_optimizer_whose_step_needs_several_gradients():
+    with pytest.raises(UnsupportedError, match="LBFGS computes gradients several times"):
+        every_step(Net(), torch.optim.LBFGS, {"lr": 1.0})
+
+
+@pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
+@pytest.mark.parametrize("fresh", [True, False])
+@pytest.mark.parametrize(("kind", "arguments"), ANY)
+def test_a_broadcast_to_workers_without_state(kind, arguments, fresh, broadcast):
+    """At the start, or where one worker has loaded what was saved."""
+    model, before = Net(seed=RANK), Net()
+    optimizer = every_step(model, kind, arguments)
+    saved = every_step(before, kind, arguments)
+    train(before, saved, 3)
+    if RANK == 0 and not fresh:
+        optimizer.load_state_dict(saved.state_dict())
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
+    start = weights(model)
+    broadcast(optimizer, root_rank=0)
+    assert torch.equal(weights(model), start)
+    assert optimizer.stats().step == (0 if fresh else 3)
+    train(model, optimizer, FIRST + 4)
+    assert_replicas_equal(model)
+    optimizer.check_replicas()
+
+
+class Fails(Net):
+    """Its last worker cannot load."""
+
+    fails = False
+
+    def get_extra_state(self):
+        return {"kept": True}
+
+    def set_extra_state(self, state):
+        if self.fails and RANK == SIZE - 1:
+            raise ValueError("cannot be loaded")
+
+
+def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(tmp_path):
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model = Fails()
+    optimizer = wrap(model, warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 5)
+    onebit.save_checkpoint(folder, model, optimizer)
+    train(model, optimizer, 2, start=20)
+    before = weights(model)
+    model.fails = True
+    with pytest.raises(CheckpointError):
+        onebit.load_checkpoint(folder, model, optimizer)
+    assert torch.equal(weights(model), before)
+    train(model, optimizer, FIRST + 2, start=30)
+    assert_replicas_equal(model)
 
 
 def test_any_optimizer_disagrees_about_its_rate():

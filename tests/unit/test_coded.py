@@ -104,28 +104,93 @@ def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
         assert np.abs(given / expected - 1).mean() < 0.02
 
 
-def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients():
-    """Though the workers' gradients cancel here and there, and units follow their mean."""
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(exchange):
+    """Though the workers' gradients cancel here and there, units follow their mean, and it jumps to 100 times."""
 
     def worker(collectives):
-        coded, rng = CodedMean(Engine(TWO, collectives)), np.random.default_rng([3, collectives.rank])
+        recipe = dataclasses.replace(TWO, exchange=exchange)
+        coded, rng = CodedMean(Engine(recipe, collectives)), np.random.default_rng([3, collectives.rank])
         unit = coded.tensor("long", 5003)
         common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
         own, given = np.zeros(5003), np.zeros(5003)
         for _ in range(FIRST):
             coded.observe(unit, common)
         for step in range(100):
-            grad = common * (1.02**step + 2 * (-1) ** collectives.rank * rng.random(5003).astype(f32))
+            size = (1 + 99 * (step > 50)) * 1.02**step
+            grad = common * f32(size + 2 * (-1) ** collectives.rank * rng.random(5003))
             own += grad
             assert run(coded.mean([unit], [grad], beside=finite()))
             given += unit.weight
         formula, p = coded._rule.contribution(unit, coded.engine.context)
-        return own, given, unit.residual / formula(p, f32(1), None, unit.variance, None, None)
+        served = np.zeros(5003, f32)
+        for name, bucket in coded.engine.exchange.served().items():
+            where = np.concatenate([np.arange(piece.start, piece.stop) for piece in bucket.pieces] or [[]]).astype(int)
+            served[where] = coded.engine.feedback.residual(name, bucket.size)
+        units = 1 / formula(p, f32(1), None, unit.variance, None, None)
+        return own, given, unit.residual * units, served * units
 
     found = simulation.run(worker, 4)
-    own, given, kept = (np.mean(each, axis=0) for each in zip(*found, strict=True))
-    np.testing.assert_allclose(given + kept, own, rtol=1e-4)
+    own, given, kept, _ = (np.mean(each, axis=0) for each in zip(*found, strict=True))
+    kept += np.sum([served for *_, served in found], axis=0)
+    np.testing.assert_allclose(given + kept, own, rtol=1e-3)
     assert np.abs(kept).sum() > 1e-3 * np.abs(own).sum()
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
+def test_a_gradient_that_is_zero_for_long(bits, exchange):
+    """It is exact until it has not been for some steps, so that its units are known; and so is a larger one."""
+    recipe = dataclasses.replace(TWO, exchange=exchange, warmup=bits)
+
+    def worker(collectives):
+        found = {"late": np.zeros(2048, f32), "early": np.zeros(2048, f32)}
+        optimizer = NumpyOptimizer(found, SGD(lr=1.0), collectives=collectives, warmup_steps=1000, recipe=recipe)
+        rng, sizes = np.random.default_rng(collectives.rank), []
+        for step in range(60):
+            noise = {name: (1e-3 * (1 + rng.standard_normal(2048))).astype(f32) for name in found}
+            before = found["late"].copy()
+            assert optimizer.step(noise if step >= 25 else noise | {"late": np.zeros(2048, f32)})
+            sizes.append(float(np.sqrt(np.mean(np.square(found["late"] - before)))))
+        return found, sizes
+
+    (ours, sizes), (others, _) = simulation.run(worker, 2)
+    assert all(np.array_equal(ours[name], others[name]) for name in ours)
+    assert not any(sizes[:25])
+    assert all(0.5 < size / 1.22e-3 < 2 for size in sizes[25:])
+
+
+def test_gradients_that_overflow_are_skipped_and_forgotten():
+    def worker(collectives):
+        coded, rng = CodedMean(Engine(TWO, collectives)), np.random.default_rng(collectives.rank)
+        unit, found = coded.tensor("long", 5003), []
+        for _ in range(FIRST):
+            coded.observe(unit, rng.standard_normal(5003).astype(f32))
+        for step in range(6):
+            size = 1e25 if step == 1 else 1.0
+            run(coded.mean([unit], [(size * rng.standard_normal(5003)).astype(f32)], beside=finite()))
+            found.append(np.isfinite(unit.weight).all() and np.isfinite(unit.variance).all())
+        return found
+
+    assert all(map(all, simulation.run(worker, 2)))
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_nothing_is_kept_when_compression_starts(exchange):
+    recipe = dataclasses.replace(TWO, exchange=exchange)
+
+    def worker(collectives):
+        coded = CodedMean(Engine(recipe, collectives))
+        for _ in range(2):
+            unit = coded.tensor("long", 5003)
+            for _ in range(FIRST):
+                coded.observe(unit, np.ones(5003, f32))
+            assert run(coded.mean([unit], [np.ones(5003, f32)], beside=finite()))
+            coded.forget(["long"])
+            engine = coded.engine
+            assert not [*engine.feedback, *engine.tensors, *engine._messages, *engine.exchange.served()]
+
+    simulation.run(worker, 2)
 
 
 def finite():

@@ -158,7 +158,7 @@ def test_exact_steps_renew_the_second_moment():
     [
         (SGD(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
         (LAMB(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
-        (Adam(lr=0.1), "local", "expected a ZeroOne or a Local"),
+        (Adam(lr=0.1), "local", "expected a ZeroOne, a Local or a Gradients"),
     ],
 )
 def test_what_zero_one_adam_is_not(rule, schedule, text):
