@@ -1,5 +1,7 @@
 """Which transport the PyTorch face takes, and that it needs no Horovod."""
 
+import copy
+import pickle
 import subprocess
 import sys
 import tempfile
@@ -13,7 +15,7 @@ import torch.distributed as dist
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError
-from horovod_onebit.torch import transport
+from horovod_onebit.torch import averaging, transport
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -108,3 +110,11 @@ def test_one_transport_serves_all_optimizers_until_the_world_is_another(process_
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         assert transport.choose(call="a test") is not first
+
+
+def test_a_model_whose_own_averages_are_switched_off_can_be_copied():
+    model = torch.nn.Linear(2, 2)
+    averaging.switch_off(model)
+    model(torch.ones(1, 2))
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)))
