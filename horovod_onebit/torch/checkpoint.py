@@ -218,8 +218,8 @@ class _Torch(checkpoints.Face):
         if self.rank != 0:
 
             def give_others_back() -> None:
-                _load_others(model, before)
                 optimizer._parameters.loads += 1  # as worker 0's, which loads its state again
+                _load_others(model, before)
 
             return [give_others_back]
         state, residuals = _copy(optimizer.state_dict()), optimizer.feedback_state_dict()
