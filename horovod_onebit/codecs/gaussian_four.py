@@ -5,7 +5,10 @@ block.
 
 from __future__ import annotations
 
-from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+from horovod_onebit.codecs.sign import scale
+from horovod_onebit.formulas import Number, absolute, f32, u32, where
+
+__all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 4
 NONE, SIGN, ONE, TWO, FOUR = u32(0), u32(1), u32(2), u32(4), u32(8)
@@ -14,10 +17,6 @@ L4, L5, L6, L7 = f32(1.2562), f32(1.6181), f32(2.0690), f32(2.7326)
 # Between two levels, halfway.
 B0, B1, B2, B3 = f32(0.2582), f32(0.5224), f32(0.7996), f32(1.0993)
 B4, B5, B6 = f32(1.4371), f32(1.8435), f32(2.4008)
-
-
-def scale(mean: Number, square: Number, guard: Number) -> Number:
-    return minimum(sqrt(square), guard * mean)
 
 
 def code(c: Number, s: Number) -> Number:

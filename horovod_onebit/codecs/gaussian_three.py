@@ -5,16 +5,15 @@ block.
 
 from __future__ import annotations
 
-from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+from horovod_onebit.codecs.sign import scale
+from horovod_onebit.formulas import Number, absolute, f32, u32, where
+
+__all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 3
 NONE, SIGN, ONE, TWO = u32(0), u32(1), u32(2), u32(4)
 L0, L1, L2, L3 = f32(0.2451), f32(0.7560), f32(1.3439), f32(2.1519)
 B0, B1, B2 = f32(0.5006), f32(1.0500), f32(1.7480)  # between two levels, halfway
-
-
-def scale(mean: Number, square: Number, guard: Number) -> Number:
-    return minimum(sqrt(square), guard * mean)
 
 
 def code(c: Number, s: Number) -> Number:

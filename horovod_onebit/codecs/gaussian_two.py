@@ -4,15 +4,14 @@
 
 from __future__ import annotations
 
-from horovod_onebit.formulas import Number, absolute, f32, minimum, sqrt, u32, where
+from horovod_onebit.codecs.sign import scale
+from horovod_onebit.formulas import Number, absolute, f32, u32, where
+
+__all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 2
 NONE, SIGN, LARGE = u32(0), u32(1), u32(2)
 INNER, OUTER, BETWEEN = f32(0.4528), f32(1.5104), f32(0.9816)
-
-
-def scale(mean: Number, square: Number, guard: Number) -> Number:
-    return minimum(sqrt(square), guard * mean)
 
 
 def code(c: Number, s: Number) -> Number:

@@ -276,7 +276,9 @@ class Gradients:
             for handle, _ in self._averaging.values():
                 yield handle
             self._averaging.clear()
-        exact = [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
+        exact, in_few_bits = list[torch.Tensor](), list[torch.Tensor]()
+        for p in (p for p in self._watched if p.requires_grad):
+            (in_few_bits if self._takes_coded(p) else exact).append(p)
         if self._arguments.transport.in_order:
             arrive = self._average_fused(exact)
         else:
@@ -285,7 +287,6 @@ class Gradients:
         if (coded := self._coded) is None:
             yield from arrive
         else:
-            in_few_bits = [p for p in self._watched if p.requires_grad and coded.takes(p)]
             yield from coded.average(in_few_bits, arrive) if in_few_bits else arrive
             learning = [p for p in exact if coded.learns(p)]
             if learning and all_finite(learning):

@@ -121,7 +121,7 @@ class _DistributedOptimizer:
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
-        if called_by("horovod.torch.functions", __name__) and isinstance(self._parameters.adapter, AnyAdapter):
+        if isinstance(self._parameters.adapter, AnyAdapter) and called_by("horovod.torch.functions", __name__):
             return self._init_state_by_a_step()
         loss = None
         if closure is not None:
