@@ -1,4 +1,5 @@
-"""Measures the network of a job: ``horovodrun ... horovod-onebit link``, one process for each worker.
+"""Measures the network of a job: ``horovodrun ... horovod-onebit link``, one process for each worker, or
+``torchrun ... --no-python horovod-onebit link``.
 
 The rate that it finds is what ``Recipe(link=...)`` and ``horovod-onebit plan --link`` ask for. A job takes no
 measurement of its own: a busy network at its start would change which exchange ``"auto"`` takes, and so its results.
@@ -7,6 +8,7 @@ measurement of its own: a busy network at its start would change which exchange 
 from __future__ import annotations
 
 import importlib
+import os
 import time
 from dataclasses import dataclass
 
@@ -36,7 +38,7 @@ class Link:
         hosts, workers: of the job.
         rate: bytes a second that a host's network interface receives, headers of the network included; None if all
             workers are on one host.
-        latency: seconds from host to host, beyond what a collective of Horovod takes anyway.
+        latency: seconds from host to host, beyond what a collective takes anyway.
         collective: seconds of the smallest collective.
         spread: largest to smallest time of the large message.
     """
@@ -95,20 +97,33 @@ def measure(collectives: Collectives, times: int = TIMES) -> Link:
 
 
 def collectives() -> Collectives:
-    """Of this process's Horovod, which is initialised with whichever framework it was built for.
+    """Of this process's job: of torchrun over Gloo, else of Horovod with whichever framework that was built for.
 
-    Raises ``ConfigurationError`` where there is none.
+    Raises ``ConfigurationError`` where there is neither.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        importlib.import_module("torch.distributed").init_process_group("gloo")
+        return _over("torch")
     for face, name in (("torch", "horovod.torch"), ("tf", "horovod.tensorflow")):
         try:
-            hvd = importlib.import_module(name)
-            made = importlib.import_module(f"horovod_onebit.{face}.collectives")
+            importlib.import_module(name).init()
+            return _over(face)
         except ImportError:
             continue
-        hvd.init()
-        found: Collectives = made.HorovodCollectives()
-        return found
-    raise ConfigurationError("Horovod works with neither PyTorch nor TensorFlow here: see horovod-onebit doctor")
+    raise ConfigurationError(
+        "not a job of torchrun, and Horovod works with neither PyTorch nor TensorFlow here: see horovod-onebit doctor"
+    )
+
+
+def _over(face: str) -> Collectives:
+    """Those of all workers, as optimizers of this face have them."""
+    found: Collectives
+    if face == "torch":
+        transport = importlib.import_module("horovod_onebit.torch.transport")
+        found = transport.choose(call="horovod-onebit link").collectives()
+    else:
+        found = importlib.import_module("horovod_onebit.tf.collectives").HorovodCollectives()
+    return found
 
 
 def text(link: Link, parameters: int | None = None) -> str:
