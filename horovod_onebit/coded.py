@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Layout
@@ -36,6 +36,11 @@ def own_recipe(recipe: Recipe) -> Recipe:
 class _Engine(Engine):
     def say_skipped(self, where: str) -> None:
         """The step is the caller's, who says so."""
+
+    def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
+        """The workers have agreed before: what is sent leaves at once, while the next bucket is encoded."""
+        super().send(bucket_index, grads, plan)
+        self.release()
 
     def clear(self) -> None:
         """Keep nothing, neither memory nor servers' errors. Local; between steps."""

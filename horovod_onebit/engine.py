@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from horovod_onebit import handshake, wire
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
-from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Outgoing, Predict, Travel, choose
+from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.handshake import Finite, Mismatch
@@ -150,9 +150,18 @@ class Engine:
     ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
     """
 
-    def __init__(self, recipe: Recipe, collectives: Collectives, *, kernels: str = "cpu", name: str = "onebit") -> None:
+    def __init__(
+        self,
+        recipe: Recipe,
+        collectives: Collectives,
+        *,
+        kernels: str = "cpu",
+        name: str = "onebit",
+        lane: Lane | None = None,
+    ) -> None:
         self.recipe = recipe
         self.collectives = collectives
+        self._lane = lane
         self.name = name
         self.sent = "gradients"  # of which messages are made, in what is said of NaN
         self.context = Context(backend(kernels), recipe, collectives.size)
@@ -171,6 +180,7 @@ class Engine:
         # Names of messages that were forgotten under way are not free yet.
         self._refused = 0  # times that all workers took them back together
         self._forgotten = 0  # times that this one forgot them since
+        self._generation: tuple[int, int] | None = None  # what both were when the lane was renewed
 
     def use_kernels(self, kernels: str) -> None:
         """Compute with the backend ``kernels`` from now on."""
@@ -212,10 +222,9 @@ class Engine:
         before, left = self.weighing, self.residuals() if self.weighing is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
             self._discard_servers()
+        over = self._lane if self._lane is not None and way.of_all else self.collectives
         try:
-            self.exchange = yield from way.create(
-                self.context, self.collectives, self.feedback, layout.buckets, layout.digest
-            )
+            self.exchange = yield from way.create(self.context, over, self.feedback, layout.buckets, layout.digest)
         except OnebitError:
             for name in (name for name in left.get("feedback", {}) if name.startswith(SERVER_PREFIX)):
                 self.feedback.put(name, left["feedback"][name])
@@ -401,6 +410,7 @@ class Engine:
         name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
         item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
+        self._leave_in_turn(self.layout)
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
@@ -509,9 +519,9 @@ class Engine:
 
     def _send_all(self, grads: Mapping[int, Array], plan: Plan) -> None:
         assert self.layout is not None
-        for bucket in self.layout.buckets:
-            if bucket.index not in self._sent:
-                self.send(bucket.index, grads, plan)
+        for index in self._in_turn(bucket.index for bucket in self.layout.buckets):
+            if index not in self._sent:
+                self.send(index, grads, plan)
         self._leave(self._sent.values())
         self._progress()
 
@@ -535,10 +545,32 @@ class Engine:
             while item.arriving:
                 item.advance(item.waiting.wait())
 
+    def _in_turn(self, buckets: Iterable[int]) -> list[int]:
+        """``buckets`` as they leave: in a lane as backward passes complete them, that of the last layers first."""
+        return sorted(buckets, reverse=self._lane is not None)
+
+    def _leave_in_turn(self, layout: Layout) -> None:
+        """Let messages leave before the workers have agreed, as far as all before them have left. Local."""
+        if self.exchange.collectives is not self._lane or self._generation != (self._refused, self._forgotten):
+            return
+        for index in self._in_turn(bucket.index for bucket in layout.buckets):
+            item = self._sent.get(index)
+            if item is None or (item.arriving and not item.waiting.ready()):
+                return
+            self._release([item])
+
+    def _renew_lane(self) -> None:
+        """All workers have agreed: renew the lane if messages were taken back since it was. Collective then."""
+        generation = self._refused, self._forgotten
+        if self._lane is not None and self._generation != generation:
+            self._lane.renew()
+            self._generation = generation
+
     def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
         given to ``land`` as soon as it has arrived."""
-        items = [self._sent[index] for index in sorted(buckets)]
+        items = [self._sent[index] for index in self._in_turn(buckets)]
+        self._renew_lane()
         for stage in range(self.exchange.stages):
             self._release(items)
             for item in items:
@@ -552,9 +584,10 @@ class Engine:
             land(item)
 
     def release(self) -> None:
-        """All workers have agreed on the step: let what was sent leave, where it is held, in the order of the layout.
-        Local."""
-        self._release([self._sent[index] for index in sorted(self._sent)])
+        """All workers have agreed on the step: let what was sent leave, where it is held, in an order that is
+        the same on all."""
+        self._renew_lane()
+        self._release([self._sent[index] for index in self._in_turn(self._sent)])
 
     def _release(self, items: Iterable[_Sent]) -> None:
         self._leave(items)

@@ -64,6 +64,16 @@ class Collectives(Protocol):
         ...
 
 
+class Lane(Collectives, Protocol):
+    """Collectives that are paired by their order, and carry one optimizer's messages alone. Where every worker starts
+    them in the same order, they may leave before the workers have agreed on the step."""
+
+    def renew(self) -> None:
+        """Forget what is under way, of which workers may have started different numbers. Collective; before the first
+        message, too."""
+        ...
+
+
 Gradient = Callable[[Piece], Array]
 """The gradient of a piece, flat float32."""
 
@@ -121,10 +131,12 @@ class Exchange:
             what it does then, so that all buckets go through a stage before any goes through the next.
         compressors: how many workers' (or hosts') compressed contributions a mean is of.
         from_device: whether messages in a GPU's memory may leave from there.
+        of_all: whether all its collectives are of all workers.
     """
 
     stages = 0
     from_device = False
+    of_all = True
 
     def __init__(
         self,

@@ -45,6 +45,7 @@ class _Shared:
 
 
 class Exchange(exchange.Exchange):
+    of_all = False
     between: str | None = None
     """The exchange between hosts; None chooses."""
 

@@ -1,9 +1,10 @@
 """The transport over ``torch.distributed``, which pairs collectives by the order of calls in a process group.
 
 So what is started before the workers have agreed is held until they have (``tasks.Held``): workers that disagree are
-told so by the agreement, which has a group of its own, and no collective of theirs meets another one. Groups are made
-for this library alone, with the members and the timeout of the group that is given: what else a program sends does not
-come in between. With NCCL, what is in the host's memory travels over Gloo.
+told so by the agreement, which has a group of its own, and no collective of theirs meets another one. An optimizer's
+messages have a group, too (``exchange.Lane``), where they leave earlier, in one order, and which is made anew when some
+were taken back. Groups are made for this library alone, with the members and the timeout of the group that is given:
+what else a program sends does not come in between. With NCCL, what is in the host's memory travels over Gloo.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class _Scaled(_Held):
 
 @dataclass(frozen=True)
 class _Groups:
-    """The same workers three times: for what is in the host's memory, for what is in that of GPUs, and for agreements.
+    """The same workers twice: for what is in the host's memory, and for what is in that of GPUs.
 
     Attributes:
         ranks: those of the world.
@@ -102,7 +103,6 @@ class _Groups:
     ranks: Sequence[int]
     host: Any
     device: Any
-    control: Any
     nccl: bool
 
     @classmethod
@@ -118,7 +118,7 @@ class _Groups:
                 f"process_group is a part of all workers, over {backends}; what is in the host's memory needs Gloo: "
                 "make it by torch.distributed.new_group(ranks, backend='cpu:gloo,cuda:nccl')"
             )
-        return cls(ranks, group, group, group, nccl)
+        return cls(ranks, group, group, nccl)
 
     @classmethod
     def make(cls, all_ranks: Sequence[Sequence[int]], timeout: Any, *, nccl: bool) -> _Groups:
@@ -131,7 +131,7 @@ class _Groups:
 
         own = next(sorted(ranks) for ranks in all_ranks if dist.get_rank() in ranks)
         host = group("gloo")
-        return cls(own, host, group("nccl") if nccl else host, group("gloo"), nccl)
+        return cls(own, host, group("nccl") if nccl else host, nccl)
 
 
 class DistributedCollectives:
@@ -202,16 +202,23 @@ class DistributedTransport:
         self.world = dist.get_rank(), dist.get_world_size()
         self._groups = _Groups.of(group)
         self.ranks = self._groups.ranks
-        self.number = 0 if len(self.ranks) == self.world[1] else 1 + sum(2**rank for rank in self.ranks)
+        self._whole = len(self.ranks) == self.world[1]
+        self._control = self._groups
+        if self._whole:
+            self._control = _Groups.make([self.ranks], timeout_of(self._groups.host), nccl=False)
+        self.number = 0 if self._whole else 1 + sum(2**rank for rank in self.ranks)
         self.rank, self.size = dist.get_rank(self._groups.host), len(self.ranks)
         hosts = self.allgather_object(host_number(), "the workers' hosts")
         self._collectives = DistributedCollectives(
             self._groups, self._groups.host, hosts[self.rank], hosts.count(hosts[self.rank])
         )
-        self._agreement = _Eager(self._groups, self._groups.control)
+        self._agreement = _Eager(self._control, self._control.host)
 
     def collectives(self) -> DistributedCollectives:
         return self._collectives
+
+    def lane(self) -> _Lane | None:
+        return _Lane(self._groups) if self._whole else None
 
     def agreement(self) -> DistributedCollectives:
         return self._agreement
@@ -236,13 +243,13 @@ class DistributedTransport:
     def broadcast_object(self, value: Any, root_rank: int, name: str) -> Any:
         box = [value]
         with _named(name):
-            dist.broadcast_object_list(box, src=root_rank, group=self._groups.control)
+            dist.broadcast_object_list(box, src=root_rank, group=self._control.host)
         return box[0]
 
     def allgather_object(self, value: Any, name: str) -> list[Any]:
         found: list[Any] = [None] * self.size
         with _named(name):
-            dist.all_gather_object(found, value, group=self._groups.control)
+            dist.all_gather_object(found, value, group=self._control.host)
         return found
 
     def _of(self, tensor: torch.Tensor) -> Any:
@@ -258,6 +265,22 @@ class _Eager(DistributedCollectives):
         return handle
 
 
+class _Lane(DistributedCollectives):
+    """A ``Lane``; its groups are made by the first ``renew``."""
+
+    def __init__(self, groups: _Groups) -> None:
+        super().__init__(groups, groups.host)
+        self._ranks, self._timeout = groups.ranks, timeout_of(groups.host)
+        self._renewed = False
+
+    def renew(self) -> None:
+        if self._renewed:
+            for group in {self._groups.host, self._groups.device}:
+                dist.destroy_process_group(group)
+        self._groups = _Groups.make([self._ranks], self._timeout, nccl=self._groups.nccl)
+        self._own, self._renewed = self._groups.host, True
+
+
 class Outside:
     """A ``Transport`` for a worker that is not in the process group: it takes its steps alone."""
 
@@ -270,6 +293,9 @@ class Outside:
 
     def collectives(self) -> Any:
         return self
+
+    def lane(self) -> None:
+        return None
 
     agreement = collectives
     takes_device_memory = False

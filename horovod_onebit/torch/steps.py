@@ -36,7 +36,7 @@ class Steps:
         self.included = transport.included  # asked once: Horovod may be shut down, or restarted
         if transport.size == 1:
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
-        self.engine = Engine(recipe, transport.collectives(), name=name)
+        self.engine = Engine(recipe, transport.collectives(), name=name, lane=transport.lane())
         self._check_replicas_every = check_replicas_every
         self._checked_averaging = False
         self.left: Residuals | None = None  # those of a world of other workers

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import torch
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.exchange import Collectives
+from horovod_onebit.exchange import Collectives, Lane
 from horovod_onebit.tasks import Handle
 
 
@@ -73,7 +73,7 @@ class Transport(Protocol):
         rank, size: in the group.
         world: this worker's rank in the world, and the size of that.
         in_order: collectives are paired by the order of calls, and not by name. What is started before the workers
-            have agreed is then held (``tasks.Held``), and exact means are fused.
+            have agreed is then held (``tasks.Held``), but for messages in a ``lane``, and exact means are fused.
     """
 
     in_order: bool
@@ -103,6 +103,10 @@ class Transport(Protocol):
 
     def collectives(self) -> Collectives:
         """For messages."""
+        ...
+
+    def lane(self) -> Lane | None:
+        """For the messages of one more optimizer, if they may leave before the workers have agreed only there."""
         ...
 
     def agreement(self) -> Collectives:

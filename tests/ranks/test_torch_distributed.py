@@ -2,6 +2,7 @@
 
 import os
 import sys
+from contextlib import nullcontext, suppress
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.torch.distributed import DistributedCollectives
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import OVER_TORCH, collectives, world
 
 pytestmark = pytest.mark.skipif(not OVER_TORCH, reason="is about torch.distributed")
@@ -176,19 +177,80 @@ def test_two_optimizers_whose_gradients_mix():
     assert_replicas_equal(second)
 
 
-def test_training_continues_after_workers_disagreed():
-    """What one of them has sent early has not left."""
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_messages_leave_during_the_backward_pass(exchange, monkeypatch):
+    """From the second compressed step on, when it is known that gradients are final then."""
+    left = []
+    for name in ("all_gather", "all_to_all_single"):
+        start = getattr(dist, name)
+        monkeypatch.setattr(dist, name, lambda *args, start=start, **options: left.append(1) or start(*args, **options))
     model = Net()
-    optimizer = wrap(model, warmup_steps=2, recipe=SMALL)
+    optimizer = wrap(model, warmup_steps=2, recipe=Recipe(bucket_size=2048, exchange=exchange))
     train(model, optimizer, 5)
-    optimizer.zero_grad()
     x, y = batch(5)
+    optimizer.zero_grad()
+    left.clear()
     cross_entropy(model(x), y).backward()
-    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
-    with pytest.raises(DesyncError, match="learning rate of group 0 differs"):
+    assert len(left) == len(optimizer._compressor.engine.layout.buckets) - 1 > 1  # that of ``unused`` waits
+    optimizer.step()
+    assert_replicas_equal(model)
+
+
+def backward(model, step, what):
+    """A backward pass, in which worker 1 computes ``what`` gradients."""
+    x, y = batch(step)
+    parts = {"no": sum(p.sum() for p in model.first.parameters()) * 0, "some": model.first(x).square().mean()}
+    (parts[what] if RANK == 1 and what in parts else cross_entropy(model(x), y)).backward()
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("what", ["all", "some"])
+def test_workers_of_which_one_computes_some_gradients_only(what, exchange):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=Recipe(bucket_size=2048, exchange=exchange))
+    train(model, optimizer, 5)
+    for step in range(5, 9):
+        optimizer.zero_grad()
+        backward(model, step, what)
         optimizer.step()
-    optimizer.param_groups[0]["lr"] = 1e-3
-    train(model, optimizer, 5, start=6)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("end", ["disagreement", "a state is loaded", "NaN", "an edit"])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["all", "some"])
+def test_training_continues_after_messages_were_taken_back(end, exchange, late, what):
+    """Of which the workers have let different numbers leave, and worker 1 none if it is ``late``."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2, recipe=Recipe(bucket_size=2048, exchange=exchange))
+    train(model, optimizer, 5)
+    if late and RANK == 1:
+        optimizer._gradients.send_late("a test")
+    for step in range(5, 8):
+        optimizer.zero_grad()
+        before = weights(model)
+        if end == "NaN" and RANK == 0:
+            spoil(model.last.weight, "nan")
+        backward(model, step, what)
+        if end == "disagreement":
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
+            with pytest.raises(DesyncError, match="learning rate of group 0 differs"):
+                optimizer.step()
+            optimizer.param_groups[0]["lr"] = 1e-3
+        elif end == "a state is loaded":
+            optimizer.load_state_dict(optimizer.state_dict())
+            with suppress(DesyncError) if late else nullcontext():  # worker 1 has perhaps nothing to forget
+                optimizer.step()
+            continue
+        else:
+            if end == "an edit" and RANK == 0:
+                model.last.weight.grad.fill_(float("nan"))
+            refused = end == "an edit" and step == 5  # and sent in step() afterwards
+            with pytest.raises(ConfigurationError, match="changed gradients") if refused else nullcontext():
+                optimizer.step()
+        assert torch.equal(weights(model), before)
+    train(model, optimizer, 5, start=8)
     assert_replicas_equal(model)
 
 
