@@ -163,6 +163,30 @@ def _write_record(c, s, record):
             out[whole] = u8(byte)
 
 
+def _write_planes(c, s, record):
+    """``_write_record``, with each code computed once, and not once for each of its bits."""
+    width = (c.size + 7) // 8
+    codes = np.empty(min(c.size, PIECE), u8)
+    for lo in range(0, c.size, PIECE):
+        part = c[lo : lo + PIECE]
+        for i in range(part.size):
+            codes[i] = u8(code(part[i], s))
+        whole = part.size // 8
+        for plane in range(BITS):
+            start = 4 + plane * width + lo // 8
+            out = record[start : start + (part.size + 7) // 8]
+            for k in range(whole):
+                byte = u32(0)
+                for j in range(8):
+                    byte |= ((u32(codes[8 * k + j]) >> u32(plane)) & u32(1)) << u32(j)
+                out[k] = u8(byte)
+            if whole < out.size:
+                byte = u32(0)
+                for j in range(part.size - 8 * whole):
+                    byte |= ((u32(codes[8 * whole + j]) >> u32(plane)) & u32(1)) << u32(j)
+                out[whole] = u8(byte)
+
+
 def _compress(c, residual, words, word, record, guard):
     """One block, its scale as ``words[word]``; whether it is finite."""
     total, squares = _absolute_sums(c)
@@ -208,7 +232,8 @@ def _set_values(total, record, s):
 
 
 def _set_values_of_two(total, one, s, two, t):
-    """The sum of two workers in one pass, which for two workers is all there is."""
+    """The sum of two workers in one pass, which for two workers is all there is. Not of more than two bits: of so long
+    a loop, LLVM makes no SIMD."""
     width = total.size // 8
     for k in range(width):
         for j in range(8):
@@ -226,11 +251,13 @@ def _add_values(total, record, s):
 def _mean_of_block(total, rows, words, start, end):
     """``total``, which covers whole bytes, becomes the mean of what the records at ``start`` of all rows stand for."""
     n, word = f32(rows.shape[0]), start // 4
-    if rows.shape[0] == 1:
-        set_values(total, rows[0, start:end], words[0, word])
-        return
-    set_values_of_two(total, rows[0, start:end], words[0, word] / n, rows[1, start:end], words[1, word] / n)
-    for i in range(2, rows.shape[0]):
+    done = 1
+    if BITS > 2 or rows.shape[0] == 1:
+        set_values(total, rows[0, start:end], words[0, word] / n)
+    else:
+        set_values_of_two(total, rows[0, start:end], words[0, word] / n, rows[1, start:end], words[1, word] / n)
+        done = 2
+    for i in range(done, rows.shape[0]):
         add_values(total, rows[i, start:end], words[i, word] / n)
 
 
@@ -332,7 +359,8 @@ def _of_codec(codec: Codec) -> dict[str, Any]:
     """What loops need of a codec."""
     names = {"scale": _formula(codec.scale), "code": _formula(codec.code), "value": _formula(codec.value)}
     names |= {"BITS": codec.bits}
-    for template in (_write_record, _compress, _code_at, _set_values, _set_values_of_two, _add_values, _mean_of_block):
+    names["write_record"] = _loop(_write_record if codec.bits == 1 else _write_planes, codec.name, **names)
+    for template in (_compress, _code_at, _set_values, _set_values_of_two, _add_values, _mean_of_block):
         names[template.__name__[1:]] = _loop(template, codec.name, **names)
     return names
 
