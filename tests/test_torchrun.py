@@ -10,8 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from jobs.demo import parse
 from jobs.processes import ROOT, run
-from tests.test_horovodrun import horovodrun
+from tests.test_horovodrun import demo, horovodrun
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
 FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
@@ -69,6 +70,27 @@ def test_a_checkpoint_goes_from_one_transport_to_the_other(tmp_path):
     assert torchrun(2, "tests/ranks/resize.py", tmp_path, "direct").count("went on") == 2
 
 
+RESTARTS = re.compile(r"trained from step (\d+): (\w+), without a break: (\w+)")
+
+
+def test_workers_that_torchrun_restarts_continue_bit_for_bit(tmp_path):
+    # Otherwise torchrun's attempts share a store, and workers may find addresses there of those that are gone.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    output = torchrun(2, "--max-restarts", "1", "tests/ranks/restarts.py", tmp_path, "10", **own_store)
+    assert "exitcode: -9" in output
+    ((first, found, undisturbed),) = RESTARTS.findall(output)
+    assert first == "8"
+    assert found == undisturbed
+
+
+def test_another_number_of_workers_continues_after_a_worker_was_killed(tmp_path):
+    with pytest.raises(RuntimeError, match="exitcode: -9"):
+        torchrun(2, "tests/ranks/restarts.py", tmp_path, "10")
+    output = torchrun(3, "tests/ranks/restarts.py", tmp_path)
+    assert [first for first, _, _ in RESTARTS.findall(output)] == ["8"]
+    assert "redistributed" in output
+
+
 def free_port():
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
@@ -106,3 +128,29 @@ def test_workers_that_disagree_have_the_same_error(what):
     errors = [re.sub(r" after \d+ s", "", found) for found in apart(what)]
     assert errors[0].startswith("DesyncError: ")
     assert errors[0] == errors[1]
+
+
+def test_a_short_demo_imports_no_horovod(tmp_path, monkeypatch):
+    """From its first words to its picture, over a link where the machine allows it."""
+    output, stub = tmp_path / "output", tmp_path / "horovod.py"
+    stub.write_text("raise RuntimeError('Horovod is imported')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    process = demo(output, "--launcher", "torchrun", "--steps", "24", "--warmup-steps", "4", "--width", "64")
+    said, _ = process.communicate(timeout=600)
+    assert process.returncode == 0, said
+    assert said.index("float32: step 24 of 24") < said.index("one bit: step 24 of 24") < said.index("Next:")
+    assert sorted(file.name for file in output.iterdir()) == [
+        "torch-mlp-none-0.jsonl", "torch-mlp-onebit-0.jsonl", "torch-mlp.png",
+    ]  # fmt: skip
+
+
+def test_a_demo_in_keras_is_refused(tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        parse(["--launcher", "torchrun", "--framework", "tf", "--output", str(tmp_path)])
+    assert "Keras needs Horovod" in capsys.readouterr().err
+
+
+def test_the_environment_of_the_demo_has_the_versions_that_the_tests_run_with():
+    pins = [set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE))
+            for name in ("torchrun", "dev")]  # fmt: skip
+    assert pins[0] <= pins[1]

@@ -1,6 +1,7 @@
-"""Train a small network with Horovod, with or without 1-bit compression.
+"""Train a small network on several processes, with or without 1-bit compression.
 
 horovodrun -np 2 python torch/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
+torchrun --nproc-per-node 2 torch/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import horovod.torch as hvd
 import numpy as np
 import torch
 from networks import build
 from torch.nn.functional import cross_entropy
+from world import world
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -34,20 +35,20 @@ def plain_optimizer(options: Options, model: torch.nn.Module) -> torch.optim.Opt
     return kind(model.parameters(), lr=options.lr, weight_decay=options.weight_decay)
 
 
-def distributed_optimizer(options: Options, model: torch.nn.Module) -> Any:
+def distributed(options: Options, model: torch.nn.Module) -> tuple[torch.nn.Module, Any]:
+    """The model for forward passes, and its optimizer."""
     optimizer = plain_optimizer(options, model)
-    named = list(model.named_parameters())
     if options.compression == "onebit":
         start: dict[str, Any] = {"warmup_steps": options.warmup_steps}
         if options.optimizer == "zero_one_adam":
             start = {"schedule": onebit.ZeroOne(options.warmup_steps, 4, max(options.steps // 10, 1), 16)}
-        optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=named, recipe=options.recipe, **start)
+        optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), recipe=options.recipe, **start)
+        replica = model
     else:
-        compression = hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none
-        optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=named, compression=compression)
-    hvd.broadcast_parameters(model.state_dict(), root_rank=0)
+        replica, optimizer = world.averaged(model, optimizer, half=options.compression == "fp16")
+    onebit.broadcast_parameters(model.state_dict(), root_rank=0)
     onebit.broadcast_optimizer_state(optimizer, root_rank=0)
-    return optimizer
+    return replica, optimizer
 
 
 def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -63,7 +64,7 @@ def device_for(options: Options) -> torch.device:
         raise ConfigurationError(
             "--device cuda: PyTorch sees no GPU here (nvidia-smi; torch.version.cuda): use --device cpu"
         )
-    torch.cuda.set_device(hvd.local_rank() % torch.cuda.device_count())
+    torch.cuda.set_device(world.local_rank() % torch.cuda.device_count())
     return torch.device("cuda", torch.cuda.current_device())
 
 
@@ -81,17 +82,17 @@ def train(options: Options, task: Task) -> None:
     device = device_for(options)
     torch.manual_seed(options.seed)
     model = build(options.task, options.width, task.train_x.shape[1], task.classes).to(device)
-    optimizer = distributed_optimizer(options, model)
+    replica, optimizer = distributed(options, model)
     parameters = sum(p.numel() for p in model.parameters())
-    dense = dense_bytes(parameters, 4, hvd.size())
+    dense = dense_bytes(parameters, 4, world.size())
     first = last = total = 0
-    with Metrics(options, hvd.rank()) as metrics:
+    with Metrics(options, world.rank()) as metrics:
         for step in range(options.steps):
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(options, step)
-            x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, hvd.rank(), hvd.size()))
+            x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, world.rank(), world.size()))
             optimizer.zero_grad()
-            loss, _ = loss_of(model, x, y)
+            loss, _ = loss_of(replica, x, y)
             phase = optimizer.phase.value if options.compression == "onebit" else options.compression
             loss.backward()
             optimizer.step()
@@ -106,7 +107,7 @@ def train(options: Options, task: Task) -> None:
             total += last
             values: dict[str, Any] = {"phase": phase, "bytes_sent": total, "bytes_received": total}
             if done % options.log_interval == 0 or done == options.steps:
-                values["loss"] = float(hvd.allreduce(loss.detach(), name="metrics.loss"))
+                values["loss"] = float(world.allreduce(loss.detach(), name="metrics.loss"))
                 if done % options.eval_interval == 0 or done == options.steps:
                     values["test_loss"], values["accuracy"] = evaluate(model, task, device)
                 metrics.log(done, **values)
@@ -117,7 +118,7 @@ def train(options: Options, task: Task) -> None:
             accuracy=values["accuracy"],
             parameters=parameters,
             compressed_parameters=compressed,
-            workers=hvd.size(),
+            workers=world.size(),
             first_step_bytes=first,
             last_step_bytes=last,
             fp32_step_bytes=dense,
@@ -127,14 +128,14 @@ def train(options: Options, task: Task) -> None:
         )
     if options.save_weights:
         weights = {name: p.detach().cpu().numpy() for name, p in model.named_parameters()}
-        np.savez(options.save_weights.format(rank=hvd.rank()), **weights)
+        np.savez(options.save_weights.format(rank=world.rank()), **weights)
 
 
 def main() -> int:
     options = parse()
-    hvd.init()
+    world.init()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // hvd.local_size()))
+        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size()))
     try:
         train(options, load(options))
     except OnebitError as error:

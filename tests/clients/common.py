@@ -3,6 +3,8 @@
 import time
 
 import torch
+from torch.nn.modules.module import register_module_forward_hook
+from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
@@ -36,12 +38,15 @@ def shared(folder):
 
 
 class Watch:
-    """Compares the replicas of all workers after every step of ``optimizer``, whoever takes it."""
+    """Compares the replicas of all workers after every step of ``optimizer``, whoever takes it.
+
+    Under torchrun, trainers put the model into ``DistributedDataParallel``: it must not average in any forward pass.
+    """
 
     def __init__(self, model, optimizer):
-        self.model, self.steps, self.apart = model, [], []
+        self.model, self.steps, self.apart, self.averaging = model, [], [], []
         optimizer.register_step_post_hook(self._after)
-
+        register_module_forward_hook(self._after_forward)
         if RANK == 1:
             # Worker 0 clips before Horovod can have averaged anything, worker 1 when all is averaged: whatever
             # depends on which of the two comes first shows.
@@ -56,12 +61,18 @@ class Watch:
         if not torch.isfinite(weights).all() or not all(torch.equal(row, rows[0]) for row in rows):
             self.apart.append(len(self.steps))
 
+    def _after_forward(self, module, inputs, output):
+        if isinstance(module, DistributedDataParallel):
+            self.averaging.append(module.require_backward_grad_sync)
+
     def finish(self, steps=STEPS):
         """Raise unless ``steps`` steps were taken, some of them compressed, and the replicas were equal after each."""
         if self.apart:
             raise AssertionError(f"the replicas differ after steps {self.apart} of {len(self.steps)}")
         if len(self.steps) != steps or self.steps[-1] != "compressed":
             raise AssertionError(f"{steps} steps were expected, compressed in the end, but they were {self.steps}")
+        if set(self.averaging) != ({False} if OVER_TORCH else set()):
+            raise AssertionError(f"DistributedDataParallel averages, by forward pass: {self.averaging}")
         print(f"worker {RANK}: {len(self.steps)} steps, replicas equal", flush=True)
 
 

@@ -5,7 +5,7 @@ import tempfile
 
 import torch
 import transformers
-from common import RANK, STEPS, Watch, optimizer_of
+from common import RANK, SHARES, STEPS, Watch, optimizer_of, shared
 
 CASES = {
     "clip": {"max_grad_norm": 1.0},
@@ -40,14 +40,15 @@ def train(options, folder, steps, resume=None):
         output_dir=folder, max_steps=STEPS, per_device_train_batch_size=4, use_cpu=True, report_to=[],
         logging_steps=1, disable_tqdm=True, **({"save_strategy": "no"} | options),
     )  # fmt: skip
-    # 44 sentences: an epoch ends with fewer passes, where gradients are accumulated.
-    trainer = transformers.Trainer(model, arguments, train_dataset=Words(44), optimizers=(optimizer, None))
+    # 44 sentences for a worker: an epoch ends with fewer passes, where gradients are accumulated.
+    trainer = transformers.Trainer(model, arguments, train_dataset=Words(44 * SHARES), optimizers=(optimizer, None))
     trainer.train(resume_from_checkpoint=resume)
     watch.finish(steps)
 
 
 def main(case):
-    with tempfile.TemporaryDirectory() as folder:  # one for each worker
+    with tempfile.TemporaryDirectory() as own:
+        folder = shared(own)
         train(CASES[case], folder, STEPS)
         if case == "resume":
             train(CASES[case], folder, STEPS - 7, f"{folder}/checkpoint-7")

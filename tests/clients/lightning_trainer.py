@@ -6,7 +6,7 @@ import warnings
 
 import lightning
 import torch
-from common import RANK, STEPS, Watch, optimizer_of
+from common import RANK, SHARES, STEPS, Watch, optimizer_of, shared
 from torch.nn.functional import cross_entropy
 
 CASES = {
@@ -62,11 +62,11 @@ class Manual(Classifier):
 def fit(case, steps, taken, folder, resume=None):
     lightning.seed_everything(0, verbose=False)
     generator = torch.Generator().manual_seed(RANK)
-    x = torch.randn(8 * 7, 16, generator=generator)  # an epoch ends with fewer passes, where gradients are accumulated
+    x = torch.randn(8 * 7 * SHARES, 16, generator=generator)  # the last step of an epoch may accumulate fewer passes
     data = torch.utils.data.TensorDataset(x, x[:, :4].argmax(1))
     model = (Manual if case == "manual" else Classifier)(CASES[case].get("accumulate_grad_batches", 1))
     trainer = lightning.Trainer(
-        accelerator="cpu", devices=1, max_steps=steps, logger=False, enable_checkpointing=False,
+        accelerator="cpu", devices=SHARES, max_steps=steps, logger=False, enable_checkpointing=False,
         enable_progress_bar=False, enable_model_summary=False, **CASES[case],
     )  # fmt: skip
     trainer.fit(model, torch.utils.data.DataLoader(data, batch_size=8), ckpt_path=resume)
@@ -76,7 +76,8 @@ def fit(case, steps, taken, folder, resume=None):
 
 def main(case):
     warnings.simplefilter("ignore")
-    with tempfile.TemporaryDirectory() as folder:  # one for each worker
+    with tempfile.TemporaryDirectory() as own:
+        folder = shared(own)
         if case == "resume":
             fit(case, 7, 7, folder)
             fit(case, STEPS, STEPS - 7, folder, f"{folder}/last.ckpt")
