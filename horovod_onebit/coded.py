@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.exchange import Lane
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Layout
@@ -37,13 +38,9 @@ class _Engine(Engine):
     def say_skipped(self, where: str) -> None:
         """The step is the caller's, who says so."""
 
-    def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
-        """The workers have agreed before: what is sent leaves at once, while the next bucket is encoded."""
-        super().send(bucket_index, grads, plan)
-        self.release()
-
     def clear(self) -> None:
-        """Keep nothing, neither memory nor servers' errors. Local; between steps."""
+        """Keep nothing, neither memory nor servers' errors. Local."""
+        self.forget_sent()
         self._discard_servers()
         self.tensors, self._messages = [], []
         self.layout = self.weighing = None
@@ -60,8 +57,9 @@ class CodedMean:
         engine: has the residuals, which are in units of D. Its traffic and times are those of the run.
     """
 
-    def __init__(self, run: Engine, *, kernels: str = "cpu") -> None:
-        self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=f"{run.name}.coded")
+    def __init__(self, run: Engine, *, kernels: str = "cpu", lane: Lane | None = None) -> None:
+        name = f"{run.name}.coded"
+        self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=name, lane=lane)
         self.engine.traffic, self.engine.times = run.traffic, run.times
         self._rule = Gradient()
         self._tensors: dict[str, Tensor] = {}
@@ -89,6 +87,7 @@ class CodedMean:
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
         plan = engine.plan(Kind.ONEBIT, rules)
+        engine.release()  # the workers have agreed before
         engine.send_rest(numbered, plan)
         try:
             finite = yield from beside
@@ -106,6 +105,22 @@ class CodedMean:
                 engine.context.kernels.move(*rescales[part.name], arrays)
                 at = end
         return True
+
+    def begin(self, tensors: Sequence[Tensor]) -> Plan | None:
+        """What ``engine.send`` may send of the next ``mean`` of ``tensors`` before that is called; None if they are not
+        those of the last one. Local."""
+        engine = self.engine
+        same = list(map(id, engine.tensors)) == list(map(id, tensors)) and engine.layout is not None
+        if not same or engine.workers_changed:
+            return None
+        engine.exchanges = max(tensor.variance_steps for tensor in tensors)
+        return engine.plan(Kind.ONEBIT, [self._rule] * len(tensors))
+
+    def recall(self, grads: Sequence[Array]) -> Task[None]:
+        """Take back what some workers have sent before ``mean``, of the tensors of the last one, whose gradients are
+        ``grads``; nothing if there was none. Collective."""
+        if (plan := self.begin(self.engine.tensors)) is not None:
+            yield from self.engine.recall(dict(enumerate(grads)), plan)
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Of ``names``, or of all, nothing is known any more. Local; on all workers alike."""

@@ -180,7 +180,7 @@ class Engine:
         # Names of messages that were forgotten under way are not free yet.
         self._refused = 0  # times that all workers took them back together
         self._forgotten = 0  # times that this one forgot them since
-        self._generation: tuple[int, int] | None = None  # what both were when the lane was renewed
+        self._renewed = ""  # the generation when the lane was renewed
 
     def use_kernels(self, kernels: str) -> None:
         """Compute with the backend ``kernels`` from now on."""
@@ -353,7 +353,7 @@ class Engine:
         return handshake.agreement(
             self.collectives.rank,
             self.collectives.size,
-            setup=f"{self.name} {self.recipe} {setup} {self._refused}.{self._forgotten}",
+            setup=f"{self.name} {self.recipe} {setup} {self.generation}",
             options=options,
             step=self.exchanges,
             early=bool(self._sent),
@@ -365,6 +365,11 @@ class Engine:
         """What of ``record`` was chosen when the optimizer was built, in words."""
         recipe = {f"the recipe's {field.name}": getattr(self.recipe, field.name) for field in fields(self.recipe)}
         return {"the optimizer's number": self.name, **recipe}
+
+    @property
+    def generation(self) -> str:
+        """In the names of messages; workers of which it differs must not exchange any."""
+        return f"{self._refused}.{self._forgotten}"
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -407,7 +412,7 @@ class Engine:
             item.encoded = message, gradient
 
         predict = predictor(rules, self.tensors, self.context)
-        name = f"{self.name}.bucket.{bucket_index}.{self._refused}.{self._forgotten}"
+        name = f"{self.name}.bucket.{bucket_index}.{self.generation}"
         item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout)
@@ -551,7 +556,7 @@ class Engine:
 
     def _leave_in_turn(self, layout: Layout) -> None:
         """Let messages leave before the workers have agreed, as far as all before them have left. Local."""
-        if self.exchange.collectives is not self._lane or self._generation != (self._refused, self._forgotten):
+        if self.exchange.collectives is not self._lane or self._renewed != self.generation:
             return
         for index in self._in_turn(bucket.index for bucket in layout.buckets):
             item = self._sent.get(index)
@@ -561,10 +566,9 @@ class Engine:
 
     def _renew_lane(self) -> None:
         """All workers have agreed: renew the lane if messages were taken back since it was. Collective then."""
-        generation = self._refused, self._forgotten
-        if self._lane is not None and self._generation != generation:
+        if self._lane is not None and self._renewed != self.generation:
             self._lane.renew()
-            self._generation = generation
+            self._renewed = self.generation
 
     def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is

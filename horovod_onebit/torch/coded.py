@@ -1,4 +1,4 @@
-"""Gradients that are averaged in few bits in the warm-up (``Recipe.warmup``).
+"""Gradients that are averaged in few bits in the warm-up (``Recipe.warmup``), on their way during the backward pass.
 
 What they are in units of is not saved: a run that is resumed in its warm-up, or loads a state, takes the exact steps
 again of which it is learned. All is float32 in the host's memory, wherever the gradients are.
@@ -7,26 +7,33 @@ again of which it is learned. All is float32 in the host's memory, wherever the 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import torch
 
 from horovod_onebit.coded import FIRST, CodedMean
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.exchange import Lane
 from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
+from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
 
 
 class Coded:
     """Belongs to the gradients of one ``DistributedOptimizer``, which takes ``sums`` of them, or means."""
 
-    def __init__(self, parameters: Parameters, engine: Engine, *, sums: bool) -> None:
+    def __init__(self, parameters: Parameters, engine: Engine, *, sums: bool, lane: Lane | None) -> None:
         self._parameters = parameters
-        self._mean = CodedMean(engine)
+        self._mean = CodedMean(engine, lane=lane)
         self._sums = sums
         self._loads = 0
+        self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout
+        self._decided = False  # whether anything may be sent before ``average`` in this step
+        self._plan: Plan | None = None  # what is being sent
+        self._buckets = Countdown(None)
 
     @property
     def _factor(self) -> int:
@@ -52,10 +59,72 @@ class Coded:
         for p in parameters:
             self._mean.observe(self._unit(p), _flat(p) / factor if factor > 1 else _flat(p))
 
+    @property
+    def generation(self) -> str:
+        return self._mean.engine.generation
+
+    def computed(self, p: torch.Tensor, now: Callable[[], Sequence[torch.Tensor]]) -> None:
+        """The gradient of ``p`` is final: let messages leave that waited for it alone, if the next average is of the
+        same parameters as the last one; it is of ``now()``. Local."""
+        if not self._decided:
+            self._decided = True
+            self._begin(now())
+        if self._plan is not None:
+            flat: dict[int, Any] = {}
+            for bucket in self._buckets.complete(p):
+                for number in self._buckets.members[bucket] - flat.keys():
+                    flat[number] = _flat(self._averaged[number])
+                self._mean.engine.send(bucket, flat, self._plan)
+
+    def _begin(self, now: Sequence[torch.Tensor]) -> None:
+        if not self._same(now):
+            return
+        self._plan = self._mean.begin([self._unit(p) for p in now])
+        if self._plan is not None:
+            layout = self._mean.engine.layout
+            if layout is not self._buckets.layout:
+                self._buckets = Countdown(layout)
+            self._buckets.start(now)
+
+    def _same(self, now: Sequence[torch.Tensor]) -> bool:
+        return list(map(id, now)) == list(map(id, self._averaged))
+
+    def stale(self, now: Sequence[torch.Tensor]) -> bool:
+        """Whether something has left, and the average is to be of other parameters, ``now``, than it was then."""
+        return self._plan is not None and not self._same(now)
+
+    def recall(self, changed: Iterable[torch.Tensor]) -> Task[None]:
+        """Take back what some workers have sent of this step; ``changed`` are parameters whose gradients have changed
+        since, and the errors of these are lost. Collective."""
+        grads = [np.zeros(p.numel(), np.float32) if p.grad is None else _flat(p) for p in self._averaged]
+        yield from self._mean.recall(grads)
+        self.lose(changed)
+        self.over()
+
+    def lose(self, changed: Iterable[torch.Tensor]) -> None:
+        """Errors that cannot be restored are zero."""
+        self._mean.engine.feedback.reset([self._parameters.names[p] for p in changed if p in set(self._averaged)])
+
+    def withdraw(self) -> None:
+        """This worker alone takes back what it has sent. Local."""
+        self._mean.engine.withdraw()
+        self.over()
+
+    def refuse(self, changed: Iterable[torch.Tensor]) -> None:
+        """All workers take back what they have sent; for ``changed``, see ``recall``. Local."""
+        self._mean.engine.abandon_step()
+        self.lose(changed)
+        self.over()
+
+    def over(self) -> None:
+        """The gradients of this step were averaged, or are averaged no more."""
+        self._decided, self._plan = False, None
+
     def average(self, parameters: Iterable[torch.Tensor], beside: Task[bool]) -> Task[None]:
         """The gradients of ``parameters`` become the averages; infinity on all workers if those of some worker, or what
         is averaged ``beside`` them, is not finite. Collective."""
-        each = list(parameters)
+        each = self._averaged = list(parameters)
+        self.over()
         units = [self._unit(p) for p in each]
         if not (yield from self._mean.mean(units, [_flat(p) for p in each], beside)):
             for p in each:
@@ -76,6 +145,8 @@ class Coded:
         """There are other workers now, some of which have seen nothing: all begin anew. Local."""
         self._mean.forget()
         self._mean.engine.forget_world()
+        self._averaged = []
+        self.over()
 
     def _unit(self, p: torch.Tensor) -> Tensor:
         """What the core keeps of ``p``; nothing yet since a state was loaded."""

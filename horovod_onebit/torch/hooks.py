@@ -27,7 +27,6 @@ from horovod_onebit.checks import whole
 from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.layout import Layout
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import allreduce_bytes
@@ -35,6 +34,7 @@ from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
 from horovod_onebit.torch.coded import Coded
+from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.private import untraced
 from horovod_onebit.warmup import Phase
@@ -100,7 +100,8 @@ class Gradients:
         self._refused = 0  # times that all workers abandoned them together
         self._abandoned = 0  # times that this one did so since
         self._sends_early = overlap
-        self._averages_early = overlap and not arguments.transport.in_order
+        self._averages_early = overlap
+        self._starts_averages = not arguments.transport.in_order  # when gradients are computed, one by one
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
@@ -109,10 +110,10 @@ class Gradients:
         self._plan: Plan | None = None  # what is being sent
         self._bindings: list[Binding] = []  # by number, in this step
         self._version = -1  # of the parameters, when the first message of this step was sent
-        self._buckets = _Countdown(None)
+        self._buckets = Countdown(None)
         self._coded: Coded | None = None
         if codes(engine.recipe):
-            self._coded = Coded(parameters, engine, sums=arguments.sums)
+            self._coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
 
     # -- the hook -------------------------------------------------------------------------------------------------
 
@@ -172,10 +173,13 @@ class Gradients:
         if p.grad is None or left:
             return
         if self._parameters.phase is Phase.WARMUP:
-            if self._averages_early:
+            coded = self._takes_coded(p)
+            if self._averages_early and (coded or self._starts_averages):
                 self._marks[p] = _Mark.of(p.grad)
-                if not self._takes_coded(p):
+                if not coded:
                     self._averaging[p] = self._start(p, in_place=False)
+                elif self._coded is not None and self._proven:
+                    self._coded.computed(p, self._in_few_bits)
         elif self._sends_early and p in self._parameters.bindings:
             self._count_down(p)
 
@@ -210,7 +214,7 @@ class Gradients:
         if layout is None or not parameters.prepared or not parameters.all_current:
             return None
         if layout is not self._buckets.layout:
-            self._buckets = _Countdown(layout)
+            self._buckets = Countdown(layout)
         self._buckets.start(parameters.bindings)
         self._bindings = list(parameters.bindings.values())
         self._version = parameters.version
@@ -237,7 +241,10 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
-            return bool(changed)
+            if (coded := self._coded) is None:
+                return bool(changed)
+            self._overwritten = [p for p in changed if p.grad is self._marks[p].grad]
+            return bool(changed) or coded.stale(self._in_few_bits())
         if plan is None:
             if changed:
                 self.send_late("gradients change between backward() and step()")
@@ -276,9 +283,10 @@ class Gradients:
             for handle, _ in self._averaging.values():
                 yield handle
             self._averaging.clear()
-        exact, in_few_bits = list[torch.Tensor](), list[torch.Tensor]()
-        for p in (p for p in self._watched if p.requires_grad):
-            (in_few_bits if self._takes_coded(p) else exact).append(p)
+            if self._coded is not None:
+                yield from self._coded.recall(self._overwritten)
+        in_few_bits = self._in_few_bits()
+        exact = [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
         if self._arguments.transport.in_order:
             arrive = self._average_fused(exact)
         else:
@@ -292,6 +300,10 @@ class Gradients:
             if learning and all_finite(learning):
                 coded.observe(learning)
         self.drop()
+
+    def _in_few_bits(self) -> list[torch.Tensor]:
+        """What is averaged so."""
+        return [p for p in self._watched if p.requires_grad and self._takes_coded(p)]
 
     def _takes_coded(self, p: torch.Tensor) -> bool:
         return self._coded is not None and self._coded.takes(p)
@@ -374,7 +386,7 @@ class Gradients:
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
-        coded = "" if self._coded is None else self._coded.describe()
+        coded = "" if self._coded is None else f"{self._coded.describe()} {self._coded.generation}"
         return f"{self._arguments} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
@@ -397,6 +409,8 @@ class Gradients:
         self._abandoned += bool(self._averaging)
         with torch.no_grad():
             self._engine.withdraw()  # the gradients stay, and are sent in ``step``
+            if self._coded is not None:
+                self._coded.withdraw()
         self.drop()
         self.forget_marks()
 
@@ -419,12 +433,16 @@ class Gradients:
         """This worker drops what is under way: it has loaded another state."""
         self._abandoned += bool(self._averaging)
         self._engine.forget_sent()
+        if self._coded is not None:
+            self._coded.withdraw()
         self._clear()
 
     def refuse(self) -> None:
         """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
         with torch.no_grad():
             self._engine.abandon_step()
+            if self._coded is not None:
+                self._coded.refuse(self._overwritten)
         # Where the gradients that were sent are lost, so are their residuals.
         self._engine.feedback.reset([self._name(p) for p in self._overwritten])
         self._refused, self._abandoned = self._refused + 1, 0
@@ -455,31 +473,6 @@ def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
         handle.remove()
         if owner() not in (None, successor):
             owner()._lost.add(p)
-
-
-class _Countdown:
-    """Which tensor is in which bucket of a layout, and how many gradients each bucket still waits for."""
-
-    def __init__(self, layout: Layout | None) -> None:
-        self.layout = layout
-        buckets = [] if layout is None else layout.buckets
-        self.members = [{piece.tensor for piece in bucket.pieces} for bucket in buckets]
-        self._of: list[list[int]] = [[] for _ in (layout.tensors if layout is not None else ())]
-        for index, tensors in enumerate(self.members):
-            for tensor in tensors:
-                self._of[tensor].append(index)
-
-    def start(self, parameters: Any) -> None:
-        """At the first of the gradients of ``parameters``, in the order of the layout."""
-        self._missing = [len(tensors) for tensors in self.members]
-        self._numbers = {p: i for i, p in enumerate(parameters)}
-
-    def complete(self, p: torch.Tensor) -> list[int]:
-        """The gradient of ``p`` is there: the buckets that now have all of theirs."""
-        buckets = self._of[self._numbers[p]]
-        for bucket in buckets:
-            self._missing[bucket] -= 1
-        return [bucket for bucket in buckets if not self._missing[bucket]]
 
 
 def _fused(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:

@@ -1,5 +1,6 @@
 """The PyTorch face on real ranks: warm-ups whose gradients travel in few bits (``Recipe.warmup``)."""
 
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -456,3 +457,106 @@ def test_wrapped_again_without_the_schedule_a_one_bit_run_begins():
     back = onebit.DistributedOptimizer(optimizer, named, schedule=onebit.Gradients())
     train(model, back, FIRST + 5, start=50)
     assert_replicas_equal(model)
+
+
+# -- messages that leave during the backward pass ---------------------------------------------------------------------
+
+
+def under_way(optimizer):
+    """How many messages of this step have been sent."""
+    return len(optimizer._gradients._coded._mean.engine._sent)
+
+
+def computed(model, optimizer, step):
+    optimizer.zero_grad()
+    x, y = batch(step)
+    cross_entropy(model(x), y).backward()
+
+
+def begun(exchange, steps=FIRST + 5, **wrapping):
+    """A run in which messages leave early, unless it is told otherwise."""
+    model = Net()
+    recipe = Recipe(warmup="three_bit", exchange=exchange, bucket_size=2048)
+    optimizer = wrap(model, warmup_steps=60, recipe=recipe, wrapping=wrapping)
+    train(model, optimizer, steps)
+    return model, optimizer
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("late", ["no worker", "one worker"])
+def test_the_same_weights_with_and_without_overlap(exchange, late):
+    model, optimizer = begun(exchange, overlap=late == "no worker" or RANK > 0)
+    computed(model, optimizer, FIRST + 5)
+    assert (under_way(optimizer) > 1) == (late == "no worker" or RANK > 0)
+    optimizer.step()
+    assert under_way(optimizer) == 0
+    without, plain = begun(exchange, overlap=False)
+    computed(without, plain, FIRST + 5)
+    assert under_way(plain) == 0
+    plain.step()
+    assert torch.equal(weights(model), weights(without))
+    assert_replicas_equal(model)
+
+
+def double_in_place(model, optimizer):
+    model.first.weight.grad.mul_(2)
+
+
+def replace_gradient(model, optimizer):
+    model.first.weight.grad = model.first.weight.grad * 2
+
+
+def spoil_gradient(model, optimizer):
+    model.first.weight.grad.fill_(float("nan"))
+
+
+def freeze(model, optimizer):
+    model.first.weight.requires_grad = False
+
+
+def load(model, optimizer):
+    optimizer.load_state_dict(optimizer.state_dict())
+
+
+def accumulate(model, optimizer):
+    optimizer.set_backward_passes_per_step(1)
+
+
+def rate(model, optimizer):
+    optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize(
+    ("change", "everywhere"),
+    [
+        (double_in_place, True), (double_in_place, False), (replace_gradient, True), (replace_gradient, False),
+        (spoil_gradient, False), (freeze, True), (load, True), (accumulate, True), (rate, True),
+    ],
+)  # fmt: skip
+def test_what_changes_after_messages_have_left(change, everywhere, exchange):
+    model, optimizer = begun(exchange)
+    for step in range(FIRST + 5, FIRST + 8):
+        computed(model, optimizer, step)
+        before = weights(model)
+        if everywhere or RANK == 0:
+            change(model, optimizer)
+        with pytest.raises(DesyncError, match="learning rate") if change is rate else nullcontext():
+            optimizer.step()
+        optimizer.param_groups[0]["lr"] = 1e-3
+        assert torch.equal(weights(model), before) == (change in (rate, spoil_gradient))
+        assert under_way(optimizer) == 0
+        assert_replicas_equal(model)
+    train(model, optimizer, 60, start=FIRST + 8)
+    assert optimizer.phase.value == "compressed"
+    assert_replicas_equal(model)
+
+
+def test_clipping_after_messages_have_left():
+    model, optimizer = begun("direct")
+    for step in range(FIRST + 5, FIRST + 9):
+        computed(model, optimizer, step)
+        assert under_way(optimizer) > 1
+        optimizer.clip_grad_norm_(0.1)
+        optimizer.step()
+        assert_replicas_equal(model)
