@@ -154,3 +154,9 @@ def test_the_environment_of_the_demo_has_the_versions_that_the_tests_run_with():
     pins = [set(re.findall(r"^\S+==\S+", (ROOT / "requirements" / f"{name}.txt").read_text(), re.MULTILINE))
             for name in ("torchrun", "dev")]  # fmt: skip
     assert pins[0] <= pins[1]
+
+
+def test_the_link_tool_measures_this_job():
+    output = torchrun(2, "--no-python", Path(sys.executable).with_name("horovod-onebit"), "link", "--parameters", "25M")
+    assert "2 workers on one host" in output
+    assert "no link between hosts to measure" in output

@@ -128,7 +128,8 @@ def _over(face: str) -> Collectives:
 
 def text(link: Link, parameters: int | None = None) -> str:
     """What was found, and what to do with it."""
-    lines = [f"{link.workers} workers on {link.hosts} hosts; a small collective takes {1e3 * link.collective:.2f} ms"]
+    hosts = "one host" if link.hosts == 1 else f"{link.hosts} hosts"
+    lines = [f"{link.workers} workers on {hosts}; a small collective takes {1e3 * link.collective:.2f} ms"]
     if link.rate is None:
         return "\n".join([*lines, "All workers are on one host: there is no link between hosts to measure."])
     lines += [
