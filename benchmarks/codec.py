@@ -30,7 +30,7 @@ from rich.table import Table
 from horovod_onebit import __version__, codecs
 from horovod_onebit.kernels import cpu
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
-from horovod_onebit.rules import adam, lamb, scalars
+from horovod_onebit.rules import adam, gradient, lamb, scalars
 
 sys.path.append(str(Path(__file__).resolve().parents[1]))
 
@@ -70,6 +70,9 @@ ADAM = scalars(
     decay=1,
     step=LR,
 )
+GRADIENT = scalars(
+    gradient.Scalars, correction=1, floor=0.01, keep=0.999, take=0.001, then_correction=1, then_floor=0.01
+)
 LAMB = scalars(lamb.Step, first=1.5, inside=0.01, correction=1, eps_inside=0, eps=EPS, decay=1, step=1e-9)
 
 
@@ -79,6 +82,22 @@ def encode(a: Inputs, formula: Any) -> None:
 
 def decode_apply(a: Inputs) -> None:
     cpu.apply(adam.move_by_update, ADAM, a.all(), a.rows, 0, CODING)
+
+
+def gradient_in(bits: str, a: Inputs) -> tuple[Callable[[], None], Callable[[], None]]:
+    """Encode a gradient in units of its second moment's root, and decode that of two workers."""
+    coding = Coding(codecs.find(bits), BLOCK, codecs.GUARD)
+    rows = np.random.default_rng(0).integers(0, 256, (WORKERS, coding.codec.size(a.grad.size, BLOCK)), dtype=np.uint8)
+    rows.view(np.float32)[:, :: coding.codec.record_size(BLOCK) // 4] = 1
+    arrays, moved = a.all(), Arrays(None, a.error, a.variance, a.target)
+
+    def encode() -> None:
+        cpu.encode(gradient.contribute, GRADIENT, arrays, a.error, rows[0], 0, coding)
+
+    def decode() -> None:
+        cpu.apply(gradient.receive, GRADIENT, moved, rows, 0, coding)
+
+    return encode, decode
 
 
 def separate_encode(a: Inputs) -> Callable[[], None]:
@@ -167,6 +186,11 @@ def main() -> None:
         "LAMB, lengths and step of a layer": (lamb_step(a), 28),
         "LAMB as separate torch operations": (separate_lamb(a), 28),
     }
+    for bits, codec in (("two", "gaussian_two"), ("three", "gaussian_three"), ("four", "gaussian_four")):
+        coded, decoded = gradient_in(codec, a)
+        nbytes = codecs.find(codec).bits / 8
+        work[f"encode a gradient in {bits} bits"] = coded, 16 + nbytes
+        work[f"decode {WORKERS} workers' gradients in {bits} bits"] = decoded, 20 + WORKERS * nbytes
     try:
         measure.refuse(measure.look(), anyway=args.anyway)
         before = measure.usage()
@@ -190,6 +214,18 @@ RATIOS = (
         "decode + Adam / fused Adam, time (target: at most 1.3)",
         f"decode {WORKERS} workers + Adam",
         "torch.optim.Adam(fused=True)",
+        1,
+    ),
+    (
+        "a gradient in two bits / one bit of the update, encode, time (target: at most 1.3)",
+        "encode a gradient in two bits",
+        "encode, update space",
+        1,
+    ),
+    (
+        "a gradient in two bits / one bit and Adam, decode, time (target: at most 1.3)",
+        f"decode {WORKERS} workers' gradients in two bits",
+        f"decode {WORKERS} workers + Adam",
         1,
     ),
     (

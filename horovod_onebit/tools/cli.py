@@ -189,4 +189,4 @@ def _plan_text(plan: planner.Plan) -> str:
         f"{8e-9 * job.link:g} Gbit/s, {1e3 * job.compute:g} ms of compute, {job.device.name}"
         + (f"; of 1 bit, a step of {job.every} local ones" if job.every > 1 else "")
     )
-    return "\n".join([title, "", show.table(head, rows), "", plan.verdict])
+    return "\n".join([title, "", show.table(head, rows), "", plan.verdict, *([plan.before] if plan.before else [])])

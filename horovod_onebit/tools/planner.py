@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from dataclasses import asdict, dataclass, field, replace
 
-from horovod_onebit import checks, costs
+from horovod_onebit import checks, coded, costs
 from horovod_onebit.costs import CPU, LINE_RATE, Device, Way
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
@@ -17,6 +17,11 @@ from horovod_onebit.tools import show
 PER_BYTE, PER_PARAMETER = 13.5e-9, 4.8e-9
 """Seconds that a worker on the same core costs an exchange, for each byte received and for each parameter. Measured: 3
 and 4 hosts on two cores, `python -m benchmarks.link`."""
+
+
+FEW = replace(CPU, encode=2.2, apply=1.9, decode=0.4, adam=0.0)
+"""Three bits of a gradient; the optimizer takes its own step, too. Measured by `python benchmarks/codec.py`, but for
+``decode``, which is an estimate."""
 
 
 @dataclass(frozen=True)
@@ -97,12 +102,15 @@ class Plan:
     Attributes:
         auto: the way that ``exchange="auto"`` takes with a recipe that is given the job's link.
         unaware: the way that it takes with the job's recipe as it is, and what that costs on the job's link.
+        warmup: a step of the warm-up whose gradients travel in three bits; None with local steps, which have none, and
+            of gradients on GPUs, where it was not measured.
     """
 
     job: Job
     estimates: tuple[Estimate, ...]
     auto: str
     unaware: Estimate
+    warmup: Estimate | None
 
     def _of(self, way: str) -> Estimate:
         return next(e for e in self.estimates if e.way == way)
@@ -152,9 +160,21 @@ class Plan:
             f"1-bit pays: {best.way} takes {self.speedup:.1f} times as many steps a second as {plain.way}.{self.advice}"
         )
 
+    @property
+    def before(self) -> str:
+        """What steps cost until compression starts, if 1-bit pays; else nothing."""
+        if self.warmup is None or self.speedup < 1.05:
+            return ""
+        exact, few = (1e3 * step for step in (self._of("float32").step, self.warmup.step))
+        return (
+            f"In the warm-up, some 200 steps by default, a step takes {exact:,.0f} ms; with "
+            f'Recipe(warmup="three_bit"), in PyTorch, {few:,.0f} ms after ten of them.'
+        )
+
     def as_dict(self) -> dict[str, object]:
         estimates = [asdict(e) for e in self.estimates]
-        return {"job": asdict(self.job), "estimates": estimates, "auto": self.auto, "verdict": self.verdict}
+        said = {"auto": self.auto, "verdict": self.verdict, "before": self.before}
+        return {"job": asdict(self.job), "estimates": estimates, **said}
 
 
 UNCOMPRESSED = ("float32", "float16")
@@ -180,7 +200,16 @@ def plan(job: Job) -> Plan:
     ways, untold = known(replace(job.recipe, link=job.link)), known(job.recipe)
     auto, unaware = costs.cheapest(ways, job.link, device), costs.cheapest(untold, job.recipe.link, device)
     estimates += [_compressed(job, name, way) for name, way in ways.items()]
-    return Plan(job, tuple(estimates), WAYS[auto], _compressed(job, unaware, untold[unaware]))
+    return Plan(job, tuple(estimates), WAYS[auto], _compressed(job, unaware, untold[unaware]), _few_bits(job))
+
+
+def _few_bits(job: Job) -> Estimate | None:
+    if job.device is not CPU or job.every > 1:
+        return None
+    recipe = coded.own_recipe(replace(job.recipe, warmup="three_bit", link=job.link))
+    ways = costs.ways(job.parameters, recipe, job.workers, job.workers_per_host, FEW)
+    name = costs.cheapest(ways, job.link, FEW)
+    return _compressed(job, name, ways[name])
 
 
 def _uncompressed(job: Job, way: str, received: float, host: float, efficiency: float) -> Estimate:

@@ -176,6 +176,17 @@ def test_bad_jobs(change):
         replace(JOB, **change)
 
 
+def test_the_warm_up_in_three_bits():
+    """Three times the bytes of one bit, and a step between a compressed one and an exact one."""
+    plan = planner.plan(replace(JOB, workers=2, link=planner.rate("100mbit")))
+    few, direct = plan.warmup, next(e for e in plan.estimates if e.way == "1-bit direct")
+    assert few.received == pytest.approx(3 * direct.received, rel=0.03)
+    assert direct.step < few.step < plan.uncompressed.step / 3
+    assert f"{1e3 * few.step:,.0f} ms after ten" in plan.before
+    for change in ({"device": costs.GPU}, {"every": 4}, {"link": 1e12, "workers": 2}):
+        assert not planner.plan(replace(JOB, **change)).before
+
+
 def test_command_line(capsys, tmp_path):
     arguments = ["plan", "--parameters", "110M", "--workers", "16", "--link", "10gbit", "--compute-ms", "250"]
     assert cli.main([*arguments, "--plot", str(tmp_path / "plan.svg")]) == 0
