@@ -6,12 +6,21 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from horovod_onebit.coded import FIRST
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit import simulation
+from horovod_onebit.coded import FIRST, CodedMean
+from horovod_onebit.engine import Engine
+from horovod_onebit.exchange import Collectives
 from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Gradients
+from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.tasks import Task
+from horovod_onebit.tasks import run as run_task
 from studies import pool, report
 from studies.language import float32
-from studies.rates import SEEDS, Cell, Result, beside, kept, train
+from studies.rates import SEEDS, Cell, Result, begin, beside, kept, losses, rate_at, result_of, train
 
 RATE = 4e-3
 """That of exact Adam's least loss (study 6)."""
@@ -44,12 +53,97 @@ WAYS = [
 ]
 
 
+OTHERS = {"RMSprop": 1e-3, "Adafactor": 1e-2}
+"""Optimizers of PyTorch that have no one-bit form, and a rate of each, which is not its best."""
+
+
 @dataclass(frozen=True)
 class Run:
     """One run of the study."""
 
     way: Way
     seed: int
+
+
+@dataclass(frozen=True)
+class Other:
+    """A run of one of ``OTHERS``, with mean gradients in three bits, or exact ones."""
+
+    optimizer: str
+    coded: bool
+    seed: int
+
+
+def train_other(run: Other) -> Result:
+    """Test loss of ``run``, and the bits that a worker has sent for a parameter in a step."""
+    import torch
+
+    cell = Cell("text", 4, OTHERS[run.optimizer], None, run.seed)
+    models, data, options = begin(cell)
+    recipe = replace(PRESETS["robust"], exchange="direct", warmup="three_bit")
+
+    def worker(collectives: Collectives) -> float:
+        rank, n = collectives.rank, collectives.size
+        model = models[rank]
+        optimizer = getattr(torch.optim, run.optimizer)(model.parameters())
+        means, named = Means(recipe, collectives, coded=run.coded), dict(model.named_parameters())
+        for step in range(cell.kind.steps):
+            optimizer.param_groups[0]["lr"] = rate_at(cell, step)
+            loss, _ = losses(model, *data.batch(options, step, rank, n))
+            found = torch.autograd.grad(loss, list(named.values()))
+            grads = {name: g.numpy().reshape(-1) for name, g in zip(named, found, strict=True)}
+            for name, grad in means.of(grads).items():
+                named[name].grad = torch.from_numpy(grad).view(named[name].shape)
+            optimizer.step()
+        return 8 * means.engine.traffic.total / sum(p.numel() for p in named.values()) / cell.kind.steps
+
+    with np.errstate(all="ignore"):
+        bits = simulation.run(worker, cell.workers, timeout=900)[0]
+    return result_of(models[0], data, bits=bits)
+
+
+class Means:
+    """Mean gradients of simulated workers, as ``schedule=Gradients()`` takes them in PyTorch."""
+
+    def __init__(self, recipe: Recipe, collectives: Collectives, *, coded: bool) -> None:
+        self.engine = Engine(recipe, collectives)
+        self._coded = CodedMean(self.engine) if coded else None
+        self._least = recipe.min_compressed_size
+
+    def of(self, grads: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
+        """The means of ``grads``, flat, by name. Collective."""
+        coded, found, few = self._coded, dict[str, NDArray[np.float32]](), []
+        for name, grad in grads.items():
+            unit = coded.tensor(name, grad.size) if coded is not None and grad.size >= self._least else None
+            if coded is not None and unit is not None and unit.variance_steps >= FIRST:
+                few.append((name, unit))
+                continue
+            found[name] = self._exact(name, grad)
+            if coded is not None and unit is not None:
+                coded.observe(unit, found[name])
+        if coded is not None and few:
+            run_task(coded.mean([unit for _, unit in few], [grads[name] for name, _ in few], _nothing()))
+            found |= {name: unit.weight.copy() for name, unit in few}
+        self.engine.traffic.end_step()
+        return found
+
+    def _exact(self, name: str, grad: NDArray[np.float32]) -> NDArray[np.float32]:
+        collectives = self.engine.collectives
+        sent = allreduce_bytes(grad.nbytes, collectives.size)
+        self.engine.traffic.add(sent, sent)
+        total: NDArray[np.float32] = collectives.allreduce(grad, f"exact.{name}").wait()
+        return total / np.float32(collectives.size)
+
+
+def _nothing() -> Task[bool]:
+    yield from ()
+    return True
+
+
+def result_of_other(run: Other) -> Result:
+    """The result of ``run``."""
+    kind = "three_bit" if run.coded else "exact"
+    return kept(f"few_bits/{run.optimizer}-{kind}-{run.seed}", lambda: train_other(run))
 
 
 def result(run: Run) -> Result:
@@ -71,8 +165,17 @@ def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
         yield [way.text, f"{times:.1f}", *(f"{loss:.3f}" for loss in losses), text]
 
 
+def _rows_of_others(found: dict[Other, Result]) -> Iterator[list[str]]:
+    for name, rate in OTHERS.items():
+        exact, coded = ([found[Other(name, few, seed)] for seed in SEEDS] for few in (False, True))
+        expected = mean(each["loss"] for each in exact)
+        text = beside(mean(each["loss"] for each in coded), expected)
+        yield [name, f"{rate:g}", f"{expected:.3f}", text, f"{exact[0]['bits'] / coded[0]['bits']:.1f}"]
+
+
 def run() -> str:
     """The section of the page."""
+    others = pool.results(result_of_other, [Other(n, few, s) for n in OTHERS for few in (False, True) for s in SEEDS])
     found = pool.results(result, [Run(way, seed) for way in WAYS for seed in SEEDS])
     head = ["", "times fewer bits, whole run", *(f"seed {seed}" for seed in SEEDS), "mean test loss, above exact Adam"]
     text = [
@@ -82,5 +185,11 @@ def run() -> str:
         "then each element of a gradient has two, three or four bits, in units of the root of its second moment. "
         "`Gradients()` averages in three bits until the end; no second moment is frozen.",
         report.table(head, _rows(found)),
+        "Other optimizers of PyTorch with `schedule=Gradients()`, in the same task, each at a rate that is not its "
+        "best:",
+        report.table(
+            ["", "rate", "mean test loss, exact means", "in three bits, beside these", "times fewer bits"],
+            _rows_of_others(others),
+        ),
     ]
     return "\n\n".join(text) + "\n"
