@@ -62,6 +62,19 @@ class Plan:
         return self.kind in (Kind.ONEBIT, Kind.GRADIENT)
 
 
+class _Done:
+    """What was waited for, and is not any more."""
+
+    def ready(self) -> bool:
+        return False
+
+    def wait(self) -> Any:
+        raise AssertionError("this message was taken back")
+
+
+DONE = _Done()
+
+
 class _Sent:
     """A bucket under way, with all that is needed to apply it or to take it back.
 
@@ -95,6 +108,11 @@ class _Sent:
         """Let what it waits for leave, if that is held."""
         if self.arrived is None:
             start(self.waiting)
+
+    def close(self) -> None:
+        """Wait for nothing any more. It is in a circle of references, which would keep its collective."""
+        self._travel.close()
+        self.waiting = DONE
 
     def advance(self, result: Any) -> None:
         """Continue with what it was waiting for, up to the next thing, or to the end."""
@@ -504,7 +522,7 @@ class Engine:
     def forget_sent(self) -> None:
         """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
         self._forgotten += bool(self._sent)
-        self._sent = {}
+        self._drop()
 
     def withdraw(self) -> None:
         """This worker alone takes back what it has sent; nothing is left of it where all have. Local."""
@@ -600,9 +618,14 @@ class Engine:
 
     def restore_all(self) -> None:
         """Take back what was encoded, without waiting for anything."""
-        sent, self._sent = self._sent, {}
-        for item in sent.values():
+        for item in self._sent.values():
             self._restore(item)
+        self._drop()
+
+    def _drop(self) -> None:
+        sent, self._sent = self._sent, {}
+        for item in sent.values() if self._lane is not None else ():
+            item.close()
 
     def _receive(self, plan: Plan, *, finite: bool = True, certain: bool = False) -> Task[bool]:
         """Wait for all buckets and move the weights; with ``certain``, each as soon as it is here."""

@@ -276,6 +276,7 @@ class _Lane(DistributedCollectives):
     def renew(self) -> None:
         if self._renewed:
             for group in {self._groups.host, self._groups.device}:
+                group.abort()  # or another worker would wait for what this one will not start
                 dist.destroy_process_group(group)
         self._groups = _Groups.make([self._ranks], self._timeout, nccl=self._groups.nccl)
         self._own, self._renewed = self._groups.host, True

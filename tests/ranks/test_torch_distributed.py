@@ -196,9 +196,24 @@ def test_messages_leave_during_the_backward_pass(exchange, monkeypatch):
     assert_replicas_equal(model)
 
 
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(context, x):
+        return x.clone()
+
+    @staticmethod
+    def backward(context, grad):
+        raise RuntimeError("out of memory, say")
+
+
 def backward(model, step, what):
-    """A backward pass, in which worker 1 computes ``what`` gradients."""
+    """A backward pass, in which worker 1 computes ``what`` gradients, or raises in the middle."""
     x, y = batch(step)
+    if what == "raises" and RANK == 1:
+        h = model.tied(Raises.apply(torch.relu(model.norm(model.first(x)))))
+        with pytest.raises(RuntimeError, match="out of memory"):
+            model.last(torch.relu(model.second(torch.tanh(h)))).sum().backward()
+        return
     parts = {"no": sum(p.sum() for p in model.first.parameters()) * 0, "some": model.first(x).square().mean()}
     (parts[what] if RANK == 1 and what in parts else cross_entropy(model(x), y)).backward()
 
@@ -219,9 +234,10 @@ def test_workers_of_which_one_computes_some_gradients_only(what, exchange):
 @pytest.mark.parametrize("end", ["disagreement", "a state is loaded", "NaN", "an edit"])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize("what", ["all", "some"])
+@pytest.mark.parametrize("what", ["all", "some", "raises"])
 def test_training_continues_after_messages_were_taken_back(end, exchange, late, what):
-    """Of which the workers have let different numbers leave, and worker 1 none if it is ``late``."""
+    """Of which the workers have let different numbers leave, and worker 1 none if it is ``late``. Nobody waits for what
+    others will not start."""
     model = Net()
     optimizer = wrap(model, warmup_steps=2, recipe=Recipe(bucket_size=2048, exchange=exchange))
     train(model, optimizer, 5)
