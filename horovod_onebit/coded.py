@@ -87,8 +87,9 @@ class CodedMean:
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
         plan = engine.plan(Kind.ONEBIT, rules)
-        engine.release()  # the workers have agreed before
+        engine.renew_lane()  # the workers have agreed before
         engine.send_rest(numbered, plan)
+        engine.release()
         try:
             finite = yield from beside
         except BaseException:

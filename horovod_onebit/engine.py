@@ -582,8 +582,9 @@ class Engine:
                 return
             self._release([item])
 
-    def _renew_lane(self) -> None:
-        """All workers have agreed: renew the lane if messages were taken back since it was. Collective then."""
+    def renew_lane(self) -> None:
+        """All workers have agreed: renew the lane if messages were taken back since it was; what is sent then leaves at
+        once. Collective if it was so."""
         if self._lane is not None and self._renewed != self.generation:
             self._lane.renew()
             self._renewed = self.generation
@@ -592,7 +593,7 @@ class Engine:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
         given to ``land`` as soon as it has arrived."""
         items = [self._sent[index] for index in self._in_turn(buckets)]
-        self._renew_lane()
+        self.renew_lane()
         for stage in range(self.exchange.stages):
             self._release(items)
             for item in items:
@@ -606,9 +607,9 @@ class Engine:
             land(item)
 
     def release(self) -> None:
-        """All workers have agreed on the step: let what was sent leave, where it is held, in an order that is
-        the same on all."""
-        self._renew_lane()
+        """All workers have agreed on the step, and this one has sent all of it: let it leave, where it is held, in an
+        order that is the same on all."""
+        self.renew_lane()
         self._release([self._sent[index] for index in self._in_turn(self._sent)])
 
     def _release(self, items: Iterable[_Sent]) -> None:

@@ -552,6 +552,28 @@ def test_what_changes_after_messages_have_left(change, everywhere, exchange):
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("same_size", [True, False])
+def test_workers_of_which_one_computes_some_gradients_only(same_size, exchange):
+    """What it has sent waits for the layers after it, whose gradients it does not have; buckets may be of one size."""
+    model, optimizer = begun(exchange)
+    if same_size:
+        torch.manual_seed(0)
+        model = torch.nn.Sequential(*(torch.nn.Linear(64, 64, bias=False) for _ in range(5)))
+        optimizer = wrap(model, warmup_steps=60, recipe=Recipe(warmup="three_bit", exchange=exchange, bucket_size=4096))
+    parts = list(model.children())
+    for step in range(20):
+        optimizer.zero_grad()
+        x = batch(step)[0]
+        x = torch.cat([x, x], 1) if same_size else x
+        whole = model(x) if RANK == 0 or step < 15 else parts[0](x)
+        whole.square().mean().backward()
+        optimizer.step()
+        assert_replicas_equal(model)
+    alike = [float(p.grad.double().sum()) for p in model.parameters() if p.grad is not None]
+    assert len({str(found) for found in world.allgather_object(alike)}) == 1
+
+
 def test_clipping_after_messages_have_left():
     model, optimizer = begun("direct")
     for step in range(FIRST + 5, FIRST + 9):
