@@ -102,18 +102,17 @@ class Coded:
         self.over()
 
     def lose(self, changed: Iterable[torch.Tensor]) -> None:
-        """Errors that cannot be restored are zero."""
-        self._mean.engine.feedback.reset([self._parameters.names[p] for p in changed if p in set(self._averaged)])
+        """The errors of ``changed``, which cannot be restored, are zero."""
+        self._mean.engine.feedback.reset([self._parameters.names[p] for p in changed])
 
     def withdraw(self) -> None:
         """This worker alone takes back what it has sent. Local."""
         self._mean.engine.withdraw()
         self.over()
 
-    def refuse(self, changed: Iterable[torch.Tensor]) -> None:
-        """All workers take back what they have sent; for ``changed``, see ``recall``. Local."""
+    def refuse(self) -> None:
+        """All workers take back what they have sent. Local."""
         self._mean.engine.abandon_step()
-        self.lose(changed)
         self.over()
 
     def over(self) -> None:

@@ -134,13 +134,13 @@ class Compressor(Steps):
         if not settled:
             if verdict.early:
                 self._recall()
-            gradients.forget_marks()
             if not verdict.finite:
                 self._spoil()
             if self.parameters.phase is Phase.COMPRESSED:
                 gradients.drop()
             else:
                 run(gradients.average(again=bool(verdict.edited)))
+            gradients.forget_marks()
             self.parameters.forget_frozen()
         if not gradients.where.settled:
             gradients.where = Where.AGREED

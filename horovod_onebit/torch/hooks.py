@@ -411,6 +411,7 @@ class Gradients:
             self._engine.withdraw()  # the gradients stay, and are sent in ``step``
             if self._coded is not None:
                 self._coded.withdraw()
+        self._lose_overwritten()
         self.drop()
         self.forget_marks()
 
@@ -435,16 +436,25 @@ class Gradients:
         self._engine.forget_sent()
         if self._coded is not None:
             self._coded.withdraw()
+        self._lose_overwritten()
         self._clear()
+
+    def _lose_overwritten(self) -> None:
+        """What was sent has been taken back. Where a gradient was changed in place since, so that its residual was not
+        restored, that is zero."""
+        now = [p for p, mark in self._marks.items() if p.grad is mark.grad and mark.differs(p.grad)]
+        lost = [p for p in (*self._overwritten, *now) if p in self._parameters.names]
+        self._engine.feedback.reset([self._name(p) for p in lost])
+        if self._coded is not None:
+            self._coded.lose(lost)
 
     def refuse(self) -> None:
         """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
         with torch.no_grad():
             self._engine.abandon_step()
             if self._coded is not None:
-                self._coded.refuse(self._overwritten)
-        # Where the gradients that were sent are lost, so are their residuals.
-        self._engine.feedback.reset([self._name(p) for p in self._overwritten])
+                self._coded.refuse()
+        self._lose_overwritten()
         self._refused, self._abandoned = self._refused + 1, 0
         self._clear()
 

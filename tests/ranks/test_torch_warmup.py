@@ -1,6 +1,6 @@
 """The PyTorch face on real ranks: warm-ups whose gradients travel in few bits (``Recipe.warmup``)."""
 
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -582,3 +582,35 @@ def test_clipping_after_messages_have_left():
         optimizer.clip_grad_norm_(0.1)
         optimizer.step()
         assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("call", ["step", "synchronize", "clip_grad_norm_", "passes", "check_replicas", "load"])
+@pytest.mark.parametrize("warmup", ["three_bit", "exact"])
+def test_nan_written_over_a_gradient_that_has_left_does_no_lasting_harm(warmup, call):
+    """Over one bit, too: the residual of that parameter is lost, and nothing else."""
+    model = Net()
+    recipe = Recipe(warmup=warmup, exchange="direct", bucket_size=2048)
+    optimizer = wrap(model, warmup_steps=60 if warmup == "three_bit" else 2, recipe=recipe)
+    train(model, optimizer, FIRST + 5)
+    computed(model, optimizer, FIRST + 5)
+    engine = optimizer._gradients._coded._mean.engine if warmup == "three_bit" else optimizer._compressor.engine
+    assert len(engine._sent) > 1
+    if RANK == 0:
+        model.first.weight.grad.fill_(float("nan"))
+    with suppress(ConfigurationError, DesyncError):  # as they may
+        if call == "synchronize":
+            optimizer.synchronize()
+        elif call == "clip_grad_norm_":
+            optimizer.clip_grad_norm_(1.0)
+        elif call == "passes":
+            optimizer.set_backward_passes_per_step(1)
+        elif call == "check_replicas" and RANK == 0:
+            optimizer.check_replicas()
+        elif call == "load":
+            optimizer.load_state_dict(optimizer.state_dict())
+        optimizer.step()
+    before = optimizer.stats().step
+    train(model, optimizer, 5, start=FIRST + 6)
+    assert optimizer.stats().step == before + 5
+    assert all(bool(torch.isfinite(torch.from_numpy(found)).all()) for found in engine.feedback.state_dict().values())
+    assert_replicas_equal(model)
