@@ -5,6 +5,7 @@ Nothing here imports Horovod in a job of torchrun.
 
 from __future__ import annotations
 
+import atexit
 import os
 from typing import Any
 
@@ -40,6 +41,7 @@ class Torchrun:
     def init(self) -> None:
         a_gpu_each = torch.cuda.device_count() >= self.local_size()
         dist.init_process_group("cpu:gloo,cuda:nccl" if a_gpu_each else "gloo")
+        atexit.register(dist.destroy_process_group)
 
     def rank(self) -> int:
         return dist.get_rank()

@@ -7,6 +7,7 @@ measurement of its own: a busy network at its start would change which exchange 
 
 from __future__ import annotations
 
+import atexit
 import importlib
 import os
 import time
@@ -102,7 +103,9 @@ def collectives() -> Collectives:
     Raises ``ConfigurationError`` where there is neither.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        importlib.import_module("torch.distributed").init_process_group("gloo")
+        dist = importlib.import_module("torch.distributed")
+        dist.init_process_group("gloo")
+        atexit.register(dist.destroy_process_group)
         return _over("torch")
     for face, name in (("torch", "horovod.torch"), ("tf", "horovod.tensorflow")):
         try:

@@ -10,7 +10,7 @@ import torch
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
 from tests.ranks.torch_common import OPTIMIZERS, RANK, Net, train, wrap
-from tests.ranks.world import world
+from tests.ranks.world import end, world
 
 STEPS = 20
 SCHEDULES = {
@@ -64,3 +64,4 @@ if __name__ == "__main__":
     found = {name: digest(arguments) for name, arguments in cases()}
     if RANK == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
+    end()

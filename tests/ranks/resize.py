@@ -10,7 +10,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
 from tests.ranks.torch_common import Net, assert_replicas_equal, train, wrap
 from tests.ranks.total_residuals import total_residuals
-from tests.ranks.world import world
+from tests.ranks.world import end, world
 
 
 def everybody(optimizer):
@@ -40,3 +40,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    end()

@@ -16,7 +16,7 @@ import torch
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, train, wrap
-from tests.ranks.world import world
+from tests.ranks.world import end, world
 
 STEPS, EVERY = 12, 4
 
@@ -62,3 +62,4 @@ def main():
 
 if __name__ == "__main__":
     main()
+    end()

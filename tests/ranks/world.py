@@ -71,3 +71,9 @@ else:
 def collectives():
     """Those of all ranks, for a test's own optimizer."""
     return transport.choose(call="a test").collectives()
+
+
+def end():
+    """At the end of a program: PyTorch may crash while its groups still have threads."""
+    if OVER_TORCH:
+        torch.distributed.destroy_process_group()
