@@ -62,19 +62,6 @@ class Plan:
         return self.kind in (Kind.ONEBIT, Kind.GRADIENT)
 
 
-class _Done:
-    """What was waited for, and is not any more."""
-
-    def ready(self) -> bool:
-        return False
-
-    def wait(self) -> Any:
-        raise AssertionError("this message was taken back")
-
-
-DONE = _Done()
-
-
 class _Sent:
     """A bucket under way, with all that is needed to apply it or to take it back.
 
@@ -110,9 +97,9 @@ class _Sent:
             start(self.waiting)
 
     def close(self) -> None:
-        """Wait for nothing any more. It is in a circle of references, which would keep its collective."""
+        """Let go of its collective, which a circle of references would keep. It is not used any more."""
         self._travel.close()
-        self.waiting = DONE
+        del self.waiting
 
     def advance(self, result: Any) -> None:
         """Continue with what it was waiting for, up to the next thing, or to the end."""

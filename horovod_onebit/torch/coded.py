@@ -33,7 +33,7 @@ class Coded:
         self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout
         self._decided = False  # whether anything may be sent before ``average`` in this step
         self._plan: Plan | None = None  # what is being sent
-        self._buckets = Countdown(None)
+        self._buckets = Countdown()
 
     @property
     def _factor(self) -> int:
@@ -80,18 +80,16 @@ class Coded:
         if not self._same(now):
             return
         self._plan = self._mean.begin([self._unit(p) for p in now])
-        if self._plan is not None:
-            layout = self._mean.engine.layout
-            if layout is not self._buckets.layout:
-                self._buckets = Countdown(layout)
-            self._buckets.start(now)
+        layout = self._mean.engine.layout
+        if self._plan is not None and layout is not None:
+            self._buckets.start(layout, now)
 
     def _same(self, now: Sequence[torch.Tensor]) -> bool:
         return list(map(id, now)) == list(map(id, self._averaged))
 
-    def stale(self, now: Sequence[torch.Tensor]) -> bool:
-        """Whether something has left, and the average is to be of other parameters, ``now``, than it was then."""
-        return self._plan is not None and not self._same(now)
+    def stale(self, now: Callable[[], Sequence[torch.Tensor]]) -> bool:
+        """Whether something has left, and the average is to be of other parameters, ``now()``, than it was then."""
+        return self._plan is not None and not self._same(now())
 
     def recall(self, changed: Iterable[torch.Tensor]) -> Task[None]:
         """Take back what some workers have sent of this step; ``changed`` are parameters whose gradients have changed

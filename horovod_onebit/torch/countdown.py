@@ -12,17 +12,18 @@ from horovod_onebit.layout import Layout
 class Countdown:
     """Which tensor is in which bucket of a layout, and how many gradients each bucket still waits for."""
 
-    def __init__(self, layout: Layout | None) -> None:
-        self.layout = layout
-        buckets = [] if layout is None else layout.buckets
-        self.members = [{piece.tensor for piece in bucket.pieces} for bucket in buckets]
-        self._of: list[list[int]] = [[] for _ in (layout.tensors if layout is not None else ())]
-        for index, tensors in enumerate(self.members):
-            for tensor in tensors:
-                self._of[tensor].append(index)
+    def __init__(self) -> None:
+        self._layout: Layout | None = None
 
-    def start(self, parameters: Iterable[torch.Tensor]) -> None:
-        """At the first of the gradients of ``parameters``, in the order of the layout."""
+    def start(self, layout: Layout, parameters: Iterable[torch.Tensor]) -> None:
+        """At the first of the gradients of ``parameters``, in the order of ``layout``."""
+        if layout is not self._layout:
+            self._layout = layout
+            self.members = [{piece.tensor for piece in bucket.pieces} for bucket in layout.buckets]
+            self._of: list[list[int]] = [[] for _ in layout.tensors]
+            for index, tensors in enumerate(self.members):
+                for tensor in tensors:
+                    self._of[tensor].append(index)
         self._missing = [len(tensors) for tensors in self.members]
         self._numbers = {p: i for i, p in enumerate(parameters)}
 

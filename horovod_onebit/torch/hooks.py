@@ -103,14 +103,13 @@ class Gradients:
         self._averages_early = overlap
         self._starts_averages = not arguments.transport.in_order  # when gradients are computed, one by one
         self._marks: dict[torch.Tensor, _Mark] = {}
-        self._overwritten: list[torch.Tensor] = []  # parameters whose gradients changed in place after they were sent
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
         self._decided = False  # whether anything may be sent in this step
         self._plan: Plan | None = None  # what is being sent
         self._bindings: list[Binding] = []  # by number, in this step
         self._version = -1  # of the parameters, when the first message of this step was sent
-        self._buckets = Countdown(None)
+        self._buckets = Countdown()
         self._coded: Coded | None = None
         if codes(engine.recipe):
             self._coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
@@ -213,9 +212,7 @@ class Gradients:
             return None
         if layout is None or not parameters.prepared or not parameters.all_current:
             return None
-        if layout is not self._buckets.layout:
-            self._buckets = Countdown(layout)
-        self._buckets.start(parameters.bindings)
+        self._buckets.start(layout, parameters.bindings)
         self._bindings = list(parameters.bindings.values())
         self._version = parameters.version
         return parameters.plan(Kind.ONEBIT)
@@ -241,17 +238,13 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
-            if (coded := self._coded) is None:
-                return bool(changed)
-            self._overwritten = [p for p in changed if p.grad is self._marks[p].grad]
-            return bool(changed) or coded.stale(self._in_few_bits())
+            return bool(changed) or (self._coded is not None and self._coded.stale(self._in_few_bits))
         if plan is None:
             if changed:
                 self.send_late("gradients change between backward() and step()")
             return False
         if changed:
             names = ", ".join(parameters.names[p] for p in changed[:5])
-            self._overwritten = [p for p in changed if p.grad is self._marks[p].grad]
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
         if changed or self._version != parameters.version:
             return True
@@ -284,7 +277,7 @@ class Gradients:
                 yield handle
             self._averaging.clear()
             if self._coded is not None:
-                yield from self._coded.recall(self._overwritten)
+                yield from self._coded.recall(self._overwritten())
         in_few_bits = self._in_few_bits()
         exact = [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
         if self._arguments.transport.in_order:
@@ -426,7 +419,6 @@ class Gradients:
         """What was remembered of gradients counts no more: the step is over, or they may change now."""
         self._marks.clear()
         self._noticed = None
-        self._overwritten.clear()
         self._bindings = []
         self._decided, self._plan = False, None
 
@@ -439,11 +431,15 @@ class Gradients:
         self._lose_overwritten()
         self._clear()
 
+    def _overwritten(self) -> list[torch.Tensor]:
+        """The parameters whose gradients have changed in place since they were final."""
+        changed = [p for p, mark in self._marks.items() if p.grad is mark.grad and mark.differs(p.grad)]
+        return [p for p in changed if p in self._parameters.names]
+
     def _lose_overwritten(self) -> None:
         """What was sent has been taken back. Where a gradient was changed in place since, so that its residual was not
         restored, that is zero."""
-        now = [p for p, mark in self._marks.items() if p.grad is mark.grad and mark.differs(p.grad)]
-        lost = [p for p in (*self._overwritten, *now) if p in self._parameters.names]
+        lost = self._overwritten()
         self._engine.feedback.reset([self._name(p) for p in lost])
         if self._coded is not None:
             self._coded.lose(lost)

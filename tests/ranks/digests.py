@@ -1,16 +1,13 @@
 """``python digests.py FILE``, on every rank: worker 0 writes what each kind of run has come to, as digests."""
 
-import hashlib
 import json
 import sys
 from pathlib import Path
 
-import torch
-
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
-from tests.ranks.torch_common import OPTIMIZERS, RANK, Net, train, wrap
-from tests.ranks.world import end, world
+from tests.ranks.torch_common import OPTIMIZERS, RANK, Net, digest, train, wrap
+from tests.ranks.world import end
 
 STEPS = 20
 SCHEDULES = {
@@ -44,24 +41,17 @@ def cases():
         yield name, {"wrapping": wrapping}
 
 
-def digest(arguments):
-    """Of weights, the optimizer's state and the residuals of all workers after ``STEPS`` steps."""
+def trained(arguments):
+    """The digest of a run of ``STEPS`` steps."""
     model = Net()
     optimizer = wrap(model, **arguments)
     train(model, optimizer, STEPS, passes=optimizer.backward_passes_per_step)
     optimizer.flush()
-    found = hashlib.blake2b(digest_size=8)
-    for p in model.parameters():
-        values = [value for _, value in sorted(optimizer.state[p].items()) if isinstance(value, torch.Tensor)]
-        for value in (p, *values):
-            found.update(value.detach().contiguous().numpy().tobytes())
-    for _, value in sorted(optimizer.feedback_state_dict().items()):
-        found.update(value.numpy().tobytes())
-    return "".join(world.allgather_object(found.hexdigest(), name="digests"))
+    return digest(model, optimizer)
 
 
 if __name__ == "__main__":
-    found = {name: digest(arguments) for name, arguments in cases()}
+    found = {name: trained(arguments) for name, arguments in cases()}
     if RANK == 0:
         Path(sys.argv[1]).write_text(json.dumps(found))
     end()

@@ -4,33 +4,18 @@ In the first attempt, the last worker kills itself after STEP steps. Who comes t
 and worker 0 prints digests of both.
 """
 
-import hashlib
 import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
-import torch
-
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, train, wrap
-from tests.ranks.world import end, world
+from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, digest, train, wrap
+from tests.ranks.world import end
 
 STEPS, EVERY = 12, 4
-
-
-def digest(model, optimizer):
-    """Of weights, the optimizer's state and the residuals of all workers."""
-    found = hashlib.blake2b(digest_size=8)
-    for p in model.parameters():
-        values = [value for _, value in sorted(optimizer.state[p].items()) if isinstance(value, torch.Tensor)]
-        for value in (p, *values):
-            found.update(value.detach().contiguous().numpy().tobytes())
-    for _, value in sorted(optimizer.feedback_state_dict().items()):
-        found.update(value.numpy().tobytes())
-    return "".join(world.allgather_object(found.hexdigest(), name="digests"))
 
 
 def trained(folder, killed_after=None):

@@ -1,5 +1,6 @@
 """A model, its batches and what every test of the PyTorch face needs; each rank imports it."""
 
+import hashlib
 import os
 
 import pytest
@@ -107,6 +108,18 @@ def train(model, optimizer, steps, start=0, passes=1, scheduler=None, set_to_non
 
 def weights(model):
     return torch.cat([p.detach().double().reshape(-1) for p in model.parameters()])
+
+
+def digest(model, optimizer):
+    """Of weights, the optimizer's state and the residuals of all workers."""
+    found = hashlib.blake2b(digest_size=8)
+    for p in model.parameters():
+        values = [value for _, value in sorted(optimizer.state[p].items()) if isinstance(value, torch.Tensor)]
+        for value in (p, *values):
+            found.update(value.detach().contiguous().numpy().tobytes())
+    for _, value in sorted(optimizer.feedback_state_dict().items()):
+        found.update(value.numpy().tobytes())
+    return "".join(world.allgather_object(found.hexdigest(), name="digests"))
 
 
 def assert_replicas_equal(model):
