@@ -142,7 +142,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, transport
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor``, by fours if they divide, where they are if possible: Horovod refuses bool, bfloat16 and
     tensors without dimensions. Which it is follows from shape and dtype, which all workers have in common."""
-    data = tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    data = tensor.data.contiguous().reshape(-1).view(torch.uint8)
     if data.numel() % 4:
         return data
     return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)

@@ -118,6 +118,22 @@ def test_a_state_that_only_rank_0_has_reaches_all(steps):
 
 
 @pytest.mark.parametrize("steps", [2, 8])
+def test_a_broadcast_that_writes_at_the_root_is_no_edit(steps, monkeypatch):
+    """As Gloo does to what is in the memory of a GPU."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5)
+    transport = type(optimizer._compressor.transport)
+    broadcast = transport.broadcast
+    monkeypatch.setattr(transport, "broadcast", lambda self, x, *more: broadcast(self, x.copy_(x.clone()), *more))
+    train(model, optimizer, steps)
+    phase = optimizer.phase
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    train(model, optimizer, 1, start=steps)
+    assert optimizer.phase is phase
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("steps", [2, 8])
 def test_the_resume_idiom_of_horovod_scripts(steps):
     """Rank 0 alone loads the checkpoint; Horovod's own functions bring it to all."""
     model = Net()
