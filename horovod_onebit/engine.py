@@ -14,6 +14,7 @@ import hashlib
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, fields, replace
@@ -186,6 +187,7 @@ class Engine:
         self._refused = 0  # times that all workers took them back together
         self._forgotten = 0  # times that this one forgot them since
         self._renewed = ""  # the generation when the lane was renewed
+        self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
 
     def use_kernels(self, kernels: str) -> None:
         """Compute with the backend ``kernels`` from now on."""
@@ -420,7 +422,7 @@ class Engine:
         name = f"{self.name}.bucket.{bucket_index}.{self.generation}"
         item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
-        self._leave_in_turn(self.layout)
+        self._leave_in_turn(self.layout, plan.number)
         fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
         self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
 
@@ -559,15 +561,21 @@ class Engine:
         """``buckets`` as they leave: in a lane as backward passes complete them, that of the last layers first."""
         return sorted(buckets, reverse=self._lane is not None)
 
-    def _leave_in_turn(self, layout: Layout) -> None:
-        """Let messages leave before the workers have agreed, as far as all before them have left. Local."""
+    def _leave_in_turn(self, layout: Layout, number: int) -> None:
+        """Let messages of step ``number`` leave before the workers have agreed, as far as all before them have left.
+        Local."""
         if self.exchange.collectives is not self._lane or self._renewed != self.generation:
             return
-        for index in self._in_turn(bucket.index for bucket in layout.buckets):
-            item = self._sent.get(index)
+        key = number, self.generation
+        if key != self._turn[0]:
+            self._turn = key, deque(self._in_turn(bucket.index for bucket in layout.buckets))
+        waiting = self._turn[1]
+        while waiting:
+            item = self._sent.get(waiting[0])
             if item is None or (item.arriving and not item.waiting.ready()):
                 return
             self._release([item])
+            waiting.popleft()
 
     def renew_lane(self) -> None:
         """All workers have agreed: renew the lane if messages were taken back since it was; what is sent then leaves at

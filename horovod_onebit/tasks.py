@@ -7,7 +7,7 @@ Horovod's operations in the graph carry what it has started (``tf.graph.in_round
 from __future__ import annotations
 
 from collections.abc import Callable, Generator
-from typing import Any, Protocol, TypeVar, runtime_checkable
+from typing import Any, Protocol, TypeVar
 
 from horovod_onebit import marks
 
@@ -26,7 +26,6 @@ class Handle(Protocol):
         ...
 
 
-@runtime_checkable
 class Held(Handle, Protocol):
     """A collective that leaves when it is started or waited for: what pairs collectives by their order must not begin
     those that other workers may not begin."""
@@ -37,9 +36,10 @@ class Held(Handle, Protocol):
 
 
 def start(handle: Handle) -> None:
-    """Let ``handle`` leave, if it is held: the workers have agreed, and all of them start it."""
-    if isinstance(handle, Held):
-        handle.start()
+    """Let ``handle`` leave, if it is ``Held``: the workers have agreed, and all of them start it."""
+    begin = getattr(handle, "start", None)
+    if begin is not None:
+        begin()
 
 
 Task = Generator[Handle, Any, T]
