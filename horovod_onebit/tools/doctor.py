@@ -20,11 +20,13 @@ OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-gpu", "tf-nightly")}
 PROBE = """
 import json, sys, horovod.{face} as hvd
 built = [name for name in ("mpi", "gloo", "nccl") if getattr(hvd, name + "_built")()]
-extra = {{}}
-if "{face}" == "torch":
-    import torch
-    extra = {{"cuda": torch.version.cuda, "gpus": torch.cuda.device_count()}}
-print("RESULT " + json.dumps({{"built": built, **extra}}))
+print("RESULT " + json.dumps({{"built": built}}))
+"""
+GPUS = """
+import json, torch
+from horovod_onebit.kernels import backend, has_gpu
+gpus = torch.cuda.device_count()
+print("RESULT " + json.dumps({"gpus": gpus, "fault": backend("cuda").fault() if gpus and has_gpu() else ""}))
 """
 BUILD = "build it with docker/install_horovod.py"
 
@@ -52,9 +54,10 @@ def versions() -> dict[str, str]:
 
 
 def probe(face: str) -> dict[str, Any] | str:
-    """What Horovod was built with for "torch" or "tensorflow", found out in another process; or why that failed."""
+    """What Horovod was built with for "torch" or "tensorflow", or how many "gpus" PyTorch sees and what keeps the CUDA
+    kernels from working there; found out in another process. Or why that failed."""
     try:
-        command = [sys.executable, "-c", PROBE.format(face=face)]
+        command = [sys.executable, "-c", GPUS if face == "gpus" else PROBE.format(face=face)]
         done = subprocess.run(command, capture_output=True, text=True, timeout=120)
     except subprocess.TimeoutExpired:
         return "it did not answer within two minutes"
@@ -70,6 +73,8 @@ def examine(
     """All versions, and the findings about them."""
     found = versions() if found is None else found
     findings = [Finding("ok", ", ".join(f"{name} {number}" for name, number in found.items()))]
+    gpus = ask("gpus") if "torch" in found else {"gpus": 0}
+    findings += _of_gpus(gpus)
     if "horovod" not in found:
         return found, [*findings, *_without_horovod(found)]
     faces = [face for face in ("torch", "tensorflow") if face in found]
@@ -83,6 +88,9 @@ def examine(
             continue
         controllers |= set(answer["built"])
         findings += _of_face(face, answer)
+        if face == "torch" and isinstance(gpus, dict) and gpus["gpus"] and "nccl" not in answer["built"]:
+            text = f"{gpus['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
+            findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
     findings += _of_launching(found, controllers)
     if "torch" in faces:
         text = "PyTorch's jobs run over what they initialise: Horovod, or torch.distributed, by torchrun"
@@ -115,18 +123,21 @@ def _of_face(face: str, answer: dict[str, Any]) -> list[Finding]:
     findings = [Finding("ok", f"Horovod works with {face}, built with {', '.join(built) or 'no controller'}")]
     if not {"mpi", "gloo"} & set(built):
         findings.append(Finding("error", f"Horovod has neither Gloo nor MPI for {face}", BUILD))
-    if answer.get("gpus") and "nccl" not in built:
-        text = f"{answer['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
-        findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
-    if answer.get("gpus") and importlib.util.find_spec("numba_cuda") is None:
-        findings.append(
-            Finding(
-                "note",
-                "GPUs, and no numba-cuda",
-                "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12",
-            )
-        )
     return findings
+
+
+def _of_gpus(answer: dict[str, Any] | str) -> list[Finding]:
+    if isinstance(answer, str):
+        return [Finding("error", f"PyTorch does not work: {answer}", "import torch in Python tells more")]
+    if not answer["gpus"]:
+        return []
+    if importlib.util.find_spec("numba_cuda") is None:
+        advice = "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
+        return [Finding("note", "GPUs, and no numba-cuda: the host compresses", advice)]
+    if answer["fault"]:
+        advice = "the host compresses; install what horovod-onebit[cuda] asks for, such as NumPy before 2.5"
+        return [Finding("note", answer["fault"], advice)]
+    return [Finding("ok", f"the CUDA kernels work on the first of {answer['gpus']} GPUs")]
 
 
 def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]:

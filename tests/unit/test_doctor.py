@@ -10,8 +10,8 @@ from horovod_onebit.tools.cli import main
 HERE = {"python": "3.11.7", "numpy": "2.4", "numba": "0.68", "horovod": "0.28.1", "torch": "2.13"}
 
 
-def levels(found, answer):
-    _, findings = doctor.examine(found, lambda face: answer)
+def levels(found, answer, gpus=0, fault=""):
+    _, findings = doctor.examine(found, lambda what: {"gpus": gpus, "fault": fault} if what == "gpus" else answer)
     return [(finding.level, finding.what) for finding in findings[1:]]
 
 
@@ -39,7 +39,7 @@ def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
 
 def test_pytorch_runs_without_horovod():
     for more, level in (({}, "ok"), ({"tensorflow": "2.21"}, "note")):
-        _, findings = doctor.examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda face: "not asked")
+        _, findings = doctor.examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda what: {"gpus": 0})
         found = next(finding for finding in findings if "torch.distributed" in finding.what)
         assert found.level == level
         assert all(finding.level != "error" for finding in findings)
@@ -52,10 +52,19 @@ def test_a_host_that_does_not_know_its_own_name(monkeypatch):
 
 
 def test_gpus_without_nccl_are_worth_a_note():
-    told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo"], "cuda": "13.0", "gpus": 8})
+    told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo"]}, gpus=8)
     assert ("ok", "Horovod works with torch, built with gloo") in told
     assert any(level == "note" and "8 GPUs, and Horovod without NCCL" in what for level, what in told)
     assert not [what for level, what in told if level == "error" and "horovodrun" not in what]
+
+
+def test_kernels_that_do_not_work_are_worth_a_note():
+    without_horovod = {"python": "3.12.3", "torch": "2.13.0"}
+    for found in (HERE, without_horovod):
+        told = levels(found, {"built": ["gloo", "nccl"]}, gpus=8)
+        assert ("ok", "the CUDA kernels work on the first of 8 GPUs") in told
+        told = levels(found, {"built": ["gloo", "nccl"]}, gpus=8, fault="they failed: no row_stack")
+        assert ("note", "they failed: no row_stack") in told
 
 
 @pytest.mark.parametrize("without", [False, True])
