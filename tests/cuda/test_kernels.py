@@ -368,8 +368,9 @@ def test_a_message_arrives_later(scales):
         with kernels.batch():
             kernels.encode(adam.momentum, of_adam(), given, residual, twin.row, 32, how)
         twin.fetch(32, bucket, scales=scales)
-        assert twin.arrived() != SIMULATED
+        assert not (SIMULATED and twin.arrived())  # a GPU may be done already, or not
         twin.wait()
+        assert twin.arrived()
         if scales:
             close(twin.scales, scales_of(row, 300, how, 32))
             assert (twin.host == 90).all()
