@@ -82,6 +82,7 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, 
 	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/horovodrun -np 4 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py -k of_a_host
 	$(BIN)/horovodrun -np 2 --gloo $(BIN)/python -m pytest -rs -p no:cacheprovider tests/ranks/test_keras_cuda.py
+	$(BIN)/torchrun --standalone --nproc-per-node 2 -m pytest -rs -p no:cacheprovider tests/ranks/test_torch_cuda.py
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 

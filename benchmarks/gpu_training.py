@@ -2,9 +2,9 @@
 
     python -m benchmarks.gpu_training       writes benchmarks/results/gpu_training.json
 
-One process, and two on one card over Gloo, each on the CPU and on the GPU; noise is what another seed makes of the run
-on the CPU. Then a network that fills the card, in one process. Without a GPU it says so and ends; `--device cpu` goes
-through it all the same, to try this program.
+By horovodrun, or with `--launcher torchrun`. One process, and two on one card over Gloo, each on the CPU
+and on the GPU; noise is what another seed makes of the run on the CPU. Then a network that fills the card, in one
+process. Without a GPU it says so and ends; `--device cpu` goes through it all the same, to try this program.
 """
 
 from __future__ import annotations
@@ -19,12 +19,14 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jobs.demo import run
+from jobs.demo import LAUNCHERS, run
 
 RESULTS = Path(__file__).parent / "results" / "gpu_training.json"
 
 
-def train(processes: int, device: str, steps: int, width: int, seed: int = 0, batch: int = 0) -> dict[str, Any]:
+def train(
+    launcher: str, processes: int, device: str, steps: int, width: int, seed: int = 0, batch: int = 0
+) -> dict[str, Any]:
     """One job: its losses, the last line of its metrics, and whether the replicas were equal."""
     with tempfile.TemporaryDirectory() as folder:
         weights = str(Path(folder, "{rank}.npz"))
@@ -33,7 +35,7 @@ def train(processes: int, device: str, steps: int, width: int, seed: int = 0, ba
             framework="torch", task="charlm", np=processes, backend="gloo", recipe="robust",
             steps=steps, warmup_steps=50, output=Path(folder), more=more,
         )  # fmt: skip
-        done = run(options, "onebit", seed)
+        done = run(options, "onebit", seed, launcher=launcher)
         ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)]
         equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks for name in ranks[0].files)
         return {"losses": [line["loss"] for line in done.steps], "last": done.final, "replicas equal": equal}
@@ -51,7 +53,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
         runs = {}
         for name, device, seed in (("cpu", "cpu", 0), ("noise", "cpu", 1), ("gpu", options.device, 0)):
             with console.status(f"charlm, {processes} processes, {name} ..."):
-                runs[name] = train(processes, device, options.steps, options.width, seed)
+                runs[name] = train(options.launcher, processes, device, options.steps, options.width, seed)
         found[f"{processes} processes"] = {
             "test loss": {name: run["last"]["test_loss"] for name, run in runs.items()},
             "distance of the loss curves, GPU to CPU": distance(runs["gpu"], runs["cpu"]),
@@ -59,7 +61,8 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
             "replicas equal": all(run["replicas equal"] for run in runs.values()),
         }
     with console.status("a large network ..."):
-        large = train(1, options.device, options.large_steps, options.large_width, batch=options.large_batch)
+        steps, width = options.large_steps, options.large_width
+        large = train(options.launcher, 1, options.device, steps, width, batch=options.large_batch)
     found["large"] = {
         "parameters": large["last"]["parameters"],
         "loss, first and last": [large["losses"][0], large["last"]["loss"]],
@@ -70,6 +73,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--launcher", choices=LAUNCHERS, default="horovodrun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
@@ -87,6 +91,7 @@ def main() -> None:
     found = measure(options, console)
     if options.device == "cuda":
         card = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
+        card["launcher"] = options.launcher
         RESULTS.write_text(json.dumps(card | found, indent=1) + "\n")
     table = Table("", "", title="charlm on a GPU and on the CPU")
     for name, value in found.items():

@@ -11,6 +11,9 @@ LAUNCHED = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_
 # Horovod reads it at hvd.init(); tests add process sets afterwards.
 os.environ["HOROVOD_DYNAMIC_PROCESS_SETS"] = "1"
 
+# NCCL refuses two ranks on one GPU, unless it takes them for ranks of two hosts.
+os.environ.setdefault("NCCL_HOSTID", os.environ.get("RANK", os.environ.get("HOROVOD_RANK", "0")))
+
 # Some virtual machines announce AMX and refuse it: products of bfloat16 would end the process (SIGILL).
 os.environ.setdefault("ONEDNN_MAX_CPU_ISA", "AVX512_CORE_FP16")
 
@@ -38,7 +41,8 @@ def pytest_runtest_makereport(item, call):
     if report.failed:
         sys.stderr.write(f"\n{item.nodeid} failed in {report.when}\n{report.longreprtext}\n")
         sys.stderr.flush()
-        os._exit(1)
+        if not os.environ.get("ONEBIT_GO_ON"):  # what fails on all ranks alike may fail
+            os._exit(1)
     return report
 
 

@@ -11,6 +11,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import (
+    DEVICE,
     OPTIMIZERS,
     RANK,
     SIZE,
@@ -105,7 +106,7 @@ def test_groups_keep_their_own_hyperparameters():
         optimizer = torch.optim.Adam(groups)
         named = [("still", still), ("moving", moving)]
         optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=named, warmup_steps=1)
-        signs = torch.randn(2000, generator=torch.Generator().manual_seed(1))
+        signs = torch.randn(2000, generator=torch.Generator(DEVICE).manual_seed(1))
         for _ in range(4):
             optimizer.zero_grad()
             ((still + moving) * signs).sum().backward()
@@ -232,7 +233,7 @@ def test_channels_last_weights():
         optimizer = wrap(model, warmup_steps=2, recipe=Recipe(block_size=None))
         for step in range(8):
             generator = torch.Generator().manual_seed(10 * step + RANK)
-            x = torch.randn(8, 4, 8, 8, generator=generator).to(memory_format=memory_format)
+            x = torch.randn(8, 4, 8, 8, generator=generator, device="cpu").to(DEVICE).to(memory_format=memory_format)
             optimizer.zero_grad()
             cross_entropy(model(x), x.mean((1, 2, 3)).gt(0).long()).backward()
             optimizer.step()

@@ -1,14 +1,15 @@
 """The PyTorch face with the CUDA kernels against the host's: on a GPU, or with NUMBA_ENABLE_CUDASIM=1 in the simulator.
 
-One GPU serves all ranks. With ONEBIT_PTX, see ``tests.cuda.test_kernels``.
+One GPU serves all ranks, over Horovod or ``torch.distributed``. With ONEBIT_PTX, see ``tests.cuda.test_kernels``.
 """
 
 import copy
 import dataclasses
 import os
+import re
+import sys
 from collections import Counter
 
-import horovod.torch as hvd
 import numpy as np
 import pytest
 import torch
@@ -20,9 +21,9 @@ from horovod_onebit import ConfigurationError, Recipe
 from horovod_onebit.exchange import hierarchical
 from horovod_onebit.kernels import has_gpu
 from horovod_onebit.torch.collectives import Gathered
-from horovod_onebit.torch.horovod import HorovodCollectives, _Moving
 from tests.one_core import stay_on_one_core
 from tests.ranks.torch_common import RANK, SIZE, assert_replicas_equal, spoil, weights
+from tests.ranks.world import collectives, world
 
 pytestmark = pytest.mark.skipif(not has_gpu(), reason="no NVIDIA GPU here, and Numba does not simulate")
 
@@ -33,6 +34,8 @@ if "ONEBIT_PTX" in os.environ:
 
     machine.install(os.environ["ONEBIT_PTX"])
 DEVICE = "cpu" if config.ENABLE_CUDASIM else "cuda"
+COLLECTIVES = type(collectives())  # of the transport
+Moving = sys.modules[COLLECTIVES.__module__]._Moving
 RECIPE = Recipe(block_size=64, min_compressed_size=100)
 ADAM = (torch.optim.AdamW, {"lr": 1e-2})
 OPTIMIZERS = [
@@ -65,7 +68,7 @@ def wrap(model, kernels, kind=torch.optim.AdamW, recipe=RECIPE, **arguments):
 
 def step(model, optimizer, number, bad=False):
     generator = torch.Generator().manual_seed(1000 * number + RANK)
-    x = torch.randn(16, 12, generator=generator).to(DEVICE, model.first.weight.dtype)
+    x = torch.randn(16, 12, generator=generator, device="cpu").to(DEVICE, model.first.weight.dtype)
     optimizer.zero_grad()
     if bad:
         spoil(model.first.weight, "nan")
@@ -88,6 +91,16 @@ def uses_kernels(optimizer):
     return places.pop()
 
 
+def assert_residuals_close(ours, theirs):
+    """Those of servers have a digest in their names of what is gathered where."""
+    ours, theirs = (
+        {re.sub(r"server\.\w+", "server", name): value for name, value in of.items()} for of in (ours, theirs)
+    )
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-5)
+
+
 def count_calls(monkeypatch, owner, name):
     """Counts the calls of a method of what is on the device."""
     counts, method = Counter(), getattr(owner, name)
@@ -103,7 +116,7 @@ def count_calls(monkeypatch, owner, name):
 @pytest.fixture(params=[False, True], ids=["by the host", "where they are"])
 def gathered(request, monkeypatch):
     """Messages are gathered in the host's memory, or where the kernels write them, as with NCCL. Counts the latter."""
-    monkeypatch.setattr(HorovodCollectives, "takes_device_memory", request.param)
+    monkeypatch.setattr(COLLECTIVES, "takes_device_memory", request.param)
     counts = count_calls(monkeypatch, Gathered, "heads")
     yield counts
     assert bool(counts) <= request.param
@@ -134,9 +147,7 @@ def test_both_kernels_train_alike(kind, arguments, recipe, gathered):
         assert stats.error_norm > 0
         assert stats.momentum_norm > 0
     torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
-    assert residuals[0].keys() == residuals[1].keys()
-    for name, value in residuals[0].items():
-        torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
+    assert_residuals_close(*residuals)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -157,7 +168,7 @@ def test_direct_messages_stay_where_they_are(gathered):
     optimizer = wrap(model, "cuda")
     train(model, optimizer, 5)
     buckets = len(optimizer._compressor.engine.layout.buckets)
-    assert gathered["device"] == (3 * buckets if HorovodCollectives.takes_device_memory else 0)
+    assert gathered["device"] == (3 * buckets if COLLECTIVES.takes_device_memory else 0)
 
 
 @pytest.mark.skipif(SIZE != 4, reason="needs four ranks: two hosts of two")
@@ -165,10 +176,10 @@ def test_direct_messages_stay_where_they_are(gathered):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
 def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, gathered, monkeypatch):
     """As they do in the host's memory, on hosts that are made up: the same sums, so the same bits from host to host."""
-    monkeypatch.setattr(HorovodCollectives, "host", lambda self: (RANK // 2, 2))
+    monkeypatch.setattr(COLLECTIVES, "host", lambda self: (RANK // 2, 2))
     monkeypatch.setattr(hierarchical.Exchange, "between", between)
     recipe = dataclasses.replace(RECIPE, exchange="hierarchical", bucket_size=100)
-    moved = count_calls(monkeypatch, _Moving, "wait")
+    moved = count_calls(monkeypatch, Moving, "wait")
     trained, residuals = [], []
     for kernels in ("cpu", "cuda"):
         model = Small(dtype)
@@ -185,13 +196,11 @@ def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, ga
         residuals.append(optimizer.feedback_state_dict())
     buckets = len(optimizer._compressor.engine.layout.buckets)
     assert buckets > 1
-    assert moved["device"] == (7 * buckets if HorovodCollectives.takes_device_memory else 0)
+    assert moved["device"] == (7 * buckets if COLLECTIVES.takes_device_memory else 0)
     rough = {"rtol": 1e-2, "atol": 1e-3}
     torch.testing.assert_close(*trained, **({"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else rough))
-    assert residuals[0].keys() == residuals[1].keys()
     if dtype is torch.float32:
-        for name, value in residuals[0].items():
-            torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
+        assert_residuals_close(*residuals)
 
 
 def test_nan_on_one_worker_is_skipped_by_all(gathered):
@@ -238,7 +247,7 @@ def test_autocast_and_a_gradscaler(dtype):
         if number in (1, 5) and RANK == SIZE - 1:
             spoil(model.first.weight, "inf")
         generator = torch.Generator().manual_seed(1000 * number + RANK)
-        x = torch.randn(16, 12, generator=generator).to(DEVICE)
+        x = torch.randn(16, 12, generator=generator, device="cpu").to(DEVICE)
         with torch.autocast(DEVICE, dtype):
             loss = cross_entropy(model(x).float(), x[:, :7].argmax(1))
         scaler.scale(loss).backward()
@@ -251,7 +260,7 @@ def test_autocast_and_a_gradscaler(dtype):
         else:
             scaler.step(optimizer)
         scaler.update()
-        assert len(set(hvd.allgather_object(scaler.get_scale()))) == 1
+        assert len(set(world.allgather_object(scaler.get_scale()))) == 1
     assert uses_kernels(optimizer)
     assert scaler.get_scale() == 64.0
     assert optimizer.stats().skipped_steps == 2
@@ -302,3 +311,53 @@ def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
 def test_an_unknown_name_is_refused():
     with pytest.raises(ConfigurationError, match="kernels='gpu'"):
         wrap(Small(), "gpu")
+
+
+class Deep(torch.nn.Module):
+    """Eight layers whose messages leave in buckets of their own, while the gradients of others are still computed."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = torch.nn.ModuleList([torch.nn.Linear(512, 512) for _ in range(8)])
+        self.to(DEVICE)
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + 0.1 * torch.tanh(layer(x))
+        return x
+
+
+DEEP = {
+    "one bit": {"recipe": dataclasses.replace(RECIPE, bucket_size=500), "warmup_steps": 3},
+    "three bits": {"recipe": dataclasses.replace(RECIPE, bucket_size=500, warmup="three_bit"), "warmup_steps": 100},
+    "gradients in few bits": {"recipe": dataclasses.replace(RECIPE, bucket_size=500), "schedule": onebit.Gradients()},
+    "local steps": {"recipe": RECIPE, "schedule": onebit.Local(every=4)},
+}
+
+
+@pytest.mark.skipif(bool(config.ENABLE_CUDASIM), reason="the simulator has no streams, and takes minutes")
+@pytest.mark.parametrize("beside", [False, True], ids=["one stream", "a stream of its own"])
+@pytest.mark.parametrize("case", DEEP)
+def test_messages_that_leave_during_the_backward_pass(case, beside):
+    """With many in flight, and on any stream, replicas stay equal, and the loss is that of the host's kernels."""
+    losses = []
+    for kernels in ("cpu", "cuda"):
+        model = Deep()
+        optimizer = onebit.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters(), kernels=kernels, **DEEP[case]
+        )
+        stream = torch.cuda.Stream() if beside else None
+        with torch.cuda.stream(stream):
+            for number in range(30):
+                generator = torch.Generator().manual_seed(1000 * number + RANK)
+                x = torch.randn(16, 512, generator=generator, device="cpu").to(DEVICE)
+                optimizer.zero_grad()
+                loss = (model(x) - x.roll(1, 1)).square().mean()
+                loss.backward()
+                optimizer.step()
+            if case == "local steps":
+                optimizer.flush()
+            losses.append(float(loss.detach()))
+            assert_replicas_equal(model)
+    assert abs(losses[1] / losses[0] - 1) < 0.02

@@ -15,7 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
-from tests.ranks.torch_common import RANK, SIZE, Lion, assert_replicas_equal, batch, weights
+from tests.ranks.torch_common import DEVICE, RANK, SIZE, Lion, assert_replicas_equal, batch, weights
 from tests.ranks.world import world
 
 ODD = RANK == SIZE - 1
@@ -92,7 +92,7 @@ class Run:
     def _backward(self, model):
         model.zero_grad()
         x, _ = batch(self.steps)
-        y = torch.randint(10, (len(x),), generator=torch.Generator().manual_seed(2 * self.steps + RANK))
+        y = torch.randint(10, (len(x),), generator=torch.Generator(DEVICE).manual_seed(2 * self.steps + RANK))
         cross_entropy(model(x), y).backward()
 
     def check(self, steps=24):

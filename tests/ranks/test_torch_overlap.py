@@ -10,6 +10,7 @@ from torch.nn.functional import cross_entropy
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import PRESETS
 from tests.ranks.torch_common import (
+    DEVICE,
     OPTIMIZERS,
     RANK,
     SIZE,
@@ -261,7 +262,9 @@ def test_odd_models_with_and_without_overlap(set_to_none):
         for step in range(8):
             optimizer.zero_grad(set_to_none=set_to_none)
             generator = torch.Generator().manual_seed(10 * step + RANK)
-            model(torch.randn(4, 8, 9, 9, generator=generator), step).square().mean().backward()
+            model(
+                torch.randn(4, 8, 9, 9, generator=generator, device="cpu").to(DEVICE), step
+            ).square().mean().backward()
             optimizer.step()
         assert_replicas_equal(model)
         results.append(weights(model))

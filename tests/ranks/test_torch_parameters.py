@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError
 from horovod_onebit.warmup import Phase
-from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import DEVICE, RANK, Net, assert_replicas_equal, batch, train, weights, wrap
 
 # -- never compressed -------------------------------------------------------------------------------------------------
 
@@ -36,7 +36,7 @@ def read(model, optimizer, steps):
     for step in range(steps):
         optimizer.zero_grad()
         generator = torch.Generator().manual_seed(100 * step + RANK)
-        words = torch.randint(0, 200, (16, 8), generator=generator)
+        words = torch.randint(0, 200, (16, 8), generator=generator, device="cpu").to(DEVICE)
         cross_entropy(model(words), words[:, 0] % 10).backward()
         optimizer.step()
 

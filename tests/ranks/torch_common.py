@@ -13,6 +13,9 @@ from tests.ranks.world import world
 world.init()
 torch.set_num_threads(1)
 RANK, SIZE = world.rank(), world.size()
+DEVICE = os.environ.get("ONEBIT_DEVICE", "cpu")  # where models and batches are; one GPU serves all ranks
+if DEVICE != "cpu":
+    torch.set_default_device(DEVICE)
 # In which order Horovod adds more than two values depends on what it fuses, and that on timing, unless fusion is off.
 REPEATABLE = SIZE == 2 or os.environ.get("HOROVOD_FUSION_THRESHOLD") == "0"
 two_ranks_only = pytest.mark.skipif(SIZE != 2, reason="float32 sums of more than two depend on how they are sent")
@@ -76,7 +79,7 @@ class Net(torch.nn.Module):
 
 def batch(step, rank=None):
     generator = torch.Generator().manual_seed(1000 * step + (RANK if rank is None else rank))
-    x = torch.randn(16, 32, generator=generator)
+    x = torch.randn(16, 32, generator=generator, device="cpu").to(DEVICE)
     return x, x[:, :10].argmax(1)
 
 
@@ -116,7 +119,7 @@ def digest(model, optimizer):
     for p in model.parameters():
         values = [value for _, value in sorted(optimizer.state[p].items()) if isinstance(value, torch.Tensor)]
         for value in (p, *values):
-            found.update(value.detach().contiguous().numpy().tobytes())
+            found.update(value.detach().contiguous().cpu().numpy().tobytes())
     for _, value in sorted(optimizer.feedback_state_dict().items()):
         found.update(value.numpy().tobytes())
     return "".join(world.allgather_object(found.hexdigest(), name="digests"))

@@ -1,5 +1,5 @@
 """What the PyTorch tests need of the other ranks, by Horovod's names: Horovod itself under horovodrun and mpirun, or
-over ``torch.distributed`` under torchrun.
+over ``torch.distributed`` under torchrun, with the backend ONEBIT_BACKEND or Gloo.
 """
 
 import os
@@ -29,7 +29,8 @@ class Distributed:
 
     def init(self):
         if not self._dist.is_initialized():
-            self._dist.init_process_group("gloo", timeout=timedelta(seconds=120))
+            backend = os.environ.get("ONEBIT_BACKEND", "gloo")
+            self._dist.init_process_group(backend, timeout=timedelta(seconds=120))
 
     def rank(self):
         return self._dist.get_rank()
