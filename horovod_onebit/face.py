@@ -14,8 +14,9 @@ from typing import Any, ClassVar
 
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import Gradients, Local, Schedule
-from horovod_onebit.warmup import NEVER, AfterRise, Warmup
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.schedule import Gradients, Local, Schedule, named, resolve
+from horovod_onebit.warmup import FOREVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -85,10 +86,21 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) ->
             "that is a share of it"
         )
     if isinstance(schedule, Gradients):
-        return make_warmup(NEVER)
+        return make_warmup(FOREVER)
     if isinstance(schedule, Local):
         return AfterRise(schedule.freeze) if schedule.shares_moments else make_warmup(1)
     return make_warmup(schedule.var_update_scaler)
+
+
+def chosen(
+    recipe: str | Recipe, schedule: Schedule | None, steps: Any, total_steps: int | None
+) -> tuple[Recipe, Schedule | None, Warmup]:
+    """What these arguments mean together. With ``recipe="exact"`` the warm-up does not end, however many ``steps``."""
+    warmup = warmup_of(steps, total_steps, schedule)
+    recipe, named_schedule = named(recipe, schedule)
+    if named_schedule != schedule:
+        warmup = warmup_of(None, None, named_schedule)
+    return resolve(recipe, named_schedule), named_schedule, warmup
 
 
 def host_number() -> int:

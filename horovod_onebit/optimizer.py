@@ -24,7 +24,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Gradients, Kind, Schedule, ZeroOne, resolve
+from horovod_onebit.schedule import Gradients, Kind, Schedule, ZeroOne, named, resolve
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.warmup import Phase, Warmup
 
@@ -38,7 +38,7 @@ class NumpyOptimizer:
             learning rate.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        recipe: a preset's name or a ``Recipe``.
+        recipe: a preset's name, a ``Recipe``, or ``"exact"``, which never compresses.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; with ``Local`` each worker takes the steps of any
             rule alone, and the changes of the weights are exchanged; with ``Gradients``, all steps are exact ones of
@@ -75,6 +75,7 @@ class NumpyOptimizer:
         if schedule is not None and not isinstance(schedule, Schedule):
             raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne, a Local or a Gradients")
         self.rule = rule
+        recipe, schedule = named(recipe, schedule)
         self.engine = Engine(resolve(recipe, schedule), collectives, kernels=kernels)
         self._zero_one = isinstance(schedule, ZeroOne)
         warmup: Warmup
@@ -83,7 +84,7 @@ class NumpyOptimizer:
         elif isinstance(schedule, ZeroOne):
             warmup = warmups.make(schedule.var_update_scaler)
         elif isinstance(schedule, Gradients):
-            warmup, schedule = warmups.make(warmups.NEVER), None
+            warmup, schedule = warmups.make(warmups.FOREVER), None
         else:
             freezes = schedule.shares_moments and type(rule) is Adam
             warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)

@@ -167,5 +167,6 @@ def resolve(recipe: str | Recipe) -> Recipe:
     if isinstance(recipe, str) and recipe in PRESETS:
         return PRESETS[recipe]
     raise ConfigurationError(
-        f"recipe={recipe!r}: expected one of {', '.join(map(repr, PRESETS))}, or a horovod_onebit.Recipe"
+        f"recipe={recipe!r}: expected one of {', '.join(map(repr, PRESETS))}, a horovod_onebit.Recipe, or 'exact', "
+        "which DistributedOptimizer and NumpyOptimizer take"
     )

@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 from enum import StrEnum
-from typing import Literal
+from typing import Final
 
 from horovod_onebit import recipe as recipes
 from horovod_onebit.checks import finite, one_of, whole
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.recipe import Recipe
+from horovod_onebit.recipe import Recipe, WarmupName
 
 
 class Kind(StrEnum):
@@ -130,7 +130,8 @@ class Local:
         return self.freeze > 0 and not (self.momentum or self.delay)
 
 
-GradientCodec = Literal["two_bit", "three_bit", "four_bit"]
+EXACT: Final = "exact"
+"""The recipe, by name, of a run that never compresses."""
 
 
 @dataclass(frozen=True)
@@ -139,13 +140,13 @@ class Gradients:
     optimizer that is: a warm-up (``Recipe.warmup``) that does not end.
 
     Args:
-        codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``.
+        codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``; ``"exact"`` is float32, which ``recipe="exact"`` means.
     """
 
-    codec: GradientCodec = "three_bit"
+    codec: WarmupName = "three_bit"
 
     def __post_init__(self) -> None:
-        one_of("codec", self.codec, GradientCodec)
+        one_of("codec", self.codec, WarmupName)
 
 
 Schedule = ZeroOne | Local | Gradients
@@ -160,6 +161,15 @@ def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
     if coded and schedule is not None:
         raise ConfigurationError(f"Recipe(warmup={found.warmup!r}) and schedule={schedule!r}: leave one out")
     return found
+
+
+def named(recipe: str | Recipe, schedule: Schedule | None) -> tuple[str | Recipe, Schedule | None]:
+    """``recipe`` and ``schedule``; of the recipe ``"exact"``, what it means."""
+    if not isinstance(recipe, str) or recipe != EXACT:
+        return recipe, schedule
+    if schedule is not None:
+        raise ConfigurationError(f"recipe='exact' never compresses, and schedule={schedule!r}: leave one out")
+    return Recipe(), Gradients(EXACT)
 
 
 @functools.cache

@@ -15,6 +15,9 @@ from typing import Any
 from horovod_onebit.errors import ConfigurationError
 
 NEVER = 2**62
+"""Steps of a warm-up whose end is not known yet."""
+FOREVER = NEVER + 1
+"""Those of one that does not end."""
 
 
 class Phase(StrEnum):

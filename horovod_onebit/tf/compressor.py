@@ -36,7 +36,7 @@ from horovod_onebit.tf.moments import Moments, same
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import AutoWarmup, Phase, unbiased
+from horovod_onebit.warmup import FOREVER, AutoWarmup, Phase, unbiased
 
 T = TypeVar("T")
 
@@ -140,7 +140,7 @@ class Compressor:
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
         face: Prepares = self
-        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.schedule)
+        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.after_warmup)
 
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
@@ -201,6 +201,10 @@ class Compressor:
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""
+        return self.optimizer._wrapping.compresses and self.compressible(variable)
+
+    def compressible(self, variable: Any) -> bool:
+        """Whether ``variable`` would, if the warm-up ended."""
         size = math.prod(variable.shape)
         plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
         if not plain or size < self.engine.recipe.min_compressed_size:
@@ -253,6 +257,19 @@ class Compressor:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
         self._momenta = {}
+        self._follow_recipe()
+
+    def _follow_recipe(self) -> None:
+        """The state is of a run with ``recipe="exact"``, and this one compresses, or the other way round: begin the
+        warm-up, with moments in plain form."""
+        optimizer, compresses = self.optimizer, self.optimizer._wrapping.compresses
+        if not optimizer.built or (int(optimizer._warmup_steps.value) == FOREVER) != compresses:
+            return
+        if compresses:
+            self.take_plain()
+        else:
+            self.begin_again()
+            self.engine.feedback.reset()
 
     def average(self, pairs: Sequence[tuple[Any, Any]], wrapping: Wrapping) -> tuple[list[Any], Any]:
         """The averages of gradients by Horovod's own operations, and whether they are finite, on all workers alike.

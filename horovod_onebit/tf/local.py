@@ -122,7 +122,7 @@ class LocalSteps(Compressor):
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
         warmup = wrapping.warmup if self.adapter.adam is not None else make(1)
-        return Driver(self.engine, self, warmup, wrapping.schedule)
+        return Driver(self.engine, self, warmup, wrapping.after_warmup)
 
     @property
     def together(self) -> bool:

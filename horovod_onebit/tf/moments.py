@@ -40,7 +40,7 @@ class Owner(Protocol):
     engine: Any
     collectives: Any
 
-    def is_compressed(self, variable: Any) -> bool: ...
+    def compressible(self, variable: Any) -> bool: ...
 
     def warm_up_again(self) -> None: ...
 
@@ -100,7 +100,7 @@ class Moments:
         rate = float(optimizer.learning_rate)
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
-            if i in edited or not (marks[i] or seen[i]) or not (alone or compressor.is_compressed(variable)):
+            if i in edited or not (marks[i] or seen[i]) or not (alone or compressor.compressible(variable)):
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] not in (0, taken):

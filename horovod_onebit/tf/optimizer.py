@@ -16,9 +16,9 @@ import tensorflow as tf
 from horovod_onebit import feedback
 from horovod_onebit.checks import mapping, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.face import next_name, warmup_of
+from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Local, ZeroOne, resolve
+from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
@@ -37,7 +37,7 @@ from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.place import Placement
-from horovod_onebit.tf.rules import adapter_for, kinds
+from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
 from horovod_onebit.tf.step import compressed
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.tf.zero_one import ZeroOneSteps
@@ -312,7 +312,7 @@ class _DistributedOptimizer(_Wrapped):
     def _averages_itself(self) -> tuple[str, ...]:
         """The option ``use_ema`` where workers' weights differ between exchanges: the average is then of those that
         all have in common."""
-        return ("use_ema",) if self.use_ema and self._wrapping.schedule is not None else ()
+        return ("use_ema",) if self.use_ema and self._wrapping.after_warmup is not None else ()
 
     def _average_weights(self) -> None:
         """With ``use_ema`` and a schedule: take these weights, which all workers have, into the moving average. Those
@@ -521,7 +521,7 @@ def DistributedOptimizer(
 
     Args:
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
-            any with ``schedule=Local(...)``. The result is an instance of its class.
+            any with ``schedule=Local(...)`` or ``recipe="exact"``. The result is an instance of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
             default, which starts compression when the learning rate no longer rises and the second moment is stable,
             but at most 200 steps after that rise. (A model that was saved by Keras before that looks at both afresh
@@ -530,7 +530,9 @@ def DistributedOptimizer(
         schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Local(...)``,
             ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
             some. Neither has ``warmup_steps``.
-        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``. ``"exact"`` never compresses:
+            each step is the optimizer's own with the mean gradient, float32 or as ``compression`` says, and what this
+            one checks is checked; ``warmup_steps`` then has no effect.
         exact: variables that are never compressed, by path or name, or by patterns of them such as ``"*embedding*"``.
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
         kernels: ``"auto"`` compresses variables on a GPU there, by the CUDA kernels, where these work and all
@@ -563,12 +565,13 @@ def DistributedOptimizer(
         raise UnsupportedError(
             "device_dense, device_sparse, num_groups, groups and scale_local_gradients are not offered: leave them out"
         )
+    chosen_recipe, chosen_schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
     wrapping = Wrapping(
-        warmup=warmup_of(warmup_steps, total_steps, schedule), recipe=resolve(recipe, schedule), op=op,
+        warmup=warmup, recipe=chosen_recipe, op=op,
         compression=compression, sparse_as_dense=sparse_as_dense, gradient_predivide_factor=gradient_predivide_factor,
         backward_passes_per_step=backward_passes_per_step, average_aggregated_gradients=average_aggregated_gradients,
         process_set=process_set, exact=() if exact is None else exact, name=name,
-        schedule=schedule, kernels=kernels, check_replicas_every=check_replicas_every,
+        schedule=chosen_schedule, kernels=kernels, check_replicas_every=check_replicas_every,
     )  # fmt: skip
     Placement(kernels).check()
     return _distributed(optimizer, wrapping)
@@ -593,8 +596,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
             f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "
             "can be under way between two steps: leave delay out"
         )
-    local = isinstance(schedule, Local)
-    adapter = LocalAdapter(schedule, optimizer) if local else adapter_for(optimizer, schedule)  # type: ignore[arg-type]
+    adapter = _adapter_of(optimizer, schedule)
     adapter.check(optimizer)
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
@@ -627,6 +629,12 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         wrapped._add_variables()
     wrapped._lineage.last = wrapped
     return wrapped
+
+
+def _adapter_of(optimizer: Any, schedule: ZeroOne | Local | Gradients | None) -> Adapter:
+    if isinstance(schedule, Local):
+        return LocalAdapter(schedule, optimizer)
+    return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
 
 
 _classes: dict[type, type] = {}

@@ -12,6 +12,7 @@ import numpy as np
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
+from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import ZeroOne
 
 
@@ -140,6 +141,36 @@ class LambAdapter(Adapter):
             optimizer._coefficients.assign(known)
 
 
+class AnyAdapter(Adapter):
+    """Any optimizer, which takes its own steps. One that has a 1-bit form has the same variables as with that, and takes
+    over what compressed steps left."""
+
+    def __init__(self, optimizer: Any) -> None:
+        check_kind(optimizer)
+        try:
+            self._known: Adapter | None = adapter_for(optimizer)
+        except UnsupportedError:
+            self._known = None
+        super().__init__(Wraps("any", Delta, momentum="") if self._known is None else self._known.wraps)
+
+    def check(self, optimizer: Any) -> None:
+        """Its own step can do whatever it does."""
+
+    def build(self, optimizer: Any) -> None:
+        if self._known is not None:
+            self._known.build(optimizer)
+
+    def momentum(self, optimizer: Any, index: int) -> Any:
+        return None if self._known is None else self._known.momentum(optimizer, index)
+
+    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
+        assert self._known is not None
+        return self._known.plain_momentum(value, learning_rate)
+
+    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:
+        return Delta(lr=learning_rate)  # for the agreement
+
+
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam. What that keeps besides becomes variables: the compressed variables' weights at the last
     exchange, what was counted since (see ``rules.zero_one_adam``), and the number of compressed steps tried, by which
@@ -169,15 +200,7 @@ def kinds() -> list[Any]:
 
 def adapter_for(optimizer: Any, schedule: ZeroOne | None = None) -> Adapter:
     """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one."""
-    kind = type(optimizer)
-    name = f"{kind.__module__}.{kind.__qualname__}"
-    if kind.__module__.startswith("tf_keras") or "keras.optimizers.legacy" in name:
-        raise UnsupportedError(f"{name} is a Keras 2 optimizer: use Keras 3's, e.g. keras.optimizers.AdamW")
-    if not isinstance(optimizer, keras.optimizers.Optimizer):
-        raise ConfigurationError(
-            f"optimizer={optimizer!r}: expected an optimizer itself, such as keras.optimizers.Adam(1e-3); not its "
-            "name, its class or its configuration"
-        )
+    name, kind = check_kind(optimizer), type(optimizer)
     for wraps in wrapped("keras"):
         wrapped_kind = resolve_name(wraps.optimizer)
         if isinstance(optimizer, wrapped_kind) and kind.update_step is wrapped_kind.update_step:
@@ -191,3 +214,17 @@ def adapter_for(optimizer: Any, schedule: ZeroOne | None = None) -> Adapter:
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
         "update_step). With schedule=horovod_onebit.tf.Local(...), any optimizer works"
     )
+
+
+def check_kind(optimizer: Any) -> str:
+    """The name of the class of ``optimizer``, if it is one of Keras 3."""
+    kind = type(optimizer)
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    if kind.__module__.startswith("tf_keras") or "keras.optimizers.legacy" in name:
+        raise UnsupportedError(f"{name} is a Keras 2 optimizer: use Keras 3's, e.g. keras.optimizers.AdamW")
+    if not isinstance(optimizer, keras.optimizers.Optimizer):
+        raise ConfigurationError(
+            f"optimizer={optimizer!r}: expected an optimizer itself, such as keras.optimizers.Adam(1e-3); not its "
+            "name, its class or its configuration"
+        )
+    return name

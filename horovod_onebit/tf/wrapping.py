@@ -13,7 +13,7 @@ from horovod_onebit import face
 from horovod_onebit.checks import flag, replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.warmup import FixedWarmup, Warmup
 
 
@@ -29,7 +29,7 @@ class Wrapping(face.Arguments):
     average_aggregated_gradients: bool
     exact: Any = ()
     name: str | None = None
-    schedule: ZeroOne | Local | None = None
+    schedule: ZeroOne | Local | Gradients | None = None
     kernels: str = "auto"
     check_replicas_every: int | None = None
 
@@ -57,6 +57,16 @@ class Wrapping(face.Arguments):
     def local(self) -> Local | None:
         """The schedule, if workers take their own optimizers' steps."""
         return self.schedule if isinstance(self.schedule, Local) else None
+
+    @property
+    def after_warmup(self) -> ZeroOne | Local | None:
+        """The schedule of the steps after the warm-up, if it ends."""
+        return None if isinstance(self.schedule, Gradients) else self.schedule
+
+    @property
+    def compresses(self) -> bool:
+        """Whether a warm-up ends, or rounds do."""
+        return not isinstance(self.schedule, Gradients)
 
     def __str__(self) -> str:
         """What all workers must have in common; not the names in ``exact``, since Keras numbers layers by process."""
@@ -92,7 +102,9 @@ class Wrapping(face.Arguments):
         config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
         schedule = config.pop("schedule", None)  # earlier versions had none
-        if schedule:  # earlier versions froze nothing
+        if schedule and "codec" in schedule:
+            schedule = Gradients(**schedule)
+        elif schedule:  # earlier versions froze nothing
             local = "every" in schedule
             schedule = Local(**{"freeze": 0, **schedule}) if local else ZeroOne(**schedule)
         config["schedule"] = schedule

@@ -63,7 +63,7 @@ class ZeroOneSteps(Compressor):
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
         face: Compresses = self
-        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.schedule)
+        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.after_warmup)
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],

@@ -14,9 +14,9 @@ import torch
 from horovod_onebit import feedback
 from horovod_onebit.checks import flag, mapping, matching, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.face import next_name, warmup_of
+from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients, Local, Schedule, resolve
+from horovod_onebit.schedule import Gradients, Local, Schedule
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import averaging, hooks
 from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
@@ -378,8 +378,8 @@ def DistributedOptimizer(
 
     Args:
         optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``, or any with
-            ``schedule=Local(...)`` or ``Gradients()``; its state and hyperparameters are kept. The result is an
-            instance of its class, and shares ``state`` and ``param_groups`` with it.
+            ``schedule=Local(...)`` or ``Gradients()``, or with ``recipe="exact"``; its state and hyperparameters are
+            kept. The result is an instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
         compression: ``Compression.fp16`` of this module, or Horovod's, halves the warm-up's traffic.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
@@ -401,7 +401,9 @@ def DistributedOptimizer(
             after some. With ``horovod_onebit.torch.Gradients()``, ``optimizer`` may be any, too, and takes its own
             step with the mean gradient, which travels in three bits an element. None has ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``.
+        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``. ``"exact"`` never compresses:
+            each step is the optimizer's own with the mean gradient, as with Horovod's ``DistributedOptimizer``, and
+            what this one checks is checked; ``warmup_steps`` then has no effect.
         overlap: send messages during the backward pass. If gradients change between ``backward()`` and ``step()`` (a
             ``GradScaler``, clipping), they are sent in ``step()`` from then on; if they change for the first time after
             they were sent, ``step`` raises on all workers and names this option.
@@ -428,8 +430,8 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, transport=transport,
     )  # fmt: skip
+    settled, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
     adapter = _adapter_of(optimizer, schedule)
-    warmup, chosen = warmup_of(warmup_steps, total_steps, schedule), resolve(recipe, schedule)
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
     flag("overlap", overlap)
@@ -437,9 +439,9 @@ def DistributedOptimizer(
     _check_supported(optimizer, adapter, names)
     placement = Placement(kernels)
     options: dict[str, Any] = {
-        "name": next_name(transport.number, transport.ranks), "recipe": chosen, "names": names, "exact": patterns or (),
-        "schedule": None if isinstance(schedule, Gradients) else schedule, "placement": placement,
-        "check_replicas_every": check_replicas_every,
+        "name": next_name(transport.number, transport.ranks), "recipe": settled, "names": names,
+        "exact": patterns or (), "schedule": None if isinstance(schedule, Gradients) else schedule,
+        "placement": placement, "check_replicas_every": check_replicas_every,
     }  # fmt: skip
     if isinstance(adapter, LocalAdapter):
         arguments.check_local()

@@ -263,3 +263,40 @@ def test_other_recipes(kind, recipe):
     train(model, optimizer, 40)
     rows = hvd.allgather(weights(model)[None], name="check.recipe").numpy()
     assert (rows == rows[0]).all()
+
+
+EXACT = {
+    "adamw": lambda: keras.optimizers.AdamW(1e-3),
+    "adam that clips": lambda: keras.optimizers.Adam(1e-3, global_clipnorm=0.1),
+    "rmsprop": lambda: keras.optimizers.RMSprop(1e-3),
+}
+
+
+@pytest.mark.parametrize("kind", EXACT)
+def test_the_recipe_exact_never_compresses(kind):
+    """Whatever the optimizer, and the warm-up that other recipes would have."""
+    model, plain, own = build(), build(), EXACT[kind]()
+    optimizer = wrap(EXACT[kind](), warmup_steps=3, recipe="exact")
+    train(model, optimizer, 8)
+    for step in range(8):
+        grads, _ = gradients(plain, *batch(step))
+        means = [hvd.allreduce(grad, name=f"mean.{i}") for i, grad in enumerate(grads)]
+        own.apply_gradients(zip(means, plain.trainable_variables, strict=True))
+    np.testing.assert_allclose(weights(model), weights(plain), atol=1e-6)
+    rows = hvd.allgather(weights(model)[None], name="check.exact").numpy()
+    assert (rows == rows[0]).all()
+    stats = optimizer.stats()
+    assert stats.phase == "warmup"
+    assert stats.ratio_to_fp32 == 1.0
+
+
+def test_a_model_saved_with_the_recipe_exact_keeps_it(tmp_path):
+    model = build()
+    model.compile(optimizer=wrap(keras.optimizers.RMSprop(1e-3), recipe="exact"), loss=LOSS, jit_compile=False)
+    model.fit(*batch(0), epochs=2, verbose=0)
+    model.save(tmp_path / "model.keras")
+    again = keras.models.load_model(tmp_path / "model.keras")
+    for one in (model, again):
+        one.fit(*batch(1), epochs=8, shuffle=False, verbose=0)
+        assert one.optimizer.phase is Phase.WARMUP
+    np.testing.assert_array_equal(weights(model), weights(again))

@@ -476,3 +476,24 @@ def test_replicas_that_drift_are_named(what):
         variable.assign(value)
     with pytest.raises(DesyncError, match=rf"on worker \[{SIZE - 1}\]"):
         onebit.check_replicas(model.optimizer)
+
+
+@pytest.mark.parametrize("kind", ["adamw", "sgd"])
+@pytest.mark.parametrize(("first", "then"), [("robust", "exact"), ("exact", "robust")])
+def test_a_checkpoint_goes_on_with_the_recipe_exact_and_back(folder, kind, first, then):
+    """Moments that compressed steps left are a plain optimizer's again, and the other way round the warm-up begins."""
+    model, again = compiled(kind, first), compiled(kind, then, seed=1)
+    fit(model, 9)
+    onebit.save_checkpoint(folder, model)
+    onebit.load_checkpoint(folder, again)
+    np.testing.assert_array_equal(weights(model), weights(again))
+    ours, theirs = (onebit.plain_optimizer(one.optimizer).variables for one in (again, model))
+    for variable, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(np.asarray(variable), np.asarray(other))
+    if then == "exact":
+        for variable, other in zip(again.optimizer.plain_variables, theirs, strict=True):
+            np.testing.assert_array_equal(np.asarray(variable), np.asarray(other))
+    assert again.optimizer.phase == "warmup"
+    fit(again, 8, start=9)
+    assert_replicas_equal(again)
+    assert again.optimizer.phase == ("warmup" if then == "exact" else "compressed")

@@ -614,3 +614,49 @@ def test_nan_written_over_a_gradient_that_has_left_does_no_lasting_harm(warmup, 
     assert optimizer.stats().step == before + 5
     assert all(bool(torch.isfinite(torch.from_numpy(found)).all()) for found in engine.feedback.state_dict().values())
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.Adam, torch.optim.RMSprop, torch.optim.Adafactor])
+def test_the_recipe_exact_never_compresses(kind):
+    """Whatever the optimizer, and the warm-up that other recipes would have."""
+    model, plain = Net(), Net()
+    optimizer, own = wrap(model, kind, warmup_steps=3, recipe="exact"), kind(plain.parameters(), lr=1e-3)
+    train(model, optimizer, 9)
+    for step in range(9):
+        own.zero_grad()
+        x, y = batch(step)
+        cross_entropy(plain(x), y).backward()
+        for p in plain.parameters():
+            if p.grad is not None:
+                p.grad = world.allreduce(p.grad, name="mean")
+        own.step()
+    torch.testing.assert_close(weights(model), weights(plain), atol=0 if SIZE == 2 else 1e-6, rtol=0)
+    assert_replicas_equal(model)
+    stats = optimizer.stats()
+    assert stats.phase == "warmup"
+    assert stats.ratio_to_fp32 == 1.0
+
+
+@pytest.mark.parametrize(("first", "then"), [("robust", "exact"), ("exact", "robust"), ("exact", "exact")])
+def test_a_checkpoint_goes_on_with_the_recipe_exact_and_back(first, then, tmp_path):
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model, again = Net(), Net(seed=1)
+    optimizer = wrap(model, recipe=first)
+    train(model, optimizer, 9)
+    onebit.save_checkpoint(folder, model, optimizer)
+    resumed = wrap(again, recipe=then)
+    onebit.load_checkpoint(folder, again, resumed)
+    assert torch.equal(weights(model), weights(again))
+    train(again, resumed, 9, start=9)
+    assert_replicas_equal(again)
+    assert resumed.phase == ("warmup" if then == "exact" else "compressed")
+    if first == then:
+        train(model, optimizer, 9, start=9)
+        assert torch.equal(weights(model), weights(again))
+
+
+def test_the_recipe_exact_has_no_schedule():
+    with pytest.raises(ConfigurationError, match=r"recipe='exact' never compresses, and schedule=ZeroOne"):
+        wrap(Net(), warmup_steps=None, recipe="exact", wrapping={"schedule": onebit.ZeroOne()})
+    with pytest.raises(ConfigurationError, match=r"warmup_steps=0"):
+        wrap(Net(), warmup_steps=0, recipe="exact")

@@ -293,6 +293,22 @@ def test_gradients_in_every_step_are_a_warm_up_that_does_not_end():
     np.testing.assert_array_equal(ours[0], ours[1])
 
 
+def test_the_recipe_exact_is_a_warm_up_that_does_not_end():
+    def worker(collectives, **arguments):
+        found, rng = weights(), np.random.default_rng([7, collectives.rank])
+        optimizer = NumpyOptimizer(found, Adam(lr=0.01), collectives=collectives, **arguments)
+        for _ in range(30):
+            assert optimizer.step(gradients(rng, SIZES))
+        assert optimizer.phase == "warmup"
+        return np.concatenate(list(found.values()))
+
+    ours = simulation.run(lambda c: worker(c, recipe="exact", warmup_steps=3), 2)
+    same = simulation.run(lambda c: worker(c, warmup_steps=10**6), 2)
+    np.testing.assert_array_equal(ours, same)
+    with pytest.raises(ConfigurationError, match=r"recipe='exact' never compresses, and schedule=Local"):
+        simulation.run(lambda c: worker(c, recipe="exact", schedule=Local()), 2)
+
+
 def test_bits_of_gradients_that_do_not_exist():
     with pytest.raises(ConfigurationError, match="codec='sign': expected one of"):
         Gradients("sign")

@@ -35,7 +35,7 @@ ALLOWED = {
     "replicas": {"exchange", "tasks"},
     "tasks": {"marks"},
     "averages": {"exchange", "kernels", "stats", "tasks"},
-    "face": {"schedule", "warmup"},
+    "face": {"recipe", "schedule", "warmup"},
     "progress": set(),
     "engine": {
         "tasks",
