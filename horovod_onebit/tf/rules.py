@@ -142,8 +142,8 @@ class LambAdapter(Adapter):
 
 
 class AnyAdapter(Adapter):
-    """Any optimizer, which takes its own steps. One that has a 1-bit form has the same variables as with that, and takes
-    over what compressed steps left."""
+    """Any optimizer, which takes its own steps. One that has a 1-bit form has the same variables as with that, and
+    takes over what compressed steps left."""
 
     def __init__(self, optimizer: Any) -> None:
         check_kind(optimizer)
