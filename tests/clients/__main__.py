@@ -1,4 +1,5 @@
-"""``python -m tests.clients``: transformers' Trainer, accelerate and Lightning train with our optimizer, unmodified.
+"""``python -m tests.clients``: transformers' Trainer, accelerate, Lightning and Ignite train with our optimizer,
+unmodified; Ignite by ``horovod_onebit.install``.
 
 They are installed into an environment of their own, which sees the packages of this one. Each program of this folder is
 run in all its cases on two processes with other data each, one of them late, and compares the replicas after each step.
@@ -18,11 +19,17 @@ from pathlib import Path
 from jobs.processes import run
 from tests.horovod_suite import CACHE, environment
 
-REQUIREMENTS = ("transformers[torch]>=5.23,<6", "accelerate>=1.15,<2", "lightning>=2.6,<3")
+REQUIREMENTS = (
+    "transformers[torch]>=5.23,<6",
+    "accelerate>=1.15,<2",
+    "lightning>=2.6,<3",
+    "pytorch-ignite>=0.5.5,<0.6",
+)
 PROGRAMS = {
     "hf_trainer": ("clip", "tight", "norm", "accumulate", "resume"),
     "lightning_trainer": ("clip", "tight", "value", "accumulate", "bf16", "manual", "resume"),
     "accelerate_loop": ("clip", "tight", "value", "accumulate", "resume"),
+    "ignite_auto": ("plain", "accumulate"),
 }
 
 
@@ -43,10 +50,12 @@ def python_with_clients(folder: Path) -> Path:
     return python
 
 
-def launchers(python: Path) -> dict[str, list[str]]:
-    """The beginnings of the commands that start a program, by the launcher."""
+def launchers(python: Path, program: str) -> dict[str, list[str]]:
+    """The beginnings of the commands that start ``program``, by the launcher."""
     # Under MPI, accelerate and Lightning take the processes for their own.
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", str(python)]
+    if program == "ignite_auto":
+        return {"horovodrun": [*horovodrun, "-m", "horovod_onebit.install", "--warmup-steps", "4"]}
     torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return {"horovodrun": horovodrun, "torchrun": torchrun}
 
@@ -68,7 +77,7 @@ def main() -> int:
     python = python_with_clients(args.folder.absolute())
     failed = []
     for program in args.only:
-        for (by, launcher), case in product(launchers(python).items(), PROGRAMS[program]):
+        for (by, launcher), case in product(launchers(python, program).items(), PROGRAMS[program]):
             name = f"{program} {case} by {by}"
             try:
                 train(launcher, program, case)

@@ -300,3 +300,26 @@ def test_a_model_saved_with_the_recipe_exact_keeps_it(tmp_path):
         one.fit(*batch(1), epochs=8, shuffle=False, verbose=0)
         assert one.optimizer.phase is Phase.WARMUP
     np.testing.assert_array_equal(weights(model), weights(again))
+
+
+def test_a_program_that_knows_horovod_alone():
+    import horovod.tensorflow.keras as horovod
+
+    from horovod_onebit.install import install, uninstall
+
+    before = horovod.DistributedOptimizer, horovod.callbacks.MetricAverageCallback
+    install(recipe="exact")
+    try:
+        model = build(seed=RANK)
+        optimizer = horovod.DistributedOptimizer(keras.optimizers.RMSprop(1e-3))
+        model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+        own = horovod.callbacks
+        model.fit(
+            *batch(0), batch_size=4, verbose=0,
+            callbacks=[own.BroadcastGlobalVariablesCallback(0), own.MetricAverageCallback()],
+        )  # fmt: skip
+        onebit.check_replicas(model.optimizer)
+        assert model.optimizer.phase is Phase.WARMUP
+    finally:
+        uninstall()
+    assert before == (horovod.DistributedOptimizer, horovod.callbacks.MetricAverageCallback)

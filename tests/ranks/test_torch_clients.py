@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 from horovod_onebit.recipe import PRESETS
 from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, wrap
-from tests.ranks.world import world
+from tests.ranks.world import needs_horovod, world
 
 TINY = dataclasses.replace(PRESETS["robust"], min_compressed_size=64, bucket_size=4096)
 WARMUP, STEPS = 4, 9
@@ -177,3 +177,31 @@ def test_a_worker_that_clips_alone(phase):
             break
         assert_replicas_equal(model)
     assert len(set(world.allgather_object(refused, name="refused"))) == 1
+
+
+@needs_horovod
+def test_a_program_that_knows_horovod_alone(monkeypatch):
+    import horovod.torch as hvd
+
+    from horovod_onebit.install import install, uninstall
+
+    monkeypatch.setenv("HOROVOD_ONEBIT_RECIPE", "paper")
+    monkeypatch.setenv("HOROVOD_ONEBIT_WARMUP_STEPS", "900")
+    before = hvd.DistributedOptimizer, hvd.broadcast_optimizer_state, hvd.elastic.TorchState
+    install(warmup_steps=WARMUP)
+    install(warmup_steps=WARMUP)  # again: nothing is wrapped twice
+    try:
+        model = Net()
+        optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters())
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        for step in range(STEPS):
+            optimizer.zero_grad()
+            backward(model, step)
+            optimizer.step()
+        assert optimizer.recipe == PRESETS["paper"]
+        assert optimizer.phase == "compressed"
+        assert_replicas_equal(model)
+        assert hvd.elastic.TorchState.__module__ == "horovod_onebit.torch.elastic"
+    finally:
+        uninstall()
+    assert before == (hvd.DistributedOptimizer, hvd.broadcast_optimizer_state, hvd.elastic.TorchState)

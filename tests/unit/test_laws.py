@@ -74,6 +74,7 @@ ALLOWED = {
     "checkpoints": {"feedback", "world"},
     "world": {"exchange", "feedback", "kernels", "layout"},
     "mpi": set(),
+    "install": set(),
 }
 # The tools may import the whole core, and nobody of the core the tools. diagnostics is only a public name for one.
 ALLOWED |= {"tools": set(ALLOWED), "diagnostics": {"tools"}}
