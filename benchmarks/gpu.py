@@ -12,7 +12,9 @@ messages travel by ``torch.distributed``, and there is nobody to send them to. W
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
+import pstats
 import statistics
 import time
 from collections.abc import Callable
@@ -131,8 +133,19 @@ def measure(torch: Any, size: int, workers: int) -> dict[str, Any]:
     return found
 
 
-def steps(torch: Any, layers: int = 24, width: int = 1024) -> dict[str, float]:
-    """The median milliseconds of a step, from the end of one to that of the next, of AdamW and of ours around it."""
+def profiled(work: Callable[[], object], rounds: int = 10, lines: int = 30) -> None:
+    """Print where the host spends its time in ``work``."""
+    with cProfile.Profile() as profile:
+        for _ in range(rounds):
+            work()
+    pstats.Stats(profile).sort_stats("tottime").print_stats(lines)
+
+
+def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> dict[str, float]:
+    """The median milliseconds of a step, from the end of one to that of the next, of AdamW and of ours around it.
+
+    ``profile`` prints what the host does in a step with one bit.
+    """
     import horovod_onebit.torch as onebit
 
     torch.distributed.init_process_group(
@@ -166,6 +179,8 @@ def steps(torch: Any, layers: int = 24, width: int = 1024) -> dict[str, float]:
             if i >= 5:
                 times.append(1e3 * (time.perf_counter() - start))
         found[name] = statistics.median(times)
+        if profile and name == "one bit":
+            profiled(step)
     torch.distributed.destroy_process_group()
     return found
 
@@ -174,6 +189,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--parameters", type=int, default=100_000_000)
     parser.add_argument("--workers", type=int, default=2)
+    parser.add_argument("--profile", action="store_true", help="print what the host does in a step with one bit")
     options, console = parser.parse_args(), Console()
     import torch
 
@@ -184,7 +200,7 @@ def main() -> None:
         return
     found = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}
     found |= measure(torch, options.parameters, options.workers)
-    found["milliseconds of a step of 302 M parameters"] = steps(torch)
+    found["milliseconds of a step of 302 M parameters"] = steps(torch, profile=options.profile)
     table = Table("", "", title=f"{options.parameters:,} parameters, {found['card']}")
     for name, value in found.items():
         table.add_row(name, json.dumps(value))
