@@ -67,6 +67,20 @@ def probe(face: str) -> dict[str, Any] | str:
     return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
 
 
+def patched() -> bool:
+    """Whether the Horovod here was built by docker/install_horovod.py, whose edits are in its Python files, too."""
+    folder = find_horovod()
+    file = None if folder is None else folder / "common" / "util.py"
+    edit = "def gloo_built(verbose=False):\n    return True\n"
+    return file is None or not file.exists() or edit in file.read_text(encoding="utf-8")
+
+
+def find_horovod() -> Path | None:
+    """Its folder, if it is installed."""
+    spec = importlib.util.find_spec("horovod")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
 def examine(
     found: dict[str, str] | None = None, ask: Callable[[str], dict[str, Any] | str] = probe
 ) -> tuple[dict[str, str], list[Finding]]:
@@ -92,6 +106,11 @@ def examine(
             text = f"{gpus['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
             findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
     findings += _of_launching(found, controllers)
+    if "torch" in faces and not patched():
+        text = (
+            "this Horovod was built without our patch: when a worker dies, the other workers of a PyTorch job may hang"
+        )
+        findings.append(Finding("note", text, f"end the job then, or {BUILD}"))
     if "torch" in faces:
         text = "PyTorch's jobs run over what they initialise: Horovod, or torch.distributed, by torchrun"
         findings.append(Finding("ok", text))

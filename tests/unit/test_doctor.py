@@ -58,6 +58,18 @@ def test_gpus_without_nccl_are_worth_a_note():
     assert not [what for level, what in told if level == "error" and "horovodrun" not in what]
 
 
+@pytest.mark.parametrize("edited", [True, False])
+def test_a_horovod_of_others_is_worth_a_note(edited, monkeypatch, tmp_path):
+    (tmp_path / "common").mkdir()
+    body = "\n    return True\n" if edited else "\n    return bool(_built)\n"
+    (tmp_path / "common" / "util.py").write_text(f"def gloo_built(verbose=False):{body}")
+    (tmp_path / "__init__.py").write_text("")
+    assert doctor.patched()  # this environment's
+    monkeypatch.setattr(doctor, "find_horovod", lambda: tmp_path)
+    told = levels(HERE, {"built": ["gloo"]})
+    assert edited != any(level == "note" and "when a worker dies" in what for level, what in told)
+
+
 def test_kernels_that_do_not_work_are_worth_a_note():
     without_horovod = {"python": "3.12.3", "torch": "2.13.0"}
     for found in (HERE, without_horovod):
