@@ -162,7 +162,9 @@ class Agreement:
 
     def _facts(self, call: str, now: _Compared) -> Facts:
         compressor, wrapping = self._compressor, self._compressor.optimizer._wrapping
-        config = wrapping.compared()
+        config = {"whether the recipe is 'exact'": not wrapping.compresses} | wrapping.compared()
+        if not wrapping.compresses:
+            config |= {"warmup_steps": "none that ends", "schedule": None}
         recipe = {f"recipe.{name}": value for name, value in config.pop("recipe").items()}
         count = len(compressor.optimizer._trainable_variables)
         rows = {i: self._described(i) for i in range(count)}

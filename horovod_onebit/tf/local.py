@@ -333,6 +333,7 @@ class LocalSteps(Compressor):
         else:
             self.rounds.wait(self.steps)
         optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
+        optimizer._warmup_steps.assign(0)  # a state that was loaded may have others
         if self.adapter.adam is not None:
             optimizer._frozen.assign(0)
 

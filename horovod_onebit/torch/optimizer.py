@@ -481,8 +481,8 @@ def _adapter_of(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> 
     closure = signature(type(optimizer).step).parameters.get("closure")
     if closure is not None and closure.default is Parameter.empty:
         raise UnsupportedError(
-            f"{type(optimizer).__name__} computes gradients several times in a step, by a closure, and Gradients() "
-            "averages one of them: use schedule=Local(...)"
+            f"{type(optimizer).__name__} computes gradients several times in a step, by a closure, and recipe='exact' "
+            "and schedule=Gradients() average those of one backward pass: use schedule=Local(...)"
         )
     return AnyAdapter(optimizer)
 

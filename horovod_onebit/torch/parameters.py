@@ -22,13 +22,13 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.rules import Rule, zero_one_adam
-from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.schedule import EXACT, Kind, ZeroOne
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import Phase, Warmup
+from horovod_onebit.warmup import FOREVER, Phase, Warmup
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -481,7 +481,11 @@ class Parameters:
             }
             counts[f"the number of exact steps of {name}"] = self.exact_steps.get(p, 0)
         return {
-            "arguments": {"warmup_steps": type(self.warmup).__name__, "schedule": self.schedule},
+            "arguments": {
+                "whether the recipe is 'exact'": self.warmup.steps == FOREVER and self.engine.recipe.warmup == EXACT,
+                "warmup_steps": type(self.warmup).__name__,
+                "schedule": self.schedule,
+            },
             "trained": {"the number of parameters": len(self.ordered()), **trained},
             "progress": {"which state was loaded": self.lineage or "none", "the warm-up": self.warmup, **counts},
             "hyperparameters": {

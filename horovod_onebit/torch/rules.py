@@ -261,7 +261,7 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = Non
         raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{kind.__module__}.{kind.__qualname__} has no 1-bit form. Optimizers that have one: {listed('torch')} (a "
-        "subclass must not override step()). With schedule=horovod_onebit.torch.Gradients(), or "
+        "subclass must not override step()). With recipe='exact', schedule=horovod_onebit.torch.Gradients(), or "
         "schedule=horovod_onebit.torch.Local(...), any optimizer works"
     )
 

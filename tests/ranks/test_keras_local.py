@@ -434,3 +434,24 @@ def test_bad_arguments(arguments, error, text):
         onebit.DistributedOptimizer(**({"optimizer": keras.optimizers.Adam(1e-3), "schedule": SHORT} | arguments))
     with pytest.raises(UnsupportedError, match=r"schedule=horovod_onebit.tf.Local\(...\), any optimizer works"):
         onebit.DistributedOptimizer(keras.optimizers.RMSprop(1e-3))
+
+
+def test_the_file_of_a_run_that_never_compressed_begins_with_rounds(folder):
+    models = []
+    for arguments in ({"recipe": "exact"}, {"schedule": onebit.Local(every=4)}):
+        model = build()
+        optimizer = onebit.DistributedOptimizer(keras.optimizers.SGD(0.05, momentum=0.9), **arguments)
+        model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+        optimizer.build(model.trainable_variables)
+        models.append(model)
+    exact, rounds = models
+    train(exact, exact.optimizer, 5)
+    if RANK == 0:
+        exact.save(folder / "exact.keras")
+    hvd.allreduce(tf.ones(1), name="saved")
+    rounds.load_weights(folder / "exact.keras")
+    train(rounds, rounds.optimizer, 8, 5)
+    assert rounds.optimizer.phase == "compressed"
+    onebit.save_checkpoint(folder / "checkpoint", rounds)
+    train(rounds, rounds.optimizer, 4, 13)
+    assert_replicas_equal(rounds)
