@@ -203,7 +203,9 @@ class Engine:
         ``DesyncError`` on every worker if they do not agree.
         """
         texts = details or [""] * len(tensors)
-        specs = [TensorSpec(t.name, t.weight.size, text) for t, text in zip(tensors, texts, strict=True)]
+        specs = [
+            TensorSpec(t.name, t.weight.size, text, self._place(t)) for t, text in zip(tensors, texts, strict=True)
+        ]
         self.tensors, self._rules = list(tensors), list(rules)
         if self.layout is not None and self.layout.tensors == tuple(specs):
             self._make_messages(self.layout)
@@ -217,6 +219,11 @@ class Engine:
         self._messages = []
         self._make_messages(layout)
         self.say_layout(layout, recipe.exchange)
+
+    def _place(self, tensor: Tensor) -> str:
+        """With NCCL, a message that one worker has on a GPU and another has not cannot be gathered."""
+        there = self.collectives.takes_device_memory and not isinstance(tensor.residual, np.ndarray)
+        return "GPU" if there else "host"
 
     def say_layout(self, layout: Layout, exchange: str, what: str = "1-bit compression") -> None:
         """Say ``what`` is done of ``layout`` in the steps that follow."""
@@ -328,7 +335,8 @@ class Engine:
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> Task[None]:
         """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
-        setup, algorithm = f"{layout.digest} {self.recipe}", ",".join(rule.name for rule in rules)
+        places, algorithm = [spec.place for spec in layout.tensors], ",".join(rule.name for rule in rules)
+        setup = f"{layout.digest} {places} {self.recipe}"
         record = handshake.handshake(setup, algorithm, self.exchanges)
 
         def facts() -> dict[str, dict[str, object]]:
@@ -337,6 +345,7 @@ class Engine:
                 tensors |= {
                     f"the number of elements of {spec.name}": spec.size,
                     f"shape, memory order and dtype of {spec.name}": spec.detail,
+                    f"where messages of {spec.name} are": spec.place,
                     f"the algorithm of {spec.name}": rule.name,
                 }
             progress: dict[str, object] = {"compressed steps": self.exchanges}

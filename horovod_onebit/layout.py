@@ -28,11 +28,12 @@ Cut = tuple[int, int, int, int]  # tensor, start, stop, block size
 @dataclass(frozen=True)
 class TensorSpec:
     """A parameter as the layout sees it: its name, its number of elements, and anything else that all workers must
-    agree on (shape, dtype, memory order), as text."""
+    agree on (shape, dtype, memory order), as text. Also ``place``, where its messages are; the digest is without it."""
 
     name: str
     size: int
     detail: str = ""
+    place: str = ""
 
 
 @dataclass(frozen=True)

@@ -164,9 +164,9 @@ class Binding:
         value.nan_to_num_(nan=0.0, posinf=1e30, neginf=-1e30)
         return self._array(flat(value, self.strides))
 
-    def detail(self, *, device: bool) -> str:
-        """What all workers must have alike, as text; with ``device``, in whose memory, too."""
-        return f"{tuple(self.p.shape)} {self.strides} {self.p.dtype} {self.device.type if device else ''}"
+    def detail(self) -> str:
+        """What all workers must have alike, as text; names of servers' residuals contain a digest of it, as it is."""
+        return f"{tuple(self.p.shape)} {self.strides} {self.p.dtype} "
 
     def is_current(self) -> bool:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""

@@ -270,10 +270,8 @@ class Compressor(Steps):
         plan = parameters.plan(kind, self._now.loss_scale or 1.0)
         if not parameters.prepared:
             yield from self.agreement.answer()  # before a handshake of those only who believe that it is due
-            # With NCCL, a message that one worker has on a GPU and another has not cannot be gathered.
-            places = self.engine.collectives.takes_device_memory
             bindings = parameters.bindings.values()
-            details = [b.detail(device=places) for b in bindings]
+            details = [b.detail() for b in bindings]
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
             parameters.are_prepared()
             self.share_out()

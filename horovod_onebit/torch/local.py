@@ -605,8 +605,7 @@ class LocalSteps(Steps):
         self.parameters.unbind()
 
     def details(self) -> list[str]:
-        device = self.engine.collectives.takes_device_memory
-        return [binding.detail(device=device) for binding in self.parameters.bound()[0]]
+        return [binding.detail() for binding in self.parameters.bound()[0]]
 
     def frozen_rules(self) -> Frozen:
         return self.parameters.rules()

@@ -6,7 +6,6 @@ One GPU serves all ranks, over Horovod or ``torch.distributed``. With ONEBIT_PTX
 import copy
 import dataclasses
 import os
-import re
 import sys
 from collections import Counter
 
@@ -17,7 +16,7 @@ from numba import config
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, Recipe
+from horovod_onebit import ConfigurationError, DesyncError, Recipe
 from horovod_onebit.exchange import hierarchical
 from horovod_onebit.kernels import has_gpu
 from horovod_onebit.torch.collectives import Gathered
@@ -91,16 +90,6 @@ def uses_kernels(optimizer):
     return places.pop()
 
 
-def assert_residuals_close(ours, theirs):
-    """Those of servers have a digest in their names of what is gathered where."""
-    ours, theirs = (
-        {re.sub(r"server\.\w+", "server", name): value for name, value in of.items()} for of in (ours, theirs)
-    )
-    assert ours.keys() == theirs.keys()
-    for name, value in ours.items():
-        torch.testing.assert_close(theirs[name], value, rtol=1e-4, atol=1e-5)
-
-
 def count_calls(monkeypatch, owner, name):
     """Counts the calls of a method of what is on the device."""
     counts, method = Counter(), getattr(owner, name)
@@ -147,7 +136,9 @@ def test_both_kernels_train_alike(kind, arguments, recipe, gathered):
         assert stats.error_norm > 0
         assert stats.momentum_norm > 0
     torch.testing.assert_close(*trained, rtol=1e-5, atol=1e-6)
-    assert_residuals_close(*residuals)
+    assert residuals[0].keys() == residuals[1].keys()
+    for name, value in residuals[0].items():
+        torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
@@ -199,8 +190,10 @@ def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, ga
     assert moved["device"] == (7 * buckets if COLLECTIVES.takes_device_memory else 0)
     rough = {"rtol": 1e-2, "atol": 1e-3}
     torch.testing.assert_close(*trained, **({"rtol": 1e-5, "atol": 1e-6} if dtype is torch.float32 else rough))
+    assert residuals[0].keys() == residuals[1].keys()
     if dtype is torch.float32:
-        assert_residuals_close(*residuals)
+        for name, value in residuals[0].items():
+            torch.testing.assert_close(residuals[1][name], value, rtol=1e-4, atol=1e-5)
 
 
 def test_nan_on_one_worker_is_skipped_by_all(gathered):
@@ -306,6 +299,18 @@ def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
             train(model, optimizer, 2, start=4 + 2 * (not host))
         assert uses_kernels(optimizer) != host
         assert_replicas_equal(model)
+
+
+def test_workers_with_messages_in_different_memories_are_told(monkeypatch):
+    """With NCCL: one worker's cannot be gathered with another's."""
+    monkeypatch.setattr(COLLECTIVES, "takes_device_memory", True)
+    model = Small()
+    optimizer = wrap(model, "cuda" if RANK == 0 else "cpu")
+    train(model, optimizer, 2)
+    with pytest.raises(
+        DesyncError, match=r"where messages of first.weight are differs between workers: GPU on worker 0"
+    ):
+        step(model, optimizer, 2)
 
 
 def test_an_unknown_name_is_refused():
