@@ -101,7 +101,6 @@ class _Finder:
             def exec_module(module: ModuleType) -> None:
                 execute(module)
                 if cls in sys.meta_path:
-                    sys.modules[name] = module
                     _replace(name)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
@@ -155,7 +154,6 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     sys.argv = [given.program, *given.arguments]
     if given.module:
-        sys.path.insert(0, os.getcwd())
         runpy.run_module(given.program, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(given.program).resolve().parent)
