@@ -142,6 +142,7 @@ def broadcast_tensors(tensors: Sequence[torch.Tensor], root_rank: int, transport
 def _words(tensor: torch.Tensor) -> torch.Tensor:
     """The bytes of ``tensor``, by fours if they divide, where they are if possible: Horovod refuses bool, bfloat16 and
     tensors without dimensions. Which it is follows from shape and dtype, which all workers have in common."""
+    # `.data` counts its versions apart: on a GPU, Gloo writes at the root, too, and that is no edit of its state.
     data = tensor.data.contiguous().reshape(-1).view(torch.uint8)
     if data.numel() % 4:
         return data
