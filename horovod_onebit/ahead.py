@@ -5,10 +5,12 @@ from __future__ import annotations
 import logging
 import time
 from collections.abc import Iterable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any, Literal, cast
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit import simulation
 from horovod_onebit.engine import Engine
@@ -16,6 +18,7 @@ from horovod_onebit.exchange import Collectives
 from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Kind
 from horovod_onebit.tasks import run
 
@@ -26,19 +29,29 @@ TWO_STAGE_FROM = 4
 _done: set[tuple[object, ...]] = set()
 
 
-def compile_steps(recipe: Recipe, rules: Iterable[Rule], workers: int, *, divides: bool) -> None:
+Lent = Literal["nothing", "gradients", "all"]
+
+
+def compile_steps(
+    recipe: Recipe, rules: Iterable[Rule], workers: int, *, divides: bool, lent: Lent = "nothing"
+) -> None:
     """Compile what compressed steps of ``rules`` run on the CPU, unless this process has it: some seconds, once on a
-    machine. ``divides``: there are second moments. Local."""
+    machine. Local.
+
+    ``divides``: there are second moments. ``lent``: what is in memory of the framework's that nobody writes to; with
+    ``"all"``, steps write the new weights and momenta elsewhere. Numba compiles for that apart.
+    """
     ways = ("direct", "two_stage") if workers >= TWO_STAGE_FROM else ("direct",)
     start = time.monotonic()
     for rule in rules:
         for exchange in ways if recipe.exchange == "auto" else (recipe.exchange,):
             formulas = type(rule), *map(bool, vars(rule).values())
-            how = *formulas, exchange, recipe.codec, recipe.server_codec, recipe.space, recipe.clip is None, divides
+            codecs = recipe.codec, recipe.server_codec
+            how = *formulas, exchange, *codecs, recipe.space, recipe.clip is None, divides, lent
             if how not in _done and exchange != "hierarchical":  # which is made of the others
                 _done.add(how)
                 one = replace(recipe, exchange=exchange, on_nonfinite="skip")
-                simulation.run(partial(_step, one, rule, divides), 1)
+                simulation.run(partial(_step, one, rule, divides, lent), 1)
     if (seconds := time.monotonic() - start) > 1:
         logger.info("compiled the kernels of compressed steps in %.1f s", seconds)
 
@@ -48,14 +61,53 @@ class _Engine(Engine):
         """Nothing: it is nobody's."""
 
 
-def _step(recipe: Recipe, rule: Rule, divides: bool, alone: Collectives) -> None:
+class _Lending:
+    """Collectives whose results nobody may write to."""
+
+    def __init__(self, collectives: Collectives) -> None:
+        self._collectives = collectives
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._collectives, name)
+
+    def allgather(self, array: NDArray[np.uint8], name: str) -> Any:
+        return _LentResult(self._collectives.allgather(array, name))
+
+    def alltoall(self, array: NDArray[np.uint8] | NDArray[np.float32], name: str) -> Any:
+        return _LentResult(self._collectives.alltoall(array, name))
+
+
+@dataclass(frozen=True)
+class _LentResult:
+    handle: Any
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.handle, name)
+
+    def wait(self) -> NDArray:
+        result: NDArray = self.handle.wait().view()
+        result.flags.writeable = False
+        return result
+
+
+def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collectives) -> None:
     size = recipe.block_size or 1024
     zeros = [np.zeros(size, np.float32) for _ in range(4)]
+    grads = {0: np.ones(size, np.float32)}
+    for array in {"nothing": [], "gradients": [grads[0]], "all": [grads[0], *zeros[:3]]}[lent]:
+        array.flags.writeable = False
     tensor = Tensor("x", zeros[0], zeros[1], zeros[2] if divides else None, zeros[3], step=1, variance_steps=1)
     rule.init(tensor)
-    engine = _Engine(recipe, alone)
+    engine = _Engine(recipe, alone if lent == "nothing" else cast(Collectives, _Lending(alone)))
+    if isinstance(rule, Gradient):
+        rule.observe(tensor, np.zeros_like(zeros[3]), engine.context)
     run(engine.prepare([tensor], [rule]))
     plan = engine.plan(Kind.ONEBIT, [rule])
-    grads = {0: np.ones(size, np.float32)}
     engine.send_rest(grads, plan)
-    run(engine.receive(grads, plan))
+    if lent != "all":
+        run(engine.receive(grads, plan))
+        return
+    assert engine.layout is not None
+    moved = [replace(tensor, weight=np.zeros_like(zeros[0]), momentum=np.zeros_like(zeros[1]))]
+    run(engine.step_into([bucket.index for bucket in engine.layout.buckets], moved))
+    engine.conclude(plan, moved)

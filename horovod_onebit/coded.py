@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 
+from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
 from horovod_onebit.exchange import kind as way_named
@@ -79,6 +80,46 @@ class CodedMean:
         if mean.any():
             self._rule.observe(tensor, mean, self.engine.context)
 
+    @property
+    def fresh(self) -> bool:
+        """Whether nothing is known of any gradient."""
+        return not self._tensors
+
+    def average(
+        self, grads: Mapping[str, Array], others: Sequence[Array] = ()
+    ) -> Task[tuple[dict[str, Array], list[Array]] | None]:
+        """The workers' means of ``grads``, flat float32, by name, and of ``others``. Collective.
+
+        Exact are those of ``others``, and of a gradient of which too little is known yet. The next call overwrites the
+        arrays of the rest. None on all workers, and nothing has changed, if something of some worker is not finite.
+        """
+        units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
+        ready = [name for name, unit in units.items() if unit.variance_steps >= FIRST]
+        learning = [name for name, unit in units.items() if unit.variance_steps < FIRST]
+        own, means = [*(grads[name] for name in learning), *others], list[Array]()
+        beside = self._exact(own, means)
+        if ready:
+            finite = yield from self.mean([units[name] for name in ready], [grads[name] for name in ready], beside)
+        else:
+            finite = yield from beside
+        if not finite:
+            return None
+        found = dict(zip(learning, means, strict=False))
+        for name, mean in found.items():
+            self.observe(units[name], mean)
+        return found | {name: units[name].weight for name in ready}, means[len(learning) :]
+
+    def _exact(self, own: Sequence[Array], means: list[Array]) -> Task[bool]:
+        """Start the exact means of ``own``; the task puts them into ``means``, and says whether they are finite."""
+        engine = self.engine
+        arriving = start_mean(own, engine.collectives, f"{engine.name}.exact", engine.traffic)
+
+        def arrived() -> Task[bool]:
+            means[:] = yield from arriving
+            return all_finite(means)
+
+        return arrived()
+
     def mean(self, tensors: Sequence[Tensor], grads: Sequence[Array], beside: Task[bool]) -> Task[bool]:
         """Put the workers' means of ``grads``, flat float32, into the weights of ``tensors``, which are the same on all
         workers. False on all, and nothing has changed, if those of some worker are not finite, or if what is averaged
@@ -122,6 +163,11 @@ class CodedMean:
         ``grads``; nothing if there was none. Collective."""
         if (plan := self.begin(self.engine.tensors)) is not None:
             yield from self.engine.recall(dict(enumerate(grads)), plan)
+
+    def forget_world(self) -> None:
+        """There are other workers now, some of which know nothing: all begin anew. Local."""
+        self.forget()
+        self.engine.forget_world()
 
     def forget(self, names: Iterable[str] | None = None) -> None:
         """Of ``names``, or of all, nothing is known any more. Local; on all workers alike."""

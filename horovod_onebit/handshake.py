@@ -36,7 +36,7 @@ CALLS = (
 
 AGREEMENT = np.dtype(
     [(name, "<u8") for name in ("version", "call", "setup", "options", "step", "gradients", "replicas")]
-    + [(name, "<u4") for name in ("finite", "early", "edited", "unused")]
+    + [(name, "<u4") for name in ("finite", "early", "edited", "fresh")]
 )
 AGREEMENT_MEANING = {
     "version": "the version of horovod_onebit",
@@ -96,12 +96,14 @@ class Verdict:
         certain: all have said that they are.
         early: some worker has sent messages before its step began.
         edited: the workers on which something has changed that was sent already.
+        fresh: some worker knows nothing of what gradients of the warm-up are in units of (``rules.gradient``).
     """
 
     finite: bool = True
     certain: bool = False
     early: bool = False
     edited: tuple[int, ...] = ()
+    fresh: bool = False
 
 
 def handshake(layout: str, rules: str, step: int) -> NDArray[np.uint8]:
@@ -129,6 +131,7 @@ def agreement(
     finite: Finite = Finite.UNKNOWN,
     early: bool = False,
     edited: bool = False,
+    fresh: bool = False,
     gradients: str = "",
     replicas: str = "",
 ) -> NDArray[np.int32]:
@@ -142,6 +145,7 @@ def agreement(
         record[field] = _hash(text)
     record["replicas"] = _hash(replicas) if replicas else 0
     record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
+    record["fresh"] = fresh
     return records.view(np.int32)
 
 
@@ -165,6 +169,7 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
         bool((says == Finite.YES).all()),
         bool(records["early"].any()),
         tuple(np.flatnonzero(records["edited"]).tolist()),
+        bool(records["fresh"].any()),
     )
 
 

@@ -13,7 +13,7 @@ import numpy as np
 from horovod_onebit import warmup as warmups
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.checks import mapping, matching
-from horovod_onebit.coded import FIRST, CodedMean, codes
+from horovod_onebit.coded import CodedMean, codes
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
@@ -158,23 +158,15 @@ class NumpyOptimizer:
         return Verdict(finite=finite)
 
     def average(self, verdict: Verdict) -> Task[bool]:
-        coded = self._coded
-        if coded is None:
+        if self._coded is None:
             return (yield from self._start_mean(self._tensors))
-        units = {tensor.name: coded.tensor(tensor.name, tensor.weight.size) for tensor in self._large}
-        ready = [tensor for tensor in self._large if units[tensor.name].variance_steps >= FIRST]
-        learning = [tensor for tensor in self._large if units[tensor.name].variance_steps < FIRST]
-        exact = self._start_mean([*learning, *self._small])
-        if ready:
-            own = [units[tensor.name] for tensor in ready]
-            finite = yield from coded.mean(own, [self._grads[tensor.name] for tensor in ready], exact)
-        else:
-            finite = yield from exact
-        if finite:
-            for tensor, (_, mean) in zip(learning, self._means, strict=False):
-                coded.observe(units[tensor.name], mean)
-            self._means += [(tensor, units[tensor.name].weight) for tensor in ready]
-        return finite
+        large = {tensor.name: self._grads[tensor.name] for tensor in self._large}
+        found = yield from self._coded.average(large, [self._grads[tensor.name] for tensor in self._small])
+        if found is None:
+            return False
+        self._means = [(tensor, found[0][tensor.name]) for tensor in self._large]
+        self._means += zip(self._small, found[1], strict=True)
+        return True
 
     def skip(self) -> None:
         self.engine.say_skipped("the mean gradient")

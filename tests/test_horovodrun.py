@@ -43,7 +43,7 @@ FACE = (
     "_warmup", "_bad_input", "_monitor", "_edits", "_agreement",
 )  # fmt: skip
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
-OF_KERAS = ("", "_overlap", "_zero_one", "_local", "_state", "_faults", "_checkpoint", "_meeting", "_edits")
+OF_KERAS = ("", "_overlap", "_zero_one", "_local", "_state", "_warmup", "_faults", "_checkpoint", "_meeting", "_edits")
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in OF_KERAS]
 HIERARCHY, OVERLAP = ["tests/ranks/test_keras_hierarchy.py"], ["tests/ranks/test_keras_overlap.py"]
 # All run over the backend that is faster where processes share cores, and over the other one test of each kind.
@@ -98,6 +98,15 @@ def test_the_compiled_cuda_kernels(tmp_path):
         files = [f"tests/ranks/test_{face}_cuda.py"]
         pytest_on_ranks(2, "mpi", *files, **variables)
         pytest_on_ranks(4, "mpi", *files, "-k", "of_a_host", **variables)
+
+
+@pytest.mark.skipif(FEW > 0, reason="takes long: in `make test-all`")
+def test_nothing_is_compiled_after_the_first_step_of_keras(tmp_path):
+    cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
+    output = horovodrun(2, "mpi", "tests/ranks/compiles.py", PYTHONPATH=str(ROOT), **cache)
+    found = re.findall(r"compiled: (\d+) (\w+)", output)
+    assert sum(int(count) for count, phase in found if phase == "warmup") > 100
+    assert [count for count, phase in found if phase == "compressed"] == ["0", "0"]
 
 
 def test_a_communicator_of_mpi4py():

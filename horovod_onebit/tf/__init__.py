@@ -8,7 +8,7 @@ model.compile(optimizer=optimizer, loss=...)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.tf import callbacks
 from horovod_onebit.tf.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.tf.functions import broadcast_variables
@@ -19,6 +19,7 @@ from horovod_onebit.tf.replicas import check_replicas
 
 __all__ = [
     "DistributedOptimizer",
+    "Gradients",
     "Local",
     "Monitor",
     "ZeroOne",

@@ -13,6 +13,7 @@ import numpy as np
 from horovod_onebit import handshake, replicas
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Facts
+from horovod_onebit.schedule import EXACT, Gradients
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.lineage import check_last
 from horovod_onebit.tf.meeting import meet
@@ -91,7 +92,11 @@ class Agreement:
 
         inputs = [now["rate"], *(now[name] for name in names)]
         call = f"a step of {compressor.engine.name}"
-        return meet(compressor.collectives, record, inputs, call, lambda: self._facts(call, last[0]))
+
+        def facts() -> Facts:
+            return self._facts(call, last[0])
+
+        return meet(compressor.collectives, record, inputs, call, facts, compressor.heard)
 
     def _check(self) -> None:
         """Raise what this worker finds by itself."""
@@ -131,7 +136,8 @@ class Agreement:
         rule = compressor.adapter.rule(compressor.optimizer, now.rate, 0.0, now.counts["exact"], 1.0)
         setup = f"{list(now.counts.values())} {self._wrapping} {now.clips} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
-        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else "")
+        fresh = compressor.coded is not None and compressor.coded.fresh
+        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else "", fresh=fresh)
 
     def _options(self) -> dict[str, object]:
         """The wrapped optimizer's options as they are now."""
@@ -162,7 +168,7 @@ class Agreement:
 
     def _facts(self, call: str, now: _Compared) -> Facts:
         compressor, wrapping = self._compressor, self._compressor.optimizer._wrapping
-        config = {"whether the recipe is 'exact'": not wrapping.compresses} | wrapping.compared()
+        config = {"whether the recipe is 'exact'": wrapping.schedule == Gradients(EXACT)} | wrapping.compared()
         if not wrapping.compresses:
             config |= {"warmup_steps": "none that ends", "schedule": None}
         recipe = {f"recipe.{name}": value for name, value in config.pop("recipe").items()}

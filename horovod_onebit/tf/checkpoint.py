@@ -237,7 +237,8 @@ class _Keras(checkpoints.Face):
         known = _described(self.model, self.optimizer)
         variables = own.get("variables", known)  # versions before did not write them
         _compare(variables, known)
-        values = _values_of(path, self.model, self._variables())
+        with self._compressor.still():
+            values = _values_of(path, self.model, self._variables())
         for i, value in own["own"].items():
             values[i] = value
         about = {name: own[name] for name in ("exchanges", "skipped")} | {"variables": variables}

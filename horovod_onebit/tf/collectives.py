@@ -324,12 +324,16 @@ class Group(HorovodCollectives):
 
 
 def deliver(kinds: dict[str, list[Handle]], received: Sequence[NDArray]) -> None:
-    """Give what came of a round to the handles that it was made of."""
+    """Give what came of a round to the handles that it was made of. Nobody may write to it: kernels are compiled for
+    such memory, whether a message came alone, in that of a tensor, or with others."""
     for handles, result in zip(kinds.values(), received, strict=True):
         if len(handles) == 1:
             handles[0].result = result  # a gather's may be of any size: its caller looks
         elif handles:
             _cut(handles, result)
+        for handle in handles:
+            assert handle.result is not None
+            handle.result.flags.writeable = False
 
 
 def _cut(handles: Sequence[Handle], result: NDArray) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -19,15 +19,18 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_onebit.ahead import compile_steps
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
+from horovod_onebit.coded import CodedMean, codes, own_recipe
 from horovod_onebit.driver import Driver, Prepares, Together
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
-from horovod_onebit.handshake import workers
+from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
+from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Kind, ZeroOne
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
@@ -106,6 +109,7 @@ class Compressor:
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
         place: where the last step was taken, if that is not the host's memory.
+        coded: averages gradients of the warm-up in few bits; None if they are averaged exactly.
     """
 
     in_one_piece = False
@@ -125,6 +129,7 @@ class Compressor:
         local = wrapping.local is not None
         self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, zero_one=zero_one)
         self.errand = Errand(self.collectives, self.compute)
+        self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: UnderWay | None = None
@@ -211,6 +216,24 @@ class Compressor:
             return False
         return not self.exact or self.optimizer._get_variable_index(variable) not in self.exact
 
+    def travels_in_bits(self, variable: Any) -> bool:
+        """Whether gradients of ``variable`` are averaged by the core, in the warm-up or after it."""
+        return self.compressible(variable) if self.coded is not None else self.is_compressed(variable)
+
+    def compile_ahead(self) -> None:
+        """What steps will run in the host's memory, or the first compressed one would wait for it. Local."""
+        optimizer, recipe = self.optimizer, self.engine.recipe
+        large = [v for v in optimizer._trainable_variables if self.travels_in_bits(v)]
+        if self.workers < 2 or not large or optimizer._wrapping.after_warmup is not None:
+            return
+        if self.coded is not None:
+            compile_steps(own_recipe(recipe), [Gradient()], self.workers, divides=True, lent="gradients")
+        if optimizer._wrapping.compresses and self.place_of(large) is None:
+            decays = {optimizer.weight_decay if self.decays(v) else 0.0 for v in large}
+            rules = [self.adapter.rule(optimizer, 1.0, decay, 1, 1.0) for decay in sorted(decays)]
+            divides = self.adapter.wraps.variance is not None
+            compile_steps(recipe, rules, self.workers, divides=divides, lent="all")
+
     def decays(self, variable: Any) -> bool:
         """Whether the wrapped optimizer decays ``variable``; asked as Keras asks, which remembers the answer."""
         inside = variable.value if isinstance(variable, keras.Variable) else variable
@@ -234,6 +257,7 @@ class Compressor:
         """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
         optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
         warmup.load_state_dict({})
+        self._unlearn()
         optimizer._begun.assign(int(optimizer.iterations))
         optimizer._exact_steps.assign(0)
         optimizer._compressed_steps.assign(0)
@@ -257,7 +281,28 @@ class Compressor:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
         self._momenta = {}
+        self._unlearn()
         self._follow_recipe()
+
+    def _unlearn(self) -> None:
+        """What was learned of the gradients of the warm-up is of another state. Local."""
+        if self.coded is not None:
+            self.coded.forget()
+
+    @contextlib.contextmanager
+    def still(self) -> Iterator[None]:
+        """For a state that is loaded to be looked at, and taken back: what was learned of gradients is kept."""
+        coded, self.coded = self.coded, None
+        try:
+            yield
+        finally:
+            self.coded = coded
+
+    def heard(self, verdict: Verdict) -> None:
+        """The workers have agreed about the next step. If one has learned nothing yet, all begin anew: it may have
+        loaded a state, and have sent it to the others."""
+        if verdict.fresh:
+            self._unlearn()
 
     def _follow_recipe(self) -> None:
         """The state is of a run with ``recipe="exact"``, and this one compresses, or the other way round: begin the
@@ -300,6 +345,19 @@ class Compressor:
                 specs = [tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in inputs]
                 self._averages[key] = tf.function(work, autograph=False).get_concrete_function(*specs)
         return self._averages[key](*inputs)
+
+    def average_in_bits(self, indices: tuple[int, ...], grads: Sequence[Array], means: list[Array]) -> Task[None]:
+        """Put the averages of gradients of the variables ``indices``, flat, into ``means``, in memory that nobody will
+        write to again; nothing if something is not finite on some worker. Collective."""
+        assert self.coded is not None
+        self.go_to(None)
+        names = [self.name_of(i, self.optimizer._trainable_variables[i]) for i in indices]
+        found = yield from self.coded.average(dict(zip(names, grads, strict=True)))
+        if found is not None:
+            factor = np.float32(self.engine.collectives.size if self.sum_gradients else 1)
+            for name in names:
+                means.append(self._memory.lend(found[0][name].size))
+                np.multiply(found[0][name], factor, out=means[-1])
 
     def _together(self, indices: tuple[int, ...]) -> list[tuple[str, list[int]]]:
         """The positions of the gradients that an allreduce of the warm-up has, and its name."""
@@ -390,6 +448,7 @@ class Compressor:
         averages are, as far as that is known.
         """
         self.count_averages(sum(sizes))
+        self._unlearn()  # its memory is wanted no more
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         edited = self._edited(indices, values, progress)
         self._now = Now(indices, values, progress, factors)

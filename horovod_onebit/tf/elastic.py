@@ -110,6 +110,8 @@ class KerasState(ObjectState):
         engine = compressor.engine
         with compressor.here():
             self._left = engine.leave_world(self._left)
+        if compressor.coded is not None:
+            compressor.coded.forget_world()
         broadcast_variables(shared(self._variables()))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
         if optimizer.phase is Phase.COMPRESSED:

@@ -19,7 +19,7 @@ import tensorflow as tf
 from horovod_onebit import handshake
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.face import agreement_name
-from horovod_onebit.handshake import Facts, Finite, Mismatch
+from horovod_onebit.handshake import Facts, Finite, Mismatch, Verdict
 from horovod_onebit.tf.collectives import HorovodCollectives, view
 from horovod_onebit.tf.graph import host_value, outside
 
@@ -33,13 +33,14 @@ def meet(
     inputs: Sequence[Any],
     call: str,
     facts: Callable[[], Facts],
+    heard: Callable[[Verdict], None] = lambda verdict: None,
 ) -> Any:
     """Tell the others the ``record`` (``handshake.agreement``) of the values of ``inputs``; returns whether no worker
     has said that something is not finite, in a graph as a tensor.
 
     An error of ``record`` is raised when the others have been told, who then get a ``DesyncError``. ``facts`` are those
-    behind the last record: they are exchanged if the records differ, and the error names those that do. In a graph, the
-    caller sees to it that meetings are ``in_order``.
+    behind the last record: they are exchanged if the records differ, and the error names those that do. ``heard`` is
+    called with what all workers know then. In a graph, the caller sees to it that meetings are ``in_order``.
     """
     failed: list[Exception] = []  # emptied before it is raised, or a frame and the error would keep each other
 
@@ -64,6 +65,7 @@ def meet(
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
         if error is not None:
             raise error
+        heard(found)
         return found.finite
 
     gather = collectives.sum_integers(agreement_name(collectives.process_set.process_set_id))

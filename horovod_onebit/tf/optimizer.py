@@ -38,7 +38,7 @@ from horovod_onebit.tf.loss_scale import around, refuse_copy
 from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
-from horovod_onebit.tf.step import compressed
+from horovod_onebit.tf.step import averaged, compressed
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.tf.zero_one import ZeroOneSteps
 from horovod_onebit.warmup import AutoWarmup, Phase
@@ -65,6 +65,7 @@ class _DistributedOptimizer(_Wrapped):
     _averaged: Any
     _wrapping: Wrapping
     _checked: bool  # whether the callers of an eager step were
+    _compiled: bool  # whether the kernels of the host were
     _warned: bool
     _compressor: Compressor
     _agreement: Agreement
@@ -105,6 +106,9 @@ class _DistributedOptimizer(_Wrapped):
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
+        if not self._compiled and self._wrapping.process_set.included():
+            self._compiled = True
+            self._compressor.compile_ahead()
         if self._wrapping.process_set.included():
             self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
             # It raises here, where the others are told.
@@ -173,8 +177,8 @@ class _DistributedOptimizer(_Wrapped):
         }
         if self._wrapping.backward_passes_per_step > 1:
             counters["passes"] = self._passes
-        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.is_compressed(v)]
-        small = [(g, v) for g, v in pairs if not self._compressor.is_compressed(v)]
+        large = [(tf.cast(g, tf.float32), v) for g, v in pairs if self._compressor.travels_in_bits(v)]
+        small = [(g, v) for g, v in pairs if not self._compressor.travels_in_bits(v)]
         with in_order():
             now = {name: tf.convert_to_tensor(counter.value) for name, counter in counters.items()}
             now["rate"] = tf.convert_to_tensor(self.learning_rate)
@@ -184,20 +188,34 @@ class _DistributedOptimizer(_Wrapped):
                 means, finite = self._compressor.average(small, self._wrapping)
             if means:
                 run_independently(means[0])
-            taken, factors = either(
-                tf.logical_and(now["exact"] < now["wanted"], agreed),
-                lambda: self._warmup_step(large, means, finite),
-                lambda: self._compressed_step(large, small, finite),
-            )
-            cond(taken, lambda: self._finish(means, factors, [v for _, v in small]), whole=True)
+            rest = [v for _, v in small]
+            exact = rest if self._compressor.coded is not None else [v for _, v in pairs]
+            elements = sum(math.prod(v.shape) for v in exact)
+            if self._wrapping.compresses:
+                taken, factors = either(
+                    tf.logical_and(now["exact"] < now["wanted"], agreed),
+                    lambda: self._warmup_step(large, means, finite, elements),
+                    lambda: self._compressed_step(large, small, finite),
+                )
+            else:  # the optimizer's own step, of all variables together
+                others, also = self._average(large)
+                means, rest = means + others, rest + [v for _, v in large]
+                taken, factors = self._warmup_step([], means, tf.reduce_all([finite, agreed, also]), elements)
+            cond(taken, lambda: self._finish(means, factors, rest), whole=True)
 
-    def _warmup_step(self, large: list[tuple[Any, Any]], small: list[Any], finite: Any) -> tuple[Any, Any]:
-        """An exact step of ``large``, beside the averages ``small``, if they are ``finite``; returns what
-        ``_compressed_step`` does."""
+    def _average(self, large: list[tuple[Any, Any]]) -> tuple[list[Any], Any]:
+        """The averages of the gradients ``large`` in the warm-up, and whether they are finite, on all workers alike."""
+        coded = self._compressor.coded is not None and large
+        return averaged(self._compressor, large) if coded else self._compressor.average(large, self._wrapping)
+
+    def _warmup_step(
+        self, large: list[tuple[Any, Any]], small: list[Any], finite: Any, elements: int
+    ) -> tuple[Any, Any]:
+        """A step of ``large`` by their average gradients, beside the averages ``small``, if they are ``finite``;
+        returns what ``_compressed_step`` does. ``elements`` are averaged exactly in it."""
         w, variables = self._wrapping, [v for _, v in large]
-        means, all_finite = self._compressor.average(large, w)
+        means, all_finite = self._average(large)
         finite = tf.logical_and(finite, all_finite)
-        elements = sum(math.prod(mean.shape) for mean in (*means, *small))
         host_call(lambda: self._compressor.count_warmup(elements))
         factors = self._clip_factors([*means, *small])
         scaled = self._scaled(means, factors)
@@ -580,11 +598,6 @@ def DistributedOptimizer(
 def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) -> Any:
     """``optimizer`` as an instance of its class's distributed subclass."""
     schedule, kind = wrapping.schedule, type(optimizer)
-    if wrapping.recipe.warmup != "exact":
-        raise UnsupportedError(
-            f"Recipe(warmup={wrapping.recipe.warmup!r}), schedule={schedule!r}: Keras averages gradients exactly: "
-            "leave Recipe.warmup and Gradients out"
-        )
     if isinstance(optimizer, MULTI):
         raise UnsupportedError(
             "a MultiOptimizer takes no step of its own: wrap each optimizer that is in it, "
@@ -606,7 +619,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped: Any = object.__new__(_class_of(kind))
     take_over(optimizer, wrapped)
     wrapped._wrapping = wrapping
-    wrapped._checked = wrapped._warned = False
+    wrapped._checked = wrapped._compiled = wrapped._warned = False
     wrapped._ours = frozenset()
     process_set = wrapping.process_set
     name = next_name(process_set.process_set_id, process_set.ranks or (), wrapping.name or kind.__name__, loaded=loaded)

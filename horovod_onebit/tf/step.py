@@ -46,6 +46,28 @@ def compressed(
     return _collect(compressor, place, large, [finite, *arrived])
 
 
+def averaged(compressor: Compressor, large: Pairs) -> tuple[list[Any], Any]:
+    """The averages of the gradients of ``large``, float32, in few bits, and whether all is finite, on all workers
+    alike. Collective."""
+    indices = tuple(compressor.optimizer._get_variable_index(v) for _, v in large)
+    inputs, opened = handed(None, [tf.convert_to_tensor(grad) for grad, _ in large])
+    means: list[Any] = []
+
+    def work(*values: Any) -> Task[None]:
+        means.clear()
+        return compressor.average_in_bits(indices, opened(values), means)
+
+    def collect(_: Any) -> list[Any]:
+        found, means[:] = list(means), []
+        finite = np.bool_(len(found) == len(large))
+        return [finite, *(map(adopt, found) if finite else map(tf.zeros, _sizes(large)))]
+
+    done = in_rounds(compressor.errand, compressor.collectives, work, inputs)
+    finite, *arrived = host_values(collect, [done], [tf.bool, *(tf.float32 for _ in large)])
+    finite.set_shape([])
+    return [tf.reshape(mean, v.shape) for mean, (_, v) in zip(arrived, large, strict=True)], finite
+
+
 def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
     """Begin the step, of the state before it; a tensor that is there when that is done.
 

@@ -140,8 +140,7 @@ class Coded:
 
     def forget_world(self) -> None:
         """There are other workers now, some of which have seen nothing: all begin anew. Local."""
-        self._mean.forget()
-        self._mean.engine.forget_world()
+        self._mean.forget_world()
         self._averaged = []
         self.over()
 

@@ -14,7 +14,6 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from horovod_onebit.schedule import Gradients
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import Errand
@@ -128,14 +127,6 @@ def test_a_variable_without_gradient_and_sparse_gradients():
             optimizer.apply_gradients(zip(grads, variables, strict=True))
     assert_replicas_equal(model)
     assert (np.asarray(unused) == 1).all()
-
-
-@pytest.mark.parametrize(
-    "arguments", [{"recipe": Recipe(warmup="two_bit")}, {"schedule": Gradients(), "warmup_steps": None}]
-)
-def test_gradients_in_few_bits_are_refused(arguments):
-    with pytest.raises(UnsupportedError, match="averages gradients exactly"):
-        wrap(keras.optimizers.Adam(), **arguments)
 
 
 def test_what_cannot_work_is_refused():

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
+from horovod_onebit.coded import FIRST
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.tf import elastic
@@ -63,6 +64,25 @@ def test_auto_takes_it_and_the_weights_are_those_of_numpy(graph):
     for i, v in enumerate(model.trainable_variables):
         np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=2e-5)
     assert optimizer.stats().step_bytes_sent == other.engine.traffic.step
+
+
+@pytest.mark.parametrize("graph", [False, True])
+def test_gradients_in_few_bits_and_elastic_states(graph):
+    model = build()
+    optimizer = wrap(OPTIMIZERS["adamw"](), 40, recipe=Recipe(warmup="three_bit", exchange="hierarchical"))
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    train(model, optimizer, FIRST + 10, graph=graph)
+    assert optimizer._compressor.coded.engine.exchange.name == "hierarchical"
+    assert_replicas_equal(model)
+    state = elastic.KerasState(model)
+    saved = weights(model)
+    train(model, optimizer, 3, start=20, graph=graph)
+    state.restore()
+    state.sync()
+    np.testing.assert_array_equal(weights(model), saved)
+    train(model, optimizer, 25, start=20, graph=graph)
+    assert exchange_of(optimizer) == "hierarchical"
+    assert_replicas_equal(model)
 
 
 def test_workers_whose_steps_are_traced_at_different_times():
