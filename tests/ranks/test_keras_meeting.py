@@ -238,7 +238,7 @@ def saved_by_one():
 def fails_by_itself():
     optimizer = wrap(OPTIMIZERS["adam"]())
     if ODD:
-        optimizer._compressor.adapter.rule = lambda *_: 1 / 0
+        optimizer._agreement._record = lambda *_: 1 / 0
     train(build(), optimizer, 1, graph=True)
 
 
