@@ -86,6 +86,10 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, 
 	$(BIN)/python -m benchmarks.gpu
 	$(BIN)/python -m benchmarks.gpu_training
 
+.PHONY: clients
+clients: setup ## transformers, accelerate, Lightning and Ignite, unmodified, and the examples with them
+	$(BIN)/python -m tests.clients
+
 .PHONY: soak
 soak: setup ## train for half an hour while workers are killed, delayed, given NaN, added, removed and restarted
 	$(BIN)/python -m tests.faults.soak

@@ -17,14 +17,14 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 
 
-def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float) -> str:
-    """The output of a job that is started in the project's folder.
+def run(arguments: Sequence[str], env: Mapping[str, str], timeout: float, cwd: Path = ROOT) -> str:
+    """The output of a job that is started in the project's folder, or in ``cwd``.
 
     Raises ``RuntimeError`` with its beginning and its end if it fails, or does not end within ``timeout`` seconds; it
     is then killed with all its children, as it is when this process is interrupted.
     """
     pipes: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
-    job = subprocess.Popen(arguments, cwd=ROOT, env=env, text=True, start_new_session=True, **pipes)
+    job = subprocess.Popen(arguments, cwd=cwd, env=env, text=True, start_new_session=True, **pipes)
     try:
         output, _ = job.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:

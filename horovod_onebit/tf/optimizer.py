@@ -525,7 +525,7 @@ def DistributedOptimizer(
     *,
     warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: ZeroOne | Local | None = None,
+    schedule: ZeroOne | Local | Gradients | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
     kernels: str = "auto",
@@ -539,15 +539,17 @@ def DistributedOptimizer(
 
     Args:
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
-            any with ``schedule=Local(...)`` or ``recipe="exact"``. The result is an instance of its class.
+            any with ``schedule=Gradients()``, ``schedule=Local(...)`` or ``recipe="exact"``. The result is an instance
+            of its class.
         warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
             default, which starts compression when the learning rate no longer rises and the second moment is stable,
             but at most 200 steps after that rise. (A model that was saved by Keras before that looks at both afresh
             once it is loaded; ``save_checkpoint`` saves what was seen.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Local(...)``,
-            ``optimizer`` may be any; each worker takes its steps alone, and what all have moved is exchanged after
-            some. Neither has ``warmup_steps``.
+        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Gradients()``,
+            ``optimizer`` may be any; its steps are its own, with mean gradients that travel in three bits an element.
+            With ``horovod_onebit.tf.Local(...)``, too; each worker takes its steps alone, and what all have moved is
+            exchanged after some. None has ``warmup_steps``.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``. ``"exact"`` never compresses:
             each step is the optimizer's own with the mean gradient, float32 or as ``compression`` says, and what this
             one checks is checked; ``warmup_steps`` then has no effect.

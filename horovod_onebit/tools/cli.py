@@ -103,6 +103,7 @@ def _add_simulate(add: Any) -> None:
     option("--batch-size", type=int, default=16, metavar="N", help="of each worker (16)")
     option("--noise", type=float, default=0.1, help="standard deviation of it in each worker's targets (0.1)")
     option("--seed", type=int, default=0, metavar="N", help="of weights, samples and noise (0)")
+    option("--plot", metavar="FILE", help="write the loss by step and by bytes to this file (.png, .svg, ...)")
 
 
 def _doctor(args: argparse.Namespace) -> Answer:
@@ -147,6 +148,8 @@ def _simulate(args: argparse.Namespace) -> Answer:
         ]
         for o in outcomes
     ]
+    if args.plot:
+        trial.plot(outcomes, args.plot)
     equal = all(o.replicas_equal for o in outcomes)
     return show.table(head, rows), [asdict(o) for o in outcomes], 0 if equal else 1
 

@@ -6,7 +6,7 @@ noise. The whole algorithm runs as it would between real workers, in one process
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from typing import Any
@@ -20,9 +20,11 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.tools import show
 
 WIDTHS = (32, 64, 64, 8)
 TEST_EXAMPLES = 512
+POINTS = 50
 EXACT = "exact"
 
 
@@ -60,7 +62,8 @@ class Trial:
 class Outcome:
     """One recipe's run: the mean squared error on examples without noise at the end, and a worker's traffic.
 
-    ``loss`` is NaN where the run diverged. ``bytes`` are of the whole run, ``last_bytes`` of its last step.
+    ``loss`` is NaN where the run diverged. ``bytes`` are of the whole run, ``last_bytes`` of its last step. ``curve``
+    has some ``POINTS`` of the run: steps taken, bytes sent until then, and the loss.
     """
 
     recipe: str
@@ -69,6 +72,7 @@ class Outcome:
     last_bytes: int
     fp32_bytes: int
     replicas_equal: bool
+    curve: tuple[tuple[int, int, float], ...] = ()
 
 
 def run(
@@ -88,6 +92,9 @@ def run(
         chosen = replace(chosen, exchange=exchange)
     warmup = trial.steps if exact else trial.warmup_steps
 
+    every = max(1, trial.steps // POINTS)
+    curve: list[tuple[int, int, float]] = []
+
     def worker(collectives: Collectives) -> tuple[dict[str, Array], Any]:
         weights = _network(np.random.default_rng(trial.seed + 1))
         optimizer = NumpyOptimizer(weights, Adam(trial.lr), collectives=collectives, warmup_steps=warmup, recipe=chosen)
@@ -97,6 +104,8 @@ def run(
             x = rng.standard_normal((trial.batch_size, WIDTHS[0]), np.float32)
             noise = np.float32(trial.noise) * rng.standard_normal((trial.batch_size, WIDTHS[-1]), np.float32)
             optimizer.step(_gradients(weights, x, _forward(teacher, x)[-1] + noise))
+            if collectives.rank == 0 and (step + 1) % every == 0:
+                curve.append((step + 1, optimizer.engine.traffic.total, _test_loss(trial, weights)))
             if progress and collectives.rank == 0 and (step + 1) % 10 == 0:
                 progress(step + 1)
         return weights, optimizer.engine.traffic
@@ -107,7 +116,21 @@ def run(
         loss = _test_loss(trial, weights)
     equal = all(np.array_equal(weights[n], other[n], equal_nan=True) for other, _ in results for n in weights)
     name = recipe if isinstance(recipe, str) else "own"
-    return Outcome(name, loss, traffic.total, traffic.step, traffic.fp32_total, equal)
+    return Outcome(name, loss, traffic.total, traffic.step, traffic.fp32_total, equal, tuple(curve))
+
+
+def plot(outcomes: Sequence[Outcome], path: str) -> None:
+    """Draw the loss of each run by step, and by the bytes that a worker has sent; needs matplotlib."""
+    figure = show.figure(9.6, 4.0)
+    by_step, by_bytes = figure.subplots(1, 2, sharey=True)
+    for one in outcomes:
+        steps, sent, loss = zip(*one.curve, strict=True)
+        by_step.plot(steps, loss, label=one.recipe)
+        by_bytes.plot([1e-6 * n for n in sent], loss, label=one.recipe)
+    by_step.set(yscale="log", xlabel="steps", ylabel="loss on examples without noise")
+    by_bytes.set(xscale="log", xlabel="megabytes sent by a worker")
+    by_step.legend()
+    show.save(figure, path)
 
 
 def _network(rng: np.random.Generator) -> dict[str, Array]:

@@ -13,10 +13,12 @@ import subprocess
 import sys
 import sysconfig
 import venv
+from collections.abc import Callable
+from functools import partial
 from itertools import product
 from pathlib import Path
 
-from jobs.processes import run
+from jobs.processes import ROOT, run
 from tests.horovod_suite import CACHE, environment
 
 REQUIREMENTS = (
@@ -31,6 +33,8 @@ PROGRAMS = {
     "accelerate_loop": ("clip", "tight", "value", "accumulate", "resume"),
     "ignite_auto": ("plain", "accumulate"),
 }
+EXAMPLES = {"with_trainer": "horovodrun", "with_lightning": "horovodrun", "with_accelerate": "torchrun"}
+"""Programs of examples/, and what starts them."""
 
 
 def python_with_clients(folder: Path) -> Path:
@@ -69,23 +73,39 @@ def train(launcher: list[str], program: str, case: str) -> None:
         raise RuntimeError(f"{program} {case} did not end as it should\n{output[-4000:]}")
 
 
+def show(launcher: list[str], program: str, folder: Path) -> None:
+    """Raises ``RuntimeError`` unless the example says at its end that it compresses."""
+    output = run([*launcher, f"{ROOT}/examples/{program}.py"], environment(), 300, cwd=folder)
+    if "(compressed, 0 skipped)" not in output:
+        raise RuntimeError(f"examples/{program}.py did not end as it should\n{output[-4000:]}")
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=CACHE / "clients", help="environment, default: %(default)s")
-    parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS))
+    parser.add_argument("--only", nargs="+", choices=[*PROGRAMS, *EXAMPLES], default=[*PROGRAMS, *EXAMPLES])
     args = parser.parse_args()
     python = python_with_clients(args.folder.absolute())
     failed = []
+
+    def attempt(name: str, good: str, work: Callable[[], None]) -> None:
+        try:
+            work()
+            print(f"{name}: {good}", flush=True)
+        except RuntimeError as error:
+            failed.append(name)
+            reason = re.findall(r"\w*Error: .*", str(error))
+            print(f"{name}: FAILED, {reason[0] if reason else error}", flush=True)
+
     for program in args.only:
-        for (by, launcher), case in product(launchers(python, program).items(), PROGRAMS[program]):
-            name = f"{program} {case} by {by}"
-            try:
-                train(launcher, program, case)
-                print(f"{name}: replicas equal after every step", flush=True)
-            except RuntimeError as error:
-                failed.append(name)
-                reason = re.findall(r"\w*Error: .*", str(error))
-                print(f"{name}: FAILED, {reason[0] if reason else error}", flush=True)
+        commands = launchers(python, program)
+        if program in EXAMPLES:
+            work = partial(show, commands[EXAMPLES[program]], program, args.folder)
+            attempt(f"examples/{program}.py", "trains with one bit", work)
+            continue
+        for (by, launcher), case in product(commands.items(), PROGRAMS[program]):
+            good = "replicas equal after every step"
+            attempt(f"{program} {case} by {by}", good, partial(train, launcher, program, case))
     if failed:
         print(f"failed: {', '.join(failed)}")
     return len(failed)

@@ -53,7 +53,7 @@ ALLOWED = {
         "world",
     },
     "rounds": {"tasks", "averages", "engine", "kernels", "replicas", "rules", "schedule", "stats", "warmup"},
-    "coded": {"engine", "exchange", "kernels", "layout", "recipe", "rules", "schedule", "tasks"},
+    "coded": {"averages", "engine", "exchange", "kernels", "layout", "recipe", "rules", "schedule", "tasks"},
     "ahead": {"engine", "exchange", "layout", "recipe", "rules", "schedule", "simulation", "tasks"},
     "optimizer": {
         "averages",

@@ -72,9 +72,23 @@ def test_the_version_stands_in_one_place_and_in_what_must_repeat_it():
     assert re.search(r"^## (Unreleased|\[?" + re.escape(__version__) + ")", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
-@pytest.mark.parametrize("name", [".pre-commit-config.yaml", ".github/workflows/ci.yml"])
+SETTINGS = [".pre-commit-config.yaml", ".readthedocs.yaml", *sorted(map(str, (ROOT / ".github").rglob("*.yml")))]
+
+
+@pytest.mark.parametrize("name", SETTINGS)
 def test_settings_are_yaml(name):
     assert yaml.safe_load((ROOT / name).read_text())
+
+
+def test_what_workflows_make_are_targets():
+    targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
+    nightly = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
+    assert set(nightly["jobs"]["long"]["strategy"]["matrix"]["target"]) <= targets
+    release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
+    assert set(re.findall(r"run: make (\S+)", release)) <= targets
+    version = re.search(r"sed -n '(s/.*)' (horovod_onebit/_version.py)", release)
+    found = subprocess.run(["sed", "-n", version[1], version[2]], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == __version__
 
 
 def test_a_wheel_has_this_package_and_nothing_else(tmp_path):

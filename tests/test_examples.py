@@ -1,0 +1,53 @@
+"""The programs of examples/ run by the commands that their first lines give; those of trainers: ``tests.clients``."""
+
+import ast
+import os
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from jobs.processes import ROOT, run
+
+FEW = int(os.environ.get("ONEBIT_CASES") or 0)
+PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+OF_TRAINERS = {"with_accelerate.py", "with_lightning.py", "with_trainer.py"}
+OF_RAY = {"ray_train.py"}
+ALWAYS = {"keras_fit.py", "numpy_on_mpi.py", "pytorch_loop.py", "pytorch_torchrun.py"}
+
+pytestmark = pytest.mark.horovodrun
+
+
+def command_of(program):
+    """That of the docstring."""
+    text = ast.get_docstring(ast.parse((ROOT / "examples" / program).read_text()))
+    return re.search(r"^ *((horovodrun|torchrun|mpirun) .*)", text, re.MULTILINE)[1]
+
+
+@pytest.mark.parametrize("program", sorted(set(PROGRAMS) - OF_TRAINERS - OF_RAY))
+def test_a_program_runs_as_it_says(program, tmp_path):
+    if FEW and program not in ALWAYS:
+        pytest.skip("in `make test-all`")
+    hosts = tmp_path / "hosts.sh"
+    hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
+    hosts.chmod(0o755)
+    words = shlex.split(command_of(program).replace("examples/", f"{ROOT}/examples/"))
+    words = [str(hosts) if word == "./hosts.sh" else word for word in words]
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
+    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    output = run(words, env, 300, cwd=tmp_path)
+    if program == "numpy_on_mpi.py":
+        assert float(output.rsplit("mean square ", 1)[1].split()[0]) < 0.5
+    else:
+        assert "(compressed, 0 skipped)" in output or "400: 2 workers" in output
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+def test_a_program_is_short_enough_to_be_read(program):
+    assert len((ROOT / "examples" / program).read_text().splitlines()) < 80
+    assert program in (ROOT / "examples" / "README.md").read_text()
+    if program not in OF_RAY:
+        assert f"examples/{program}" in command_of(program)
