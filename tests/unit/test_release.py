@@ -72,7 +72,7 @@ def test_the_version_stands_in_one_place_and_in_what_must_repeat_it():
     assert re.search(r"^## (Unreleased|\[?" + re.escape(__version__) + ")", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
-SETTINGS = [".pre-commit-config.yaml", ".readthedocs.yaml", *sorted(map(str, (ROOT / ".github").rglob("*.yml")))]
+SETTINGS = [".pre-commit-config.yaml", *sorted(map(str, (ROOT / ".github").rglob("*.yml")))]
 
 
 @pytest.mark.parametrize("name", SETTINGS)
