@@ -66,14 +66,14 @@ demo: setup ## set everything up, train on two processes over a slow link with f
 	$(BIN)/python -m jobs.demo --framework $(FRAMEWORK) --launcher $(LAUNCHER)
 
 .PHONY: test
-test: export ONEBIT_CASES ?= 2
-test: lint ## set everything up, check the code, run all tests: on ranks, one or two cases of each
+test: export ONEBIT_CASES ?= 1
+test: lint ## set everything up, check the code, run the tests: on ranks, one case of each, and not those that take long
 	$(BIN)/python -m pytest -n auto tests/cuda tests/unit
 	$(BIN)/python -m pytest tests/test_horovodrun.py
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/cuda --ignore=tests/test_horovodrun.py
 
 .PHONY: test-all
-test-all: ## the same, with all cases (an hour on two cores)
+test-all: ## all tests, with all cases (some hours on two cores)
 	$(MAKE) test ONEBIT_CASES=
 
 .PHONY: test-gpu

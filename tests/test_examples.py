@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from jobs.processes import ROOT, run
+from tests.long import LONG
 
-FEW = int(os.environ.get("ONEBIT_CASES") or 0)
 PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 OF_TRAINERS = {"with_accelerate.py", "with_lightning.py", "with_trainer.py"}
 OF_RAY = {"ray_train.py"}
@@ -26,10 +26,11 @@ def command_of(program):
     return re.search(r"^ *((horovodrun|torchrun|mpirun) .*)", text, re.MULTILINE)[1]
 
 
-@pytest.mark.parametrize("program", sorted(set(PROGRAMS) - OF_TRAINERS - OF_RAY))
+@pytest.mark.parametrize(
+    "program",
+    [pytest.param(name, marks=() if name in ALWAYS else LONG) for name in sorted(set(PROGRAMS) - OF_TRAINERS - OF_RAY)],
+)
 def test_a_program_runs_as_it_says(program, tmp_path):
-    if FEW and program not in ALWAYS:
-        pytest.skip("in `make test-all`")
     hosts = tmp_path / "hosts.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)

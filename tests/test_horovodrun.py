@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from jobs.processes import ROOT, run
+from tests.long import FEW, LONG
 
 HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
@@ -56,19 +57,19 @@ OF_FOUR = (
     " or a_rank_out or (makes_alone and compressed) or idiom or (goes_on_bit and AdamW and 5)"
     " or (continues_bit and AdamW) or (any_optimizer and AdamW) or round_with_damaged"
 )
-FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
 # As under `mpirun`, which binds each process to a core, or `srun -c 1`: TensorFlow has one thread for its operations.
 ONE_THREAD = {"TF_NUM_INTEROP_THREADS": "1", "ONEBIT_ONE_CORE": "1"}
 REPEATABLE = {"HOROVOD_FUSION_THRESHOLD": "0"}  # without it, sums of more than two depend on timing
+TWO_GLOO_KERAS = "disagree or (300 and adamw) or in_one_function or first_batch or several_steps or nan_in_warm"
 JOBS = [
     (2, PLAIN, KERAS, ""),
     (2, "mpi", TORCH, ""),
-    (2, "gloo", TORCH, OF_TWO),
+    pytest.param(2, "gloo", TORCH, OF_TWO, marks=LONG),
     (4, "mpi", TORCH, OF_FOUR),
-    (4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)"),
+    pytest.param(4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)", marks=LONG),
     (4, "mpi", HIERARCHY, "neighbours and not first_batch"),
     (2, "gloo", OVERLAP, "before_the_backward"),  # needs two threads
-    (2, "gloo", KERAS, "disagree or (300 and adamw) or in_one_function or first_batch or several_steps or nan_in_warm"),
+    pytest.param(2, "gloo", KERAS, TWO_GLOO_KERAS, marks=LONG),
 ]
 
 
@@ -83,24 +84,21 @@ def pytest_on_ranks(processes, backend, *arguments, **variables):
 def test_on_every_rank(processes, backend, files, only):
     selected = ["-k", only] if only else []
     variables = {**(ONE_THREAD if files == KERAS else {}), **(REPEATABLE if processes > 2 else {})}
-    if only:
-        variables["ONEBIT_CASES"] = ""  # those few are meant as they are
-    elif FEW and files == KERAS:
-        variables["ONEBIT_CASES"] = str(max(1, FEW // 2))  # each of which traces graphs for seconds
     pytest_on_ranks(processes, backend, *files, *selected, **variables)
 
 
-def test_the_compiled_cuda_kernels(tmp_path):
+@pytest.mark.parametrize("face", ["torch", pytest.param("keras", marks=LONG)])
+def test_the_compiled_cuda_kernels(face, tmp_path):
     from tests.cuda.compile import driven
 
     driver, simulator = driven(tmp_path), {"NUMBA_ENABLE_CUDASIM": "1", "ONEBIT_PTX": str(tmp_path)}
-    for face, variables in (("torch", simulator), ("keras", driver)):
-        files = [f"tests/ranks/test_{face}_cuda.py"]
-        pytest_on_ranks(2, "mpi", *files, **variables)
+    variables, files = {"torch": simulator, "keras": driver}[face], [f"tests/ranks/test_{face}_cuda.py"]
+    pytest_on_ranks(2, "mpi", *files, **variables)
+    if not FEW:
         pytest_on_ranks(4, "mpi", *files, "-k", "of_a_host", **variables)
 
 
-@pytest.mark.skipif(FEW > 0, reason="takes long: in `make test-all`")
+@LONG
 def test_nothing_is_compiled_after_the_first_step_of_keras(tmp_path):
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
     output = horovodrun(2, "mpi", "tests/ranks/compiles.py", PYTHONPATH=str(ROOT), **cache)
@@ -113,7 +111,7 @@ def test_a_communicator_of_mpi4py():
     assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
 
 
-@pytest.mark.parametrize("program", ["resize.py", "resize_keras.py"])
+@pytest.mark.parametrize("program", ["resize.py", pytest.param("resize_keras.py", marks=LONG)])
 def test_another_number_of_workers_goes_on_from_a_checkpoint(program, tmp_path):
     for processes in (2, 3):
         arguments = [f"tests/ranks/{program}", tmp_path, "two_stage"]
@@ -143,7 +141,7 @@ def trained(framework, backend, compression, folder):
 
 @pytest.mark.parametrize(
     ("framework", "backend"),
-    [("torch", "gloo"), ("torch", "mpi"), ("tf", "gloo")],
+    [("torch", "gloo"), pytest.param("torch", "mpi", marks=LONG), ("tf", "gloo")],
 )
 def test_the_job_reaches_the_same_accuracy_with_one_bit(framework, backend, uncompressed, tmp_path):
     """Replicas equal bit by bit, accuracy within a point, few bytes; seeds are averaged by `python -m jobs.demo`."""

@@ -12,10 +12,10 @@ import pytest
 
 from jobs.demo import parse
 from jobs.processes import ROOT, run
+from tests.long import LONG
 from tests.test_horovodrun import demo, horovodrun
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-FEW = int(os.environ.get("ONEBIT_CASES") or 0)  # cases of each test, at most; 0 means all: see tests/ranks/conftest.py
 ALWAYS = ("_distributed", "_agreement", "_faults", "_overlap", "_warmup")
 MORE = ("", "_checkpoint", "_state", "_local", "_algorithms", "_parameters", "_edits")
 
@@ -37,16 +37,17 @@ def pytest_on_ranks(processes, names, *arguments, **variables):
 
 
 def test_on_two_ranks():
-    pytest_on_ranks(2, ALWAYS, ONEBIT_CASES="1" if FEW else "")
+    pytest_on_ranks(2, ALWAYS)
 
 
-@pytest.mark.skipif(FEW > 0, reason="takes long: in `make test-all`")
+@LONG
 def test_more_on_two_ranks():
     pytest_on_ranks(2, MORE, ONEBIT_CASES="2")
 
 
+@LONG
 def test_hosts_of_two_ranks():
-    pytest_on_ranks(4, ["_distributed"], "-k", "hosts or outside", ONEBIT_CASES="")
+    pytest_on_ranks(4, ["_distributed"], "-k", "hosts or outside")
 
 
 def test_the_same_bits_as_over_horovod(tmp_path):
@@ -65,6 +66,7 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path):
     assert "redistributed" in output
 
 
+@LONG
 def test_a_checkpoint_goes_from_one_transport_to_the_other(tmp_path):
     horovodrun(2, "mpi", "tests/ranks/resize.py", tmp_path, "direct", PYTHONPATH=str(ROOT))
     assert torchrun(2, "tests/ranks/resize.py", tmp_path, "direct").count("went on") == 2
@@ -83,6 +85,7 @@ def test_workers_that_torchrun_restarts_continue_bit_for_bit(tmp_path):
     assert found == undisturbed
 
 
+@LONG
 def test_another_number_of_workers_continues_after_a_worker_was_killed(tmp_path):
     with pytest.raises(RuntimeError, match="exitcode: -9"):
         torchrun(2, "tests/ranks/restarts.py", tmp_path, "10")

@@ -9,6 +9,9 @@ what else a program sends does not come in between. With NCCL, what is in the ho
 
 from __future__ import annotations
 
+import atexit
+import functools
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -24,6 +27,15 @@ from horovod_onebit.face import host_number
 from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
 from horovod_onebit.torch.private import timeout_of
 from horovod_onebit.torch.transport import Op
+
+AT_THE_END = 0.1
+"""Seconds that a process waits at its end for Gloo's threads. To let go of the last tensors they need the interpreter,
+and one that asks for it when it is gone ends the process by SIGABRT (seen with PyTorch 2.13)."""
+
+
+@functools.cache
+def _wait_at_the_end() -> None:
+    atexit.register(time.sleep, AT_THE_END)
 
 
 @contextmanager
@@ -109,6 +121,7 @@ class _Groups:
     def of(cls, group: Any) -> _Groups:
         """For the workers of ``group``. Collective: the whole world's are made; other ranks would have to call this,
         too, to make groups of a part of it, so that this part shares ``group``."""
+        _wait_at_the_end()
         ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
         nccl = "cuda:nccl" in backends
         if len(ranks) == dist.get_world_size():

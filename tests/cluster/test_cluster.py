@@ -9,6 +9,7 @@ import pytest
 
 from jobs.cluster import cluster, unavailable
 from jobs.processes import result
+from tests.long import LONG
 
 reason = unavailable()
 pytestmark = [pytest.mark.cluster, pytest.mark.skipif(reason is not None, reason=str(reason))]
@@ -46,6 +47,7 @@ def test_bytes_hardly_grow_with_hosts():
     assert max(four) < 2.5 * min(two)
 
 
+@LONG
 def test_hosts_of_two_workers_send_one_message_for_both():
     found, alone = job(2, "gloo", slots=2, exchange="hierarchical"), job(2, "mpi")
     assert [one["exchange"] for one in found] == ["hierarchical"] * 4
@@ -53,6 +55,7 @@ def test_hosts_of_two_workers_send_one_message_for_both():
     assert found[0]["compressed"] < 1.35 * alone[0]["compressed"]
 
 
+@LONG
 def test_four_hosts_of_two_workers_receive_what_four_workers_would():
     """Three quarters of a bit a parameter, and of the two bits of the answer; that, scales and headers, is 2.3 bits."""
     found = job(4, "mpi", slots=2, exchange="hierarchical")
@@ -64,6 +67,7 @@ def test_four_hosts_of_two_workers_receive_what_four_workers_would():
         assert 2.3 < bits < 1.15 * 2.3
 
 
+@LONG
 def test_keras_exchanges_hierarchically():
     """In graphs and eagerly, with one thread for TensorFlow's operations, and with no process sets."""
     with cluster(2, "1gbit") as made:
@@ -81,6 +85,7 @@ def test_all_is_taken_away():
         assert len(made.sent()) == 2
 
 
+@LONG
 @pytest.mark.parametrize(("backend", "slots", "rate"), [("gloo", 2, 100), ("mpi", 1, 1000)])
 def test_the_rate_of_a_link_is_measured(backend, slots, rate):
     """Not above what tc allows; below it, where processes share cores. Worker 0 alone says so."""
