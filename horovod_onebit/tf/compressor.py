@@ -150,6 +150,8 @@ class Compressor:
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.errand.close()
+        if self.coded is not None:
+            self.coded.engine.restore_all()
         if self.under_way is not None:
             self._end()
 
@@ -286,7 +288,7 @@ class Compressor:
 
     def _unlearn(self) -> None:
         """What was learned of the gradients of the warm-up is of another state. Local."""
-        if self.coded is not None:
+        if self.coded is not None and not self.coded.fresh:
             self.coded.forget()
 
     @contextlib.contextmanager

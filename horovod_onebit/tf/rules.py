@@ -212,8 +212,8 @@ def adapter_for(optimizer: Any, schedule: ZeroOne | None = None) -> Adapter:
             raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
-        "update_step). With recipe='exact', schedule=horovod_onebit.tf.Gradients() or schedule=Local(...), any "
-        "optimizer works"
+        "update_step). With recipe='exact', schedule=horovod_onebit.tf.Gradients() or "
+        "schedule=horovod_onebit.tf.Local(...), any optimizer works"
     )
 
 

@@ -160,6 +160,27 @@ def test_gradients_that_are_accumulated():
     assert_replicas_equal(model)
 
 
+def test_a_step_that_is_interrupted():
+    """What was sent for it is taken back, and the run goes on."""
+    model = build()
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=THREE)
+    train(model, optimizer, FIRST + 3)
+    before, engine = weights(model), optimizer._compressor.coded.engine
+    residuals = {name: value.copy() for name, value in engine.feedback.state_dict().items()}
+    collectives = optimizer._compressor.collectives
+    collectives.fuse = lambda kinds: 1 / 0  # with messages encoded
+    with pytest.raises(ZeroDivisionError):
+        train(model, optimizer, 1, start=20)
+    del collectives.fuse
+    optimizer._compressor.settle()
+    for name, value in engine.feedback.state_dict().items():
+        np.testing.assert_allclose(value, residuals[name], atol=1e-5)
+    assert np.array_equal(weights(model), before)
+    train(model, optimizer, 10, start=20)
+    assert set(seen(optimizer).values()) == {FIRST + 13}
+    assert_replicas_equal(model)
+
+
 def test_a_state_that_one_worker_loads_and_broadcasts():
     """That worker has learned nothing of it: all begin anew."""
     model = build()
