@@ -1,17 +1,20 @@
 """The programs of examples/ run by the commands that their first lines give; those of trainers: ``tests.clients``."""
 
 import ast
+import json
 import os
 import re
 import shlex
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from jobs.processes import ROOT, run
 from tests.long import LONG
 
+NOTEBOOK = ROOT / "examples" / "first_look.ipynb"
 PROGRAMS = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
 OF_TRAINERS = {"with_accelerate.py", "with_lightning.py", "with_trainer.py"}
 OF_RAY = {"ray_train.py"}
@@ -44,6 +47,20 @@ def test_a_program_runs_as_it_says(program, tmp_path):
         assert float(output.rsplit("mean square ", 1)[1].split()[0]) < 0.5
     else:
         assert "(compressed, 0 skipped)" in output or "400: 2 workers" in output
+
+
+def test_the_notebook_runs_and_says_the_same():
+    """Its numbers are those of simulated runs, which are the same on every machine of a kind."""
+    cells = [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
+    program = "\n".join("".join(cell["source"]) for cell in cells)
+    env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
+    said = run([sys.executable, "-c", program], env, 300)
+    kept = "".join("".join(out.get("text", "")) for cell in cells for out in cell["outputs"])
+    losses = [[float(loss) for loss in re.findall(r"test loss ([\d.]+)", text)] for text in (said, kept)]
+    assert len(losses[1]) == 3
+    np.testing.assert_allclose(losses[0], losses[1], rtol=0.1)
+    assert said.count("equal: True") == kept.count("equal: True") == 4
+    assert re.findall(r"1-bit \w+: 1-bit .*", said) == re.findall(r"1-bit \w+: 1-bit .*", kept)
 
 
 @pytest.mark.parametrize("program", PROGRAMS)
