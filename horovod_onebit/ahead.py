@@ -35,8 +35,8 @@ Lent = Literal["nothing", "gradients", "all"]
 def compile_steps(
     recipe: Recipe, rules: Iterable[Rule], workers: int, *, divides: bool, lent: Lent = "nothing"
 ) -> None:
-    """Compile what compressed steps of ``rules`` run on the CPU, unless this process has it: some seconds, once on a
-    machine. Local.
+    """Compile what compressed steps of ``rules`` run on the CPU, unless this process has it: some seconds (on an
+    empty cache ten to thirty), once on a machine. Local.
 
     ``divides``: there are second moments. ``lent``: what is in memory of the framework's that nobody writes to; with
     ``"all"``, steps write the new weights and momenta elsewhere. Numba compiles for that apart.

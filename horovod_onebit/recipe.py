@@ -69,7 +69,7 @@ class Recipe:
             (studies 4 and 8).
         warmup: how gradients travel in the warm-up: ``"exact"``, or, after ten exact steps, in ``"two_bit"``,
             ``"three_bit"`` or ``"four_bit"`` an element, in units of the root of its second moment
-            (``rules.gradient``). Not in Keras. Takes 12 bytes a parameter of the host's memory while it lasts.
+            (``rules.gradient``). Takes 12 bytes a parameter of the host's memory while it lasts.
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 

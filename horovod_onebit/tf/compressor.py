@@ -353,6 +353,7 @@ class Compressor:
         write to again; nothing if something is not finite on some worker. Collective."""
         assert self.coded is not None
         self.go_to(None)
+        self.coded.engine.restore_all()  # what is left of a step that was interrupted
         names = [self.name_of(i, self.optimizer._trainable_variables[i]) for i in indices]
         found = yield from self.coded.average(dict(zip(names, grads, strict=True)))
         if found is not None:

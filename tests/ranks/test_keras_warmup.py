@@ -160,7 +160,8 @@ def test_gradients_that_are_accumulated():
     assert_replicas_equal(model)
 
 
-def test_a_step_that_is_interrupted():
+@pytest.mark.parametrize("settles", [False, True])
+def test_a_step_that_is_interrupted(settles):
     """What was sent for it is taken back, and the run goes on."""
     model = build()
     optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=THREE)
@@ -172,10 +173,11 @@ def test_a_step_that_is_interrupted():
     with pytest.raises(ZeroDivisionError):
         train(model, optimizer, 1, start=20)
     del collectives.fuse
-    optimizer._compressor.settle()
-    for name, value in engine.feedback.state_dict().items():
-        np.testing.assert_allclose(value, residuals[name], atol=1e-5)
     assert np.array_equal(weights(model), before)
+    if settles:
+        optimizer._compressor.settle()
+        for name, value in engine.feedback.state_dict().items():
+            np.testing.assert_allclose(value, residuals[name], atol=1e-5)
     train(model, optimizer, 10, start=20)
     assert set(seen(optimizer).values()) == {FIRST + 13}
     assert_replicas_equal(model)
