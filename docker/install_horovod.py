@@ -38,6 +38,7 @@ FRAMEWORKS = {
 }
 BUILD_REQUIREMENTS = ("setuptools", "wheel", "cffi", "cloudpickle", "psutil", "pyyaml", "packaging")
 
+Edits = Sequence[tuple[str, str, str]]
 # (file, text that must occur in it exactly once, replacement)
 EDITS = (
     # PyTorch 2.13 and TensorFlow 2.21 have headers in C++17.
@@ -82,6 +83,19 @@ PYBIND11_MODULE(mpi_lib_v2, module) {
   WithoutGil m{module};
 """,
     ),
+)
+
+# Horovod's build goes by PyTorch, which may be built for CUDA and find some part of a toolkit, though Horovod is to
+# carry nothing from a GPU's memory.
+WITHOUT_CUDA = (
+    "cmake/Modules/FindPytorch.cmake",
+    "(torch.version.cuda is not None) and (CUDA_HOME is not None)",
+    "False",
+)
+
+NO_TOOLKIT = (
+    "This machine has a GPU and no CUDA toolkit: Horovod is built without CUDA, for what is in the host's memory. "
+    "Install the toolkit (`nvcc` on PATH), or let HOROVOD_CUDA_HOME name its folder, and run this again."
 )
 
 # Run in a fresh process, with the frameworks as arguments.
@@ -257,6 +271,21 @@ def find_cuda(env: dict[str, str]) -> Path:
     raise Failure("No CUDA toolkit: install it (`nvcc` on PATH), or let HOROVOD_CUDA_HOME name its folder.")
 
 
+def edits_of(args: argparse.Namespace, env: dict[str, str]) -> Edits:
+    """What is changed in Horovod's sources: CUDA is left out, unless it is asked for, or there are a GPU and a
+    toolkit."""
+    if args.gpu_operations or any(name.startswith("HOROVOD_GPU") for name in env):
+        return EDITS
+    if Path("/dev/nvidiactl").exists():
+        try:
+            find_cuda(env)
+        except Failure:
+            print(NO_TOOLKIT, flush=True)
+        else:
+            return EDITS
+    return (*EDITS, WITHOUT_CUDA)
+
+
 def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
     """Lay the wheels' NCCL out as Horovod's build looks for it; where its extensions are to look for libraries."""
     if env.get("HOROVOD_NCCL_HOME") or env.get("HOROVOD_NCCL_INCLUDE"):
@@ -304,11 +333,11 @@ def build_environment(args: argparse.Namespace, path: str) -> dict[str, str]:
     return env
 
 
-def cache_key(versions: dict[str, str], mpi: Mpi, env: dict[str, str]) -> str:
+def cache_key(versions: dict[str, str], mpi: Mpi, env: dict[str, str], edits: Edits) -> str:
     """Everything that the wheel depends on: versions to read, and a digest of the rest."""
     of_build = re.compile(r"HOROVOD_(WITH|GPU|CPU_OPERATIONS|NCCL|CUDA|BUILD|ALLOW)|(CXX|CXXFLAGS|LDFLAGS)$")
     flags = {name: value for name, value in env.items() if of_build.match(name)}
-    rest = json.dumps([EDITS, mpi.rpath, flags], sort_keys=True)
+    rest = json.dumps([edits, mpi.rpath, flags], sort_keys=True)
     parts = [
         f"horovod-{HOROVOD}",
         *(f"{name}-{version}" for name, version in versions.items()),
@@ -332,8 +361,8 @@ def fetch_source(into: Path, log: Path, env: dict[str, str]) -> Path:
     return into / f"horovod-{HOROVOD}"
 
 
-def apply_edits(source: Path, rpath: str) -> None:
-    for name, old, new in EDITS:
+def apply_edits(source: Path, rpath: str, edits: Edits) -> None:
+    for name, old, new in edits:
         text = (source / name).read_text(encoding="utf-8")
         if text.count(old) != 1:
             raise Failure(
@@ -343,14 +372,14 @@ def apply_edits(source: Path, rpath: str) -> None:
         (source / name).write_text(text.replace(old, new.replace("@RPATH@", rpath)), encoding="utf-8")
 
 
-def build_wheel(cache: Path, mpi: Mpi, env: dict[str, str]) -> tuple[Path, str]:
+def build_wheel(cache: Path, mpi: Mpi, env: dict[str, str], edits: Edits) -> tuple[Path, str]:
     """Build in a temporary folder, then move the wheel into `cache`; return it and the time it took."""
     log = cache / "build.log"
     log.unlink(missing_ok=True)
     print(f"Horovod is built once per machine: about 4 minutes on 2 cores. Log: {log}", flush=True)
     with tempfile.TemporaryDirectory(prefix="horovod-build-") as folder:
         source = fetch_source(Path(folder), log, env)
-        apply_edits(source, mpi.rpath)
+        apply_edits(source, mpi.rpath, edits)
         options = ["--verbose", "--no-build-isolation", "--no-deps", "--no-index", "--wheel-dir", ".."]
         took = run_logged(pip("wheel", *options, "."), log, f"Building Horovod {HOROVOD}", env, source)
         (wheel,) = Path(folder).glob("horovod-*.whl")
@@ -400,13 +429,13 @@ def reuse(cache: Path, key: str, frameworks: Sequence[str]) -> str | None:
     return None
 
 
-def provide(cache: Path, key: str, mpi: Mpi, env: dict[str, str], args: argparse.Namespace) -> str:
+def provide(cache: Path, key: str, mpi: Mpi, env: dict[str, str], args: argparse.Namespace, edits: Edits) -> str:
     """Leave a Horovod that loads in this environment; say where it came from."""
     if not args.rebuild and (source := reuse(cache, key, args.frameworks)):
         return source
     check_tools(env["PATH"])
     ensure_cmake(env["PATH"])
-    wheel, took = build_wheel(cache, mpi, env)
+    wheel, took = build_wheel(cache, mpi, env, edits)
     install(wheel)
     check_build(args.frameworks)
     return f"built in {took}"
@@ -438,12 +467,13 @@ def main() -> int:
         versions = framework_versions(args.frameworks)
         mpi = find_mpi(path)
         env = build_environment(args, path)
-        key = cache_key(versions, mpi, env)
+        edits = edits_of(args, env)
+        key = cache_key(versions, mpi, env, edits)
         cache = args.cache_dir.absolute() / "wheels" / key
         cache.mkdir(parents=True, exist_ok=True)
         if args.gpu_operations == "NCCL":
             mpi = mpi._replace(rpath=use_nccl(cache, env, mpi.rpath))
-        source = provide(cache, key, mpi, env, args)
+        source = provide(cache, key, mpi, env, args, edits)
     except (Failure, subprocess.CalledProcessError) as error:
         print(f"install_horovod: {error}", file=sys.stderr)
         return 1

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from horovod_onebit import simulation
 from horovod_onebit.engine import Engine
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.kernels.reference import Arrays
 from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
@@ -29,7 +30,7 @@ TWO_STAGE_FROM = 4
 _done: set[tuple[object, ...]] = set()
 
 
-Lent = Literal["nothing", "gradients", "all"]
+Lent = Literal["nothing", "gradients", "all but momenta", "all"]
 
 
 def compile_steps(
@@ -39,7 +40,8 @@ def compile_steps(
     empty cache ten to thirty), once on a machine. Local.
 
     ``divides``: there are second moments. ``lent``: what is in memory of the framework's that nobody writes to; with
-    ``"all"``, steps write the new weights and momenta elsewhere. Numba compiles for that apart.
+    ``"all"``, steps write the new weights and momenta elsewhere, with ``"all but momenta"`` the weights. Numba compiles
+    for that apart.
     """
     ways = ("direct", "two_stage") if workers >= TWO_STAGE_FROM else ("direct",)
     start = time.monotonic()
@@ -94,20 +96,23 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
     size = recipe.block_size or 1024
     zeros = [np.zeros(size, np.float32) for _ in range(4)]
     grads = {0: np.ones(size, np.float32)}
-    for array in {"nothing": [], "gradients": [grads[0]], "all": [grads[0], *zeros[:3]]}[lent]:
-        array.flags.writeable = False
+    for i, array in enumerate([grads[0], zeros[0], zeros[2], zeros[1]]):
+        array.flags.writeable = i >= {"nothing": 0, "gradients": 1, "all but momenta": 3, "all": 4}[lent]
     tensor = Tensor("x", zeros[0], zeros[1], zeros[2] if divides else None, zeros[3], step=1, variance_steps=1)
     rule.init(tensor)
     engine = _Engine(recipe, alone if lent == "nothing" else cast(Collectives, _Lending(alone)))
+    rule.begin(tensor, engine.context)
     if isinstance(rule, Gradient):
         rule.observe(tensor, np.zeros_like(zeros[3]), engine.context)
+        engine.context.kernels.move(*rule.rescale(tensor), Arrays(None, zeros[3], zeros[2], zeros[0], None))
     run(engine.prepare([tensor], [rule]))
     plan = engine.plan(Kind.ONEBIT, [rule])
     engine.send_rest(grads, plan)
-    if lent != "all":
+    if lent in ("nothing", "gradients"):
         run(engine.receive(grads, plan))
         return
     assert engine.layout is not None
-    moved = [replace(tensor, weight=np.zeros_like(zeros[0]), momentum=np.zeros_like(zeros[1]))]
+    momentum = np.zeros_like(zeros[1]) if lent == "all" else zeros[1]
+    moved = [replace(tensor, weight=np.zeros_like(zeros[0]), momentum=momentum)]
     run(engine.step_into([bucket.index for bucket in engine.layout.buckets], moved))
     engine.conclude(plan, moved)

@@ -99,9 +99,12 @@ def test_the_compiled_cuda_kernels(face, tmp_path):
 
 
 @LONG
-def test_nothing_is_compiled_after_the_first_step_of_keras(tmp_path):
+@pytest.mark.parametrize(
+    ("kind", "exchange"), [("adamw", "direct"), ("plain sgd", "two_stage"), ("lamb", "direct"), ("lion", "two_stage")]
+)
+def test_nothing_is_compiled_after_the_first_step_of_keras(kind, exchange, tmp_path):
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    output = horovodrun(2, "mpi", "tests/ranks/compiles.py", PYTHONPATH=str(ROOT), **cache)
+    output = horovodrun(2, "mpi", "tests/ranks/compiles.py", kind, exchange, PYTHONPATH=str(ROOT), **cache)
     found = re.findall(r"compiled: (\d+) (\w+)", output)
     assert sum(int(count) for count, phase in found if phase == "warmup") > 100
     assert [count for count, phase in found if phase == "compressed"] == ["0", "0"]

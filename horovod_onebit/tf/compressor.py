@@ -19,7 +19,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from horovod_onebit.ahead import compile_steps
+from horovod_onebit.ahead import Lent, compile_steps
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
 from horovod_onebit.coded import CodedMean, codes, own_recipe
@@ -234,7 +234,9 @@ class Compressor:
             decays = {optimizer.weight_decay if self.decays(v) else 0.0 for v in large}
             rules = [self.adapter.rule(optimizer, 1.0, decay, 1, 1.0) for decay in sorted(decays)]
             divides = self.adapter.wraps.variance is not None
-            compile_steps(recipe, rules, self.workers, divides=divides, lent="all")
+            own = self.adapter.momentum(optimizer, 0) is None  # ours alone: the optimizer has none
+            lent: Lent = "all but momenta" if own else "all"
+            compile_steps(recipe, rules, self.workers, divides=divides, lent=lent)
 
     def decays(self, variable: Any) -> bool:
         """Whether the wrapped optimizer decays ``variable``; asked as Keras asks, which remembers the answer."""

@@ -22,6 +22,16 @@ from horovod_onebit.face import check_process_set, host_number
 from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
 
 
+def check_memory(tensor: Any) -> None:
+    """Raise ``ConfigurationError`` if ``tensor`` is in a GPU's memory and Horovod knows nothing of GPUs: it would take
+    the address for one of the host's."""
+    if tensor.is_cuda and not (hvd.cuda_built() or hvd.rocm_built()):
+        raise ConfigurationError(
+            "a tensor is on a GPU, and this Horovod was built without CUDA: build it where a CUDA toolkit is "
+            "(docker/install_horovod.py --gpu-operations NCCL), or train with torchrun, which needs no Horovod"
+        )
+
+
 class Pending:
     """A collective under way; its result is a tensor."""
 
@@ -164,10 +174,12 @@ class HorovodTransport:
         """None: messages are paired by their names, and may leave at any time."""
 
     def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> Pending:
+        check_memory(tensor)
         operation = hvd.allreduce_async_ if in_place else hvd.allreduce_async
         return Pending(operation(tensor, name=name, process_set=self.process_set, **reduction))
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int, name: str) -> Pending:
+        check_memory(tensor)
         return Pending(hvd.broadcast_async_(tensor, root_rank, name=name, process_set=self.process_set))
 
     def broadcast_object(self, value: Any, root_rank: int, name: str) -> Any:

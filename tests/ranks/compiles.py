@@ -1,4 +1,9 @@
-"""Which kernels Keras's steps compile after the first one, in a process that has none (tests/test_horovodrun.py)."""
+"""Which kernels Keras's steps compile after the first one, in a process that has none (tests/test_horovodrun.py).
+
+compiles.py KIND EXCHANGE
+"""
+
+import sys
 
 from numba.core import event
 
@@ -6,8 +11,9 @@ from horovod_onebit import Recipe
 from horovod_onebit.coded import FIRST
 from tests.ranks.keras_common import OPTIMIZERS, build, train, wrap
 
+kind, exchange = sys.argv[1:]
 model = build()
-optimizer = wrap(OPTIMIZERS["adamw"](), FIRST + 5, recipe=Recipe(warmup="three_bit"))
+optimizer = wrap(OPTIMIZERS[kind](), FIRST + 5, recipe=Recipe(warmup="three_bit", exchange=exchange))
 for steps in (1, FIRST + 10):
     with event.install_recorder("numba:compile") as recorder:
         train(model, optimizer, steps, start=int(optimizer.iterations))

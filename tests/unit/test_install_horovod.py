@@ -58,3 +58,29 @@ def test_what_is_missing_is_named(script, packages, tmp_path, monkeypatch):
     monkeypatch.setattr(script.Path, "exists", lambda path: False)
     with pytest.raises(script.Failure, match="nvcc"):
         script.find_cuda(env)
+
+
+@pytest.mark.parametrize(
+    ("gpu", "toolkit", "operations", "variables", "without"),
+    [
+        (False, True, None, {}, True),  # of a toolkit, PyTorch may find a part that is of no use
+        (False, True, "NCCL", {}, False),
+        (False, True, None, {"HOROVOD_GPU_OPERATIONS": "MPI"}, False),
+        (True, True, None, {}, False),
+        (True, False, None, {}, True),
+    ],
+)
+def test_cuda_is_left_out_where_nothing_asks_for_it(
+    gpu, toolkit, operations, variables, without, script, packages, tmp_path, monkeypatch, capsys
+):
+    env = {"PATH": "", **variables} | ({"HOROVOD_CUDA_HOME": str(tmp_path / "cuda")} if toolkit else {})
+    there = script.Path.exists
+
+    def exists(path):
+        """Of this machine, nothing is there but what the test has made."""
+        return gpu if str(path) == "/dev/nvidiactl" else path.is_relative_to(tmp_path) and there(path)
+
+    monkeypatch.setattr(script.Path, "exists", exists)
+    edits = script.edits_of(script.argparse.Namespace(gpu_operations=operations), env)
+    assert (script.WITHOUT_CUDA in edits) is without
+    assert ("no CUDA toolkit" in capsys.readouterr().out) is (gpu and not toolkit)

@@ -54,7 +54,7 @@ ALLOWED = {
     },
     "rounds": {"tasks", "averages", "engine", "kernels", "replicas", "rules", "schedule", "stats", "warmup"},
     "coded": {"averages", "engine", "exchange", "kernels", "layout", "recipe", "rules", "schedule", "tasks"},
-    "ahead": {"engine", "exchange", "layout", "recipe", "rules", "schedule", "simulation", "tasks"},
+    "ahead": {"kernels", "engine", "exchange", "layout", "recipe", "rules", "schedule", "simulation", "tasks"},
     "optimizer": {
         "averages",
         "coded",
