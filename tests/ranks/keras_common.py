@@ -2,6 +2,7 @@
 
 import os
 from functools import lru_cache
+from importlib.util import find_spec
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
@@ -74,6 +75,8 @@ def beside_pytorch(model, optimizer, kind, steps, arguments, after=lambda other:
     """Both faces' optimizers take so many steps with the same gradients; returns PyTorch's and its parameters, and
     calls ``after`` with it after each. It is of the class named ``kind``, with ``options``, wrapped with
     ``arguments``."""
+    if find_spec("triton") is not None:  # of PyTorch's builds for CUDA
+        pytest.skip("Triton crashes in a process that has loaded TensorFlow")
     torch = pytest.importorskip("torch")
     pytest.importorskip("torch.nn")
     import horovod.torch as hvd_torch
