@@ -129,15 +129,16 @@ class CodedMean:
         yield from engine.prepare(tensors, rules)
         plan = engine.plan(Kind.ONEBIT, rules)
         engine.renew_lane()  # the workers have agreed before
-        engine.send_rest(numbered, plan)
-        engine.release()
+        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors}
         try:
+            engine.send_rest(numbered, plan)
+            engine.release()
             finite = yield from beside
-        except BaseException:
+            taken = yield from engine.receive(numbered, plan, finite=finite)
+        except BaseException:  # the caller may close this task, too
             engine.withdraw()
             raise
-        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors}
-        if not (yield from engine.receive(numbered, plan, finite=finite)):
+        if not taken:
             return False
         for name, bucket in engine.exchange.served().items():
             error, at = engine.feedback.residual(name, bucket.size), 0

@@ -10,13 +10,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit import simulation
+from horovod_onebit.averages import start_mean
 from horovod_onebit.coded import FIRST, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Gradients
-from horovod_onebit.stats import allreduce_bytes
-from horovod_onebit.tasks import Task
 from horovod_onebit.tasks import run as run_task
 from studies import pool, report
 from studies.language import float32
@@ -125,33 +124,18 @@ class Means:
         self._least = recipe.min_compressed_size
 
     def of(self, grads: dict[str, NDArray[np.float32]]) -> dict[str, NDArray[np.float32]]:
-        """The means of ``grads``, flat, by name. Collective."""
-        coded, found, few = self._coded, dict[str, NDArray[np.float32]](), []
-        for name, grad in grads.items():
-            unit = coded.tensor(name, grad.size) if coded is not None and grad.size >= self._least else None
-            if coded is not None and unit is not None and unit.variance_steps >= FIRST:
-                few.append((name, unit))
-                continue
-            found[name] = self._exact(name, grad)
-            if coded is not None and unit is not None:
-                coded.observe(unit, found[name])
-        if coded is not None and few:
-            run_task(coded.mean([unit for _, unit in few], [grads[name] for name, _ in few], _nothing()))
-            found |= {name: unit.weight.copy() for name, unit in few}
+        """The means of ``grads``, flat, by name, until the next call. Collective."""
+        large = {name: grad for name, grad in grads.items() if grad.size >= self._least}
+        small = {name: grad for name, grad in grads.items() if name not in large}
+        if self._coded is None:
+            arriving = start_mean(list(grads.values()), self.engine.collectives, "exact", self.engine.traffic)
+            means = dict(zip(grads, run_task(arriving), strict=True))
+        else:
+            averaged = run_task(self._coded.average(large, list(small.values())))
+            assert averaged is not None, "a gradient is not finite"
+            means = averaged[0] | dict(zip(small, averaged[1], strict=True))
         self.engine.traffic.end_step()
-        return found
-
-    def _exact(self, name: str, grad: NDArray[np.float32]) -> NDArray[np.float32]:
-        collectives = self.engine.collectives
-        sent = allreduce_bytes(grad.nbytes, collectives.size)
-        self.engine.traffic.add(sent, sent)
-        total: NDArray[np.float32] = collectives.allreduce(grad, f"exact.{name}").wait()
-        return total / np.float32(collectives.size)
-
-
-def _nothing() -> Task[bool]:
-    yield from ()
-    return True
+        return means
 
 
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),

@@ -2,16 +2,15 @@
 
 import ast
 import json
-import os
 import re
 import shlex
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from jobs.processes import ROOT, run
+from tests.horovod_suite import environment
 from tests.long import LONG
 
 NOTEBOOK = ROOT / "examples" / "first_look.ipynb"
@@ -39,10 +38,8 @@ def test_a_program_runs_as_it_says(program, tmp_path):
     hosts.chmod(0o755)
     words = shlex.split(command_of(program).replace("examples/", f"{ROOT}/examples/"))
     words = [str(hosts) if word == "./hosts.sh" else word for word in words]
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    output = run(words, env, 300, cwd=tmp_path)
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    output = run(words, environment() | as_root, 300, cwd=tmp_path)
     if program == "numpy_on_mpi.py":
         assert float(output.rsplit("mean square ", 1)[1].split()[0]) < 0.5
     else:
@@ -53,8 +50,7 @@ def test_the_notebook_runs_and_says_the_same():
     """Its numbers are those of simulated runs, which are the same on every machine of a kind."""
     cells = [c for c in json.loads(NOTEBOOK.read_text())["cells"] if c["cell_type"] == "code"]
     program = "\n".join("".join(cell["source"]) for cell in cells)
-    env = os.environ | {"PYTHONPATH": str(ROOT), "MPLBACKEND": "agg"}
-    said = run([sys.executable, "-c", program], env, 300)
+    said = run([sys.executable, "-c", program], environment() | {"MPLBACKEND": "agg"}, 300)
     kept = "".join("".join(out.get("text", "")) for cell in cells for out in cell["outputs"])
     losses = [[float(loss) for loss in re.findall(r"test loss ([\d.]+)", text)] for text in (said, kept)]
     assert len(losses[1]) == 3

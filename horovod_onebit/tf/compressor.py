@@ -150,8 +150,6 @@ class Compressor:
     def settle(self) -> None:
         """End a step that was interrupted between its host functions: a worker was lost, say. Local."""
         self.errand.close()
-        if self.coded is not None:
-            self.coded.engine.restore_all()
         if self.under_way is not None:
             self._end()
 
@@ -355,7 +353,6 @@ class Compressor:
         write to again; nothing if something is not finite on some worker. Collective."""
         assert self.coded is not None
         self.go_to(None)
-        self.coded.engine.restore_all()  # what is left of a step that was interrupted
         names = [self.name_of(i, self.optimizer._trainable_variables[i]) for i in indices]
         found = yield from self.coded.average(dict(zip(names, grads, strict=True)))
         if found is not None:

@@ -106,10 +106,10 @@ class _DistributedOptimizer(_Wrapped):
         if len(grads) != len(variables):
             raise ConfigurationError(f"{len(grads)} gradients for {len(variables)} variables: expected as many")
         pairs = [(self._dense(g, v), v) for g, v in zip(grads, variables, strict=True) if g is not None]
-        if not self._compiled and self._wrapping.process_set.included():
-            self._compiled = True
-            self._compressor.compile_ahead()
         if self._wrapping.process_set.included():
+            if not self._compiled:
+                self._compiled = True
+                self._compressor.compile_ahead()
             self._check_gradients([v for g, v in zip(grads, variables, strict=True) if g is None], pairs)
             # It raises here, where the others are told.
             self._compressor.place_of([v for _, v in pairs if self._compressor.is_compressed(v)])
