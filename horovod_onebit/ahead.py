@@ -103,7 +103,7 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
     engine = _Engine(recipe, alone if lent == "nothing" else cast(Collectives, _Lending(alone)))
     rule.begin(tensor, engine.context)
     if isinstance(rule, Gradient):
-        rule.observe(tensor, np.zeros_like(zeros[3]), engine.context)
+        rule.observe([tensor], [np.zeros_like(zeros[3])], engine.context)
         engine.context.kernels.move(*rule.rescale(tensor), Arrays(None, zeros[3], zeros[2], zeros[0], None))
     run(engine.prepare([tensor], [rule]))
     plan = engine.plan(Kind.ONEBIT, [rule])

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
 
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
@@ -65,20 +69,27 @@ class CodedMean:
         self._rule = Gradient()
         self._tensors: dict[str, Tensor] = {}
 
-    def tensor(self, name: str, size: int) -> Tensor:
-        """That of the gradient ``name``, which has so many elements; nothing is known of it at first."""
-        if name not in self._tensors:
-            zeros = self.engine.context.kernels.zeros
-            residual = self.engine.feedback.residual(name, size)
-            self._tensors[name] = Tensor(name, zeros(size), residual, zeros(size), residual)
-            self._rule.init(self._tensors[name])
+    def tensor(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Tensor:
+        """That of the gradient ``name``, which has so many elements; nothing is known of it at first.
+
+        ``zeros`` makes so many float32 zeros outside of host memory, where its arrays are to be; they move if they are
+        in the other place.
+        """
+        found = self._tensors.get(name)
+        if found is None or isinstance(found.weight, np.ndarray) != (zeros is None):
+            make = partial(np.zeros, dtype=np.float32) if zeros is None else zeros
+            residual = self.engine.feedback.residual(name, size, zeros)
+            moved = self._tensors[name] = Tensor(name, make(size), residual, make(size), residual)
+            self._rule.init(moved)
+            if found is not None:
+                self.engine.context.kernels.write(moved.variance, self.engine.context.kernels.host(found.variance))
+                moved.layer, moved.step, moved.variance_steps = found.layer, found.step, found.variance_steps
         return self._tensors[name]
 
-    def observe(self, tensor: Tensor, mean: Array) -> None:
-        """Take notice of an exact mean, flat float32; of zeros alone, nothing can be learned. Local; on all workers
-        alike."""
-        if mean.any():
-            self._rule.observe(tensor, mean, self.engine.context)
+    def observe(self, tensors: Sequence[Tensor], means: Sequence[Array]) -> None:
+        """Take notice of the exact ``means`` of gradients, flat float32, none of zeros alone: nothing can be learned of
+        those. Local; on all workers alike."""
+        self._rule.observe(tensors, means, self.engine.context)
 
     @property
     def fresh(self) -> bool:
@@ -105,8 +116,8 @@ class CodedMean:
         if not finite:
             return None
         found = dict(zip(learning, means, strict=False))
-        for name, mean in found.items():
-            self.observe(units[name], mean)
+        told = {name: mean for name, mean in found.items() if mean.any()}
+        self.observe([units[name] for name in told], list(told.values()))
         return found | {name: units[name].weight for name in ready}, means[len(learning) :]
 
     def _exact(self, own: Sequence[Array], means: list[Array]) -> Task[bool]:
@@ -140,11 +151,12 @@ class CodedMean:
             raise
         if not taken:
             return False
-        for name, bucket in engine.exchange.served().items():
+        host = engine.context.kernels.host
+        for name, bucket in engine.exchange.served().items():  # whose errors are in host memory
             error, at = engine.feedback.residual(name, bucket.size), 0
             for piece in bucket.pieces:
                 part, end = tensors[piece.tensor].part(piece.start, piece.stop), at + piece.stop - piece.start
-                arrays = Arrays(None, error[at:end], part.variance, part.weight, None)
+                arrays = Arrays(None, error[at:end], host(part.variance), host(part.weight), None)
                 engine.context.kernels.move(*rescales[part.name], arrays)
                 at = end
         return True

@@ -101,7 +101,7 @@ class Way:
 def message_bytes(elements: int, recipe: Recipe, *, served: bool = False) -> float:
     """Bytes of all of a worker's messages of ``elements`` parameters; with ``served``, of all servers' together."""
     codec = codecs.find(recipe.server_codec if served else recipe.codec)
-    buckets = max(1, -(-elements // recipe.bucket_size))
+    buckets = max(1, -(-elements // recipe.bucket()))
     return codec.size(elements, recipe.block_size_for(elements)) + HEADER * buckets
 
 

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -76,6 +77,11 @@ class Bucket:
         ]
         return np.concatenate(found) if found else np.zeros(0, np.intp)
 
+    @cached_property
+    def elsewhere(self) -> dict[Any, Any]:
+        """What is made of ``scales`` in other memories, by memory; for whoever needs it in every step."""
+        return {}
+
     def coded(self, codec: Codec) -> Bucket:
         """The same pieces as records of another codec."""
         return self if codec == self.codec else _bucket(self.index, codec, [_cut(piece) for piece in self.pieces])
@@ -112,7 +118,7 @@ class Layout:
 
 
 def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
-    """Lay ``tensors`` out in buckets of about ``recipe.bucket_size`` elements.
+    """Lay ``tensors`` out in buckets of about ``recipe.bucket()`` elements.
 
     Raises ``ConfigurationError`` for duplicate names, negative sizes, or a world so large that one block does not
     fit into a gather.
@@ -181,7 +187,7 @@ def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
         raise ConfigurationError(
             f"{workers} workers cannot gather even one block of {unit} elements within 2 GiB: use a smaller block_size"
         )
-    units = min(units, max(recipe.bucket_size // unit, 1))
+    units = min(units, max(recipe.bucket() // unit, 1))
     # A tensor with one scale of its own is cut only where a gather could not carry it.
     longest = units * unit if recipe.block_size is not None else (gather - 8) * 8 // max(kind.bits for kind in kinds)
     return units * (4 + kinds[0].bits * unit // 8), longest // 8 * 8

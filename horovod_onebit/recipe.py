@@ -28,6 +28,9 @@ WarmupName = Literal["exact", "two_bit", "three_bit", "four_bit"]
 GATHER_LIMIT = 2**31 - 2**20
 """Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
 
+BUCKET, GPU_BUCKET = 4 * 2**20, 16 * 2**20
+"""Elements of a message. A GPU compresses as many while its host gets one message on its way."""
+
 REMOVED: dict[str, Any] = {"floor": None, "rescale_error": False, "refresh": None}
 """Options that recipes of earlier versions had, and their defaults."""
 
@@ -58,7 +61,8 @@ class Recipe:
             ``"hierarchical"`` is exact within a host, and direct or two-stage between hosts. ``"auto"`` is the one
             that costs least (``horovod-onebit plan`` shows what each costs).
         min_compressed_size: tensors with fewer elements travel uncompressed (norms, biases).
-        bucket_size: elements per message, about; one message is one collective.
+        bucket_size: elements per message, about; one message is one collective. None is ``BUCKET``, or ``GPU_BUCKET``
+            where all workers compress on GPUs.
         on_nonfinite: what all workers do when one of them has NaN or Inf in its gradient: ``"skip"`` the step
             alike, or ``"raise"`` ``NonFiniteError`` alike.
         codec: what an element becomes: ``"sign"``, one bit, or ``"two_bit"``, four levels (see
@@ -69,7 +73,7 @@ class Recipe:
             (studies 4 and 8).
         warmup: how gradients travel in the warm-up: ``"exact"``, or, after ten exact steps, in ``"two_bit"``,
             ``"three_bit"`` or ``"four_bit"`` an element, in units of the root of its second moment
-            (``rules.gradient``). Takes 12 bytes a parameter of the host's memory while it lasts.
+            (``rules.gradient``). Takes 12 bytes a parameter of memory while it lasts, where parameters are compressed.
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 
@@ -80,7 +84,7 @@ class Recipe:
     eps_inside_sqrt: bool = False
     exchange: str = "auto"
     min_compressed_size: int = 1024
-    bucket_size: int = 4 * 2**20
+    bucket_size: int | None = None
     on_nonfinite: OnNonfinite = "skip"
     codec: str = "sign"
     server_codec: str = "two_bit"
@@ -99,8 +103,9 @@ class Recipe:
             raise ConfigurationError(f"block_size={self.block_size!r}: expected {blocks}")
         flag("eps_inside_sqrt", self.eps_inside_sqrt)
         self._check_clip()
-        for name in ("min_compressed_size", "bucket_size"):
-            whole(name, getattr(self, name), "a whole number of elements")
+        whole("min_compressed_size", self.min_compressed_size, "a whole number of elements")
+        if self.bucket_size is not None:
+            whole("bucket_size", self.bucket_size, "a whole number of elements, or None")
         if not finite("link", self.link, "bytes a second") > 0:
             raise ConfigurationError(f"link={self.link}: expected a positive rate, in bytes a second")
 
@@ -132,11 +137,15 @@ class Recipe:
 
         Without ``server_codec``, ``warmup`` and ``link``, with which residuals do not change.
         """
-        values = dataclasses.asdict(self)
+        values = dataclasses.asdict(self) | {"bucket_size": self.bucket()}
         del values["server_codec"], values["warmup"], values["link"]
         last, codec = values.pop("on_nonfinite"), values.pop("codec")
         values |= {**REMOVED, "on_nonfinite": last, **({"codec": codec} if codec != "sign" else {})}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+
+    def bucket(self, *, on_gpus: bool = False) -> int:
+        """Elements per message, about."""
+        return self.bucket_size or (GPU_BUCKET if on_gpus else BUCKET)
 
     def clip_for(self, workers: int) -> float:
         """The bound on a local update when ``workers`` share the work (infinity without one)."""

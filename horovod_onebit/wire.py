@@ -187,17 +187,19 @@ class Remote(Protocol):
 
     size: int
 
-    def heads(self, rows: int, width: int) -> NDArray[np.uint8]:
-        """Of each of ``rows`` messages the first ``width`` bytes, in host memory: (rows, width)."""
-        ...
-
-    def scales(self, rows: int, start: int, bucket: Bucket) -> NDArray[np.float32]:
-        """Of each of ``rows`` messages the scales, in host memory: (rows, blocks); records begin at ``start``."""
+    def words(self, rows: int, bucket: Bucket) -> NDArray[np.int32]:
+        """Of each of ``rows`` messages of ``bucket``, the words that ``checked_words`` names, in host memory."""
         ...
 
     def rows(self, rows: int) -> Any:
         """The messages, where they are stored, for the kernels."""
         ...
+
+
+def checked_words(bucket: Bucket) -> NDArray[np.intp]:
+    """Which words of 4 bytes of a message of ``bucket`` are looked at on the host: the header, then the scales."""
+    header = RECORDS // 4
+    return np.concatenate([np.arange(header), header + bucket.scales])
 
 
 @dataclass(frozen=True)
@@ -291,7 +293,9 @@ def _open_remote(
             f"bucket {bucket.index}: {gathered.size} bytes arrived, expected {len(blocks)} * {size}: "
             "the workers do not have the same model, recipe or version"
         )
-    heads, scales = gathered.heads(len(blocks), RECORDS), gathered.scales(len(blocks), RECORDS, bucket)
+    words = gathered.words(len(blocks), bucket)
+    heads, scales = words[:, : RECORDS // 4].view(np.uint8), np.ascontiguousarray(words[:, RECORDS // 4 :])
+    scales = scales.view(np.float32)
     return scales, _check_headers(heads, scales.view(np.uint8), bucket.index, blocks, stamp, senders)
 
 

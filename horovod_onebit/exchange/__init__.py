@@ -191,16 +191,18 @@ def encoded(outgoing: Outgoing) -> Generator[Arrival, None, None]:
 def choose(
     recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule], *, on_device: bool = False
 ) -> Task[Recipe]:
-    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters. Collective.
+    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters, and the size of buckets.
+    Collective.
 
     ``on_device`` says that gradients are in the memory of GPUs.
     """
     linear = all(rule.encodes_gradients for rule in rules)
     if recipe.exchange == "hierarchical" and not linear:
         raise UnsupportedError("0/1 Adam's workers differ within a host too: use exchange='direct' or 'two_stage'")
+    places, device = yield from ranks_by_host(collectives, on_device=on_device)
+    recipe = replace(recipe, bucket_size=recipe.bucket(on_gpus=device is not costs.CPU))
     if recipe.exchange != "auto":
         return recipe
-    places, device = yield from ranks_by_host(collectives, on_device=on_device)
     per_host = len(places[0]) if places else 1
     known = dict(costs.ways(elements, recipe, collectives.size, per_host, device))
     if not linear:

@@ -13,7 +13,7 @@ that is all that the frameworks' packages need in order to wrap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -32,6 +32,11 @@ from horovod_onebit.recipe import Recipe
 
 HEADROOM = 1024.0
 """See ``Rule.largest_scale``."""
+
+REMEMBERED = 64
+"""Scalars that a ``Context`` keeps."""
+
+P = TypeVar("P", bound=tuple[Any, ...])
 
 
 @dataclass
@@ -95,6 +100,20 @@ class Context:
     def codec(self) -> Codec:
         return codecs.find(self.recipe.codec)
 
+    def remembered(self, key: tuple[Hashable, ...], make: Callable[[], P]) -> P:
+        """What ``make()`` gave for the same ``key``: scalars, which are the same for all tensors of a rule that have
+        taken the same steps."""
+        found = self._remembered.get(key)
+        if found is None:
+            if len(self._remembered) >= REMEMBERED:
+                self._remembered.clear()
+            found = self._remembered[key] = make()
+        return found
+
+    @cached_property
+    def _remembered(self) -> dict[tuple[Hashable, ...], Any]:
+        return {}
+
     def coding(self, block_size: int, codec: Codec | None = None) -> Coding:
         """How blocks become records of this worker's ``codec``, or of another."""
         guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
@@ -106,9 +125,6 @@ class Use(NamedTuple):
 
     formula: Formula
     p: Any
-
-
-P = TypeVar("P", bound=tuple[Any, ...])
 
 
 def scalars(kind: type[P], **values: float) -> P:

@@ -19,6 +19,7 @@ weight decay goes straight to w; L2 decay goes into g_i.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -164,6 +165,10 @@ class Adam(Rule):
         return {"eps_inside": self.eps if inside else 0.0, "eps": 0.0 if inside else self.eps}
 
     def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
+        key = self, tensor.step, tensor.variance_steps, *changes.items()
+        return context.remembered(key, lambda: self._scalars(tensor, context, changes))
+
+    def _scalars(self, tensor: Tensor, context: Context, changes: Mapping[str, float]) -> Scalars:
         values = {
             "beta1": self.beta1,
             "grad": (1 - self.beta1) * self.grad_scale,

@@ -16,6 +16,7 @@ proportions.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -131,7 +132,9 @@ class Gradient(Rule):
         """What a server's error becomes after the next ``motion``."""
         return Use(rescale, self._scalars(tensor))
 
-    def observe(self, tensor: Tensor, mean: Array, context: Context) -> None:
-        """Take notice of an exact ``mean`` gradient, flat."""
-        context.kernels.move(*self.exact(tensor), tensor.arrays(mean))
-        finish_step([self], [tensor], context)
+    def observe(self, tensors: Sequence[Tensor], means: Sequence[Array], context: Context) -> None:
+        """Take notice of the exact mean gradients, flat, of ``tensors``."""
+        with context.kernels.batch():
+            for tensor, mean in zip(tensors, means, strict=True):
+                context.kernels.move(*self.exact(tensor), tensor.arrays(mean))
+        finish_step([self] * len(tensors), tensors, context)

@@ -28,7 +28,7 @@ def sections(sizes: Sequence[int], recipe: Recipe) -> list[tuple[int, ...]]:
     """
     # Other exchanges may lay buckets out otherwise, by a few scales.
     layout = plan([TensorSpec(str(i), size) for i, size in enumerate(sizes)], replace(recipe, exchange="direct"), 1)
-    enough = max(recipe.bucket_size // 2, layout.size // MOST)
+    enough = max(recipe.bucket() // 2, layout.size // MOST)
     early: list[tuple[int, ...]] = []
     numbers, size = set[int](), 0
     for bucket in reversed(layout.buckets):

@@ -221,7 +221,7 @@ def _uncompressed(job: Job, way: str, received: float, host: float, efficiency: 
 
 def _compressed(job: Job, name: str, way: Way) -> Estimate:
     # The last bucket is known only when the backward pass ends.
-    last = min(1.0, job.recipe.bucket_size / job.parameters)
+    last = min(1.0, job.recipe.bucket(on_gpus=job.device is not CPU) / job.parameters)
     return _estimate(job, WAYS[name], way.received, way.stream(job.link), rounds=way.rounds, codec=way.codec, last=last)
 
 

@@ -44,6 +44,9 @@ def is_dense(p: torch.Tensor) -> bool:
 class Place:
     """The memory of a GPU, as the core sees it (Numba's simulator takes the host's for that)."""
 
+    dtypes = (torch.float32, torch.float16, torch.bfloat16)
+    """Of gradients that the kernels take."""
+
     def __init__(self, kernels: Any, device: torch.device) -> None:
         self._kernels = kernels
         self.device = device
@@ -72,9 +75,15 @@ class Placement:
         if self._cuda is not None and (fault := self._cuda.fault()):
             raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         self._told = False
+        self._places: dict[torch.device, Place | None] = {}
 
     def of(self, p: torch.Tensor) -> Place | None:
-        """Where ``p`` is worked on; None is the host's memory."""
+        """Where ``p`` is worked on; None is the host's memory. The first answer for a device holds."""
+        if p.device not in self._places:
+            self._places[p.device] = self._place(p)
+        return self._places[p.device]
+
+    def _place(self, p: torch.Tensor) -> Place | None:
         simulated = self._cuda is not None and self._cuda.SIMULATED
         if self._kernels == "cpu" or not (p.is_cuda or simulated):
             return None
@@ -123,7 +132,7 @@ class Binding:
         self.state = state
         self.device = HOST if place is None else place.device
         self._array: Callable[[torch.Tensor], Any] = torch.Tensor.numpy if place is None else place.array
-        self._dtypes = (torch.float32,) if place is None else (torch.float32, torch.float16, torch.bfloat16)
+        self._dtypes = (torch.float32,) if place is None else place.dtypes
         self.in_place = p.dtype is torch.float32 and p.device == self.device and is_dense(p)
         self.strides = p.stride() if is_dense(p) else torch.empty(p.shape).stride()
         self.shared: dict[str, torch.Tensor] = {}

@@ -1,7 +1,8 @@
 """Gradients that are averaged in few bits in the warm-up (``Recipe.warmup``), on their way during the backward pass.
 
 What they are in units of is not saved: a run that is resumed in its warm-up, or loads a state, takes the exact steps
-again of which it is learned. All is float32 in the host's memory, wherever the gradients are.
+again of which it is learned. Gradients on a GPU are worked on there, where the CUDA kernels can; all others are float32
+in the host's memory.
 """
 
 from __future__ import annotations
@@ -10,7 +11,6 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_onebit.coded import FIRST, CodedMean
@@ -18,6 +18,7 @@ from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
 from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
+from horovod_onebit.torch.collectives import tensor_of
 from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
 
@@ -53,11 +54,16 @@ class Coded:
         parameters = self._parameters
         return {parameters.names[p]: self._unit(p).variance_steps for p in parameters.exact() if self.learns(p)}
 
-    def observe(self, parameters: Iterable[torch.Tensor]) -> None:
+    @torch.no_grad()
+    def observe(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are exact averages, and finite."""
-        factor = self._factor
-        for p in parameters:
-            self._mean.observe(self._unit(p), _flat(p) / factor if factor > 1 else _flat(p))
+        told = [p for p, nonzero in zip(parameters, _nonzero(parameters), strict=True) if nonzero]
+        factor, means = self._factor, [p.grad for p in told]
+        if factor > 1:
+            means = [None if mean is None else mean / factor for mean in means]
+        self._mean.observe(
+            [self._unit(p) for p in told], [self._flat(p, mean) for p, mean in zip(told, means, strict=True)]
+        )
 
     @property
     def generation(self) -> str:
@@ -73,7 +79,7 @@ class Coded:
             flat: dict[int, Any] = {}
             for bucket in self._buckets.complete(p):
                 for number in self._buckets.members[bucket] - flat.keys():
-                    flat[number] = _flat(self._averaged[number])
+                    flat[number] = self._gradient(self._averaged[number])
                 self._mean.engine.send(bucket, flat, self._plan)
 
     def _begin(self, now: Sequence[torch.Tensor]) -> None:
@@ -94,8 +100,7 @@ class Coded:
     def recall(self, changed: Iterable[torch.Tensor]) -> Task[None]:
         """Take back what some workers have sent of this step; ``changed`` are parameters whose gradients have changed
         since, and the errors of these are lost. Collective."""
-        grads = [np.zeros(p.numel(), np.float32) if p.grad is None else _flat(p) for p in self._averaged]
-        yield from self._mean.recall(grads)
+        yield from self._mean.recall([self._gradient(p) for p in self._averaged])
         self.lose(changed)
         self.over()
 
@@ -123,14 +128,14 @@ class Coded:
         each = self._averaged = list(parameters)
         self.over()
         units = [self._unit(p) for p in each]
-        if not (yield from self._mean.mean(units, [_flat(p) for p in each], beside)):
+        if not (yield from self._mean.mean(units, [self._gradient(p) for p in each], beside)):
             for p in each:
                 p.grad = torch.full_like(p, math.inf)
             return
         factor = self._factor
         for p, unit in zip(each, units, strict=True):
             assert p.grad is not None
-            p.grad.copy_(torch.from_numpy(unit.weight).view(p.shape))
+            p.grad.copy_(tensor_of(unit.weight).view(p.shape))
             if factor > 1:
                 p.grad.mul_(factor)
 
@@ -149,11 +154,30 @@ class Coded:
         if self._loads != self._parameters.loads:
             self._mean.forget()
             self._loads = self._parameters.loads
-        return self._mean.tensor(self._parameters.names[p], p.numel())
+        place = self._parameters.placement.of(p)
+        if place is not None:
+            self._mean.engine.use_kernels("cuda")
+        zeros = None if place is None else place.zeros
+        return self._mean.tensor(self._parameters.names[p], p.numel(), zeros)
+
+    def _gradient(self, p: torch.Tensor) -> Any:
+        """That of ``p``, as the core sees it; zeros if it has none."""
+        if p.grad is None:
+            p.grad = torch.zeros_like(p)
+        return self._flat(p, p.grad)
+
+    def _flat(self, p: torch.Tensor, grad: torch.Tensor) -> Any:
+        """``grad`` of ``p``, flat, in the order of its elements, where ``p`` is worked on. It may share memory."""
+        grad, place = grad.detach().reshape(-1), self._parameters.placement.of(p)
+        if place is None:
+            return grad.to("cpu", torch.float32).numpy()
+        return place.array(grad if grad.dtype in place.dtypes else grad.to(torch.float32))
 
 
-def _flat(p: torch.Tensor) -> Any:
-    """The gradient of ``p``, flat float32, in the order of its elements; zeros if it has none. It may share memory."""
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    return p.grad.detach().reshape(-1).to("cpu", torch.float32).numpy()
+def _nonzero(parameters: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each gradient has anything but zeros; of those on a GPU, asked for together."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for p in parameters:
+        flags.setdefault(p.device, []).append(torch.zeros((), dtype=torch.bool) if p.grad is None else p.grad.any())
+    found = {device: iter(torch.stack(each).tolist()) for device, each in flags.items()}
+    return [next(found[p.device]) for p in parameters]

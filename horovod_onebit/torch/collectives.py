@@ -10,6 +10,9 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from horovod_onebit.layout import Bucket
+from horovod_onebit.wire import checked_words
+
 P = ParamSpec("P")
 T = TypeVar("T")
 
@@ -32,12 +35,12 @@ class Gathered:
         self._gathered = gathered
         self.size = gathered.numel()
 
-    def heads(self, rows: int, width: int) -> NDArray[np.uint8]:
-        return self._gathered.view(rows, -1)[:, :width].contiguous().cpu().numpy()
-
-    def scales(self, rows: int, start: int, bucket: Any) -> NDArray[np.float32]:
-        words = self._gathered.view(rows, -1)[:, start : start + bucket.bytes].contiguous().view(torch.float32)
-        return words[:, torch.from_numpy(bucket.scales).to(words.device)].cpu().numpy()
+    def words(self, rows: int, bucket: Bucket) -> NDArray[np.int32]:
+        device = self._gathered.device
+        if device not in bucket.elsewhere:
+            bucket.elsewhere[device] = torch.from_numpy(checked_words(bucket)).to(device)
+        found = self._gathered.view(torch.int32).view(rows, -1).index_select(1, bucket.elsewhere[device])
+        return found.cpu().numpy()
 
     def rows(self, rows: int) -> Any:
         from horovod_onebit.kernels.cuda import Rows

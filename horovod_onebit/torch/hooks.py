@@ -508,9 +508,12 @@ def _sample(grad: torch.Tensor) -> bytes:
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
         return b""
     grad = grad.detach()
-    flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
-    values = flat[:: max(1, flat.numel() // SAMPLE)]
-    return (values.view(torch.int16) if values.dtype is torch.bfloat16 else values).numpy().tobytes()
+    if grad.dtype is torch.bfloat16:
+        grad = grad.view(torch.int16)
+    if not grad.is_contiguous():
+        grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
+    values: bytes = grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)].tobytes()
+    return values
 
 
 def _coding(rule: Rule) -> dict[str, object]:

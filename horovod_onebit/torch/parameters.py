@@ -322,7 +322,8 @@ class Parameters:
 
     def _is_edited(self, p: torch.Tensor, marks: Mapping[str, Mark]) -> bool:
         state = self.optimizer.state.get(p, {})
-        changed = any(mark.edited(state.get(key)) and not mark.moved(state.get(key)) for key, mark in marks.items())
+        edited = [(mark, state.get(key)) for key, mark in marks.items() if mark.edited(state.get(key))]
+        changed = bool(edited) and not all(mark.moved(now) for mark, now in edited)
         if not changed or self._takes_frozen(p):
             return changed
         # Exact steps follow all edits. But a second moment that was set to zeros has seen less than its count says.

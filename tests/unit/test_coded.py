@@ -89,7 +89,7 @@ def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
         unit = coded.tensor("long", 5003)
         own, given = np.zeros(5003), np.zeros(5003)
         for _ in range(FIRST):
-            coded.observe(unit, (10 ** np.linspace(-5, 0, 5003)).astype(f32))
+            coded.observe([unit], [(10 ** np.linspace(-5, 0, 5003)).astype(f32)])
         for _ in range(steps):
             grads = gradients(rng, sizes)
             own += grads["long"]
@@ -115,7 +115,7 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
         common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
         own, given = np.zeros(5003), np.zeros(5003)
         for _ in range(FIRST):
-            coded.observe(unit, common)
+            coded.observe([unit], [common])
         for step in range(100):
             size = (1 + 99 * (step > 50)) * 1.02**step
             grad = common * f32(size + 2 * (-1) ** collectives.rank * rng.random(5003))
@@ -165,7 +165,7 @@ def test_gradients_that_overflow_are_skipped_and_forgotten():
         coded, rng = CodedMean(Engine(TWO, collectives)), np.random.default_rng(collectives.rank)
         unit, found = coded.tensor("long", 5003), []
         for _ in range(FIRST):
-            coded.observe(unit, rng.standard_normal(5003).astype(f32))
+            coded.observe([unit], [rng.standard_normal(5003).astype(f32)])
         for step in range(6):
             size = 1e25 if step == 1 else 1.0
             run(coded.mean([unit], [(size * rng.standard_normal(5003)).astype(f32)], beside=finite()))
@@ -184,7 +184,7 @@ def test_nothing_is_kept_when_compression_starts(exchange):
         for _ in range(2):
             unit = coded.tensor("long", 5003)
             for _ in range(FIRST):
-                coded.observe(unit, np.ones(5003, f32))
+                coded.observe([unit], [np.ones(5003, f32)])
             assert run(coded.mean([unit], [np.ones(5003, f32)], beside=finite()))
             coded.forget(["long"])
             engine = coded.engine

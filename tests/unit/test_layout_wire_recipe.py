@@ -145,12 +145,8 @@ class Distant:
     def __init__(self, array):
         self.array, self.size = array, array.size
 
-    def heads(self, rows, width):
-        return self.array.reshape(rows, -1)[:, :width].copy()
-
-    def scales(self, rows, start, bucket):
-        assert start == wire.RECORDS
-        return wire.scales_of(self.array.reshape(rows, -1), bucket)
+    def words(self, rows, bucket):
+        return np.ascontiguousarray(self.array.reshape(rows, -1).view(np.int32)[:, wire.checked_words(bucket)])
 
     def rows(self, rows):
         return self.array.reshape(rows, -1)
