@@ -24,7 +24,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from horovod_onebit import codecs
+from horovod_onebit import Recipe, codecs
+from horovod_onebit.coded import FIRST
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 BLOCK = 1024
@@ -152,8 +153,15 @@ def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> 
         "cpu:gloo,cuda:nccl", store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     found = {}
-    kinds = {"AdamW": None, "AdamW, fused": None, "exact": ("cuda", 10**6), "one bit": ("cuda", 2),
-             "one bit, compressed by the host": ("cpu", 2)}  # fmt: skip
+    three = Recipe(warmup="three_bit")
+    kinds = {
+        "AdamW": None,
+        "AdamW, fused": None,
+        "exact": ("cuda", 10**6, "robust"),
+        "gradients in three bits": ("cuda", 10**6, three),
+        "one bit": ("cuda", 2, "robust"),
+        "one bit, compressed by the host": ("cpu", 2, "robust"),
+    }
     for name, ours in kinds.items():
         torch.manual_seed(0)
         one = [torch.nn.TransformerEncoderLayer(width, 16, 4 * width, device="cuda") for _ in range(layers)]
@@ -161,9 +169,9 @@ def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> 
         gradients = [torch.randn_like(p) for p in model.parameters()]
         optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6, fused="fused" in name)
         if ours:
-            kernels, warmup = ours
+            kernels, warmup, recipe = ours
             optimizer = onebit.DistributedOptimizer(
-                optimizer, model.named_parameters(), warmup_steps=warmup, kernels=kernels
+                optimizer, model.named_parameters(), warmup_steps=warmup, kernels=kernels, recipe=recipe
             )
 
         def step(model: Any = model, optimizer: Any = optimizer, gradients: Any = gradients) -> None:
@@ -176,7 +184,7 @@ def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> 
         for i in range(8 if ours and ours[0] == "cpu" else 25):
             start = time.perf_counter()
             step()
-            if i >= 5:
+            if i >= (5 if ours is None or ours[2] != three else FIRST + 3):
                 times.append(1e3 * (time.perf_counter() - start))
         found[name] = statistics.median(times)
         if profile and name == "one bit":

@@ -294,8 +294,8 @@ def _open_remote(
             "the workers do not have the same model, recipe or version"
         )
     words = gathered.words(len(blocks), bucket)
-    heads, scales = words[:, : RECORDS // 4].view(np.uint8), np.ascontiguousarray(words[:, RECORDS // 4 :])
-    scales = scales.view(np.float32)
+    heads = words[:, : RECORDS // 4].view(np.uint8)
+    scales = np.ascontiguousarray(words[:, RECORDS // 4 :]).view(np.float32)
     return scales, _check_headers(heads, scales.view(np.uint8), bucket.index, blocks, stamp, senders)
 
 

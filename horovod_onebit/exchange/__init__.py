@@ -191,7 +191,7 @@ def encoded(outgoing: Outgoing) -> Generator[Arrival, None, None]:
 def choose(
     recipe: Recipe, elements: int, collectives: Collectives, rules: Sequence[Rule], *, on_device: bool = False
 ) -> Task[Recipe]:
-    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters, and the size of buckets.
+    """``recipe`` with the exchange that ``"auto"`` means for ``elements`` compressed parameters, and a size of buckets.
     Collective.
 
     ``on_device`` says that gradients are in the memory of GPUs.

@@ -19,7 +19,6 @@ weight decay goes straight to w; L2 decay goes into g_i.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -168,7 +167,7 @@ class Adam(Rule):
         key = self, tensor.step, tensor.variance_steps, *changes.items()
         return context.remembered(key, lambda: self._scalars(tensor, context, changes))
 
-    def _scalars(self, tensor: Tensor, context: Context, changes: Mapping[str, float]) -> Scalars:
+    def _scalars(self, tensor: Tensor, context: Context, changes: dict[str, float]) -> Scalars:
         values = {
             "beta1": self.beta1,
             "grad": (1 - self.beta1) * self.grad_scale,

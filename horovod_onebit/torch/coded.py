@@ -57,13 +57,12 @@ class Coded:
     @torch.no_grad()
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are exact averages, and finite."""
-        told = [p for p, nonzero in zip(parameters, _nonzero(parameters), strict=True) if nonzero]
-        factor, means = self._factor, [p.grad for p in told]
-        if factor > 1:
-            means = [None if mean is None else mean / factor for mean in means]
-        self._mean.observe(
-            [self._unit(p) for p in told], [self._flat(p, mean) for p, mean in zip(told, means, strict=True)]
-        )
+        units, means = list[Tensor](), list[Any]()
+        for p, nonzero in zip(parameters, _nonzero(parameters), strict=True):
+            if nonzero and p.grad is not None:
+                units.append(self._unit(p))
+                means.append(self._flat(p, p.grad / self._factor if self._factor > 1 else p.grad))
+        self._mean.observe(units, means)
 
     @property
     def generation(self) -> str:
