@@ -29,6 +29,7 @@ from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
+from horovod_onebit.formulas import remainder
 from horovod_onebit.handshake import Finite, Mismatch
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, Arrays
@@ -136,10 +137,11 @@ def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context
 
     def take(piece: Piece, values: Array) -> None:
         tensor = tensors[piece.tensor].part(piece.start, piece.stop)
-        prediction = rules[piece.tensor].prediction(tensor, context)
-        if prediction is not None:
+        predict = rules[piece.tensor].prediction(context)
+        if predict is not None:
             variance = None if tensor.variance is None else host(tensor.variance)
-            context.kernels.move(*prediction, Arrays(None, host(tensor.momentum), variance, values, None))
+            p = rules[piece.tensor].motion(tensor, context).p
+            context.kernels.move(remainder(predict), p, Arrays(None, host(tensor.momentum), variance, values, None))
 
     return take
 

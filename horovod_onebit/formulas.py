@@ -11,6 +11,7 @@ import ast
 import inspect
 import textwrap
 from collections.abc import Callable, Mapping
+from functools import cache
 from types import CodeType, FunctionType
 from typing import Any
 
@@ -56,6 +57,41 @@ def denominator(p: Any, v: Number) -> Number:
 def clipped(p: Any, u: Number) -> Number:
     """``u`` within ``[-p.clip, p.clip]``; NaN stays NaN."""
     return minimum(maximum(u, -p.clip), p.clip)
+
+
+def _part(*_: Number) -> Any:
+    """Stands in a template for the formula that it is made of."""
+    raise NotImplementedError
+
+
+motion = predict = _part
+
+
+def _innovation(p: Any, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return motion(p, x + predict(p, x, m, v, w, a), m, v, w, a)
+
+
+def _remainder(p: Any, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return None, None, w - predict(p, g, m, v, w, a)
+
+
+@cache
+def of_innovation(motion: Formula, predict: Formula) -> Formula:
+    """``motion`` where what comes is the mean less what ``predict`` gives, which takes the same scalars."""
+    return _made(_innovation, f"{motion.__qualname__}_of_innovation", motion=motion, predict=predict)
+
+
+@cache
+def remainder(predict: Formula) -> Formula:
+    """Takes from the weight what ``predict`` gives."""
+    return _made(_remainder, f"less_{predict.__qualname__}", predict=predict)
+
+
+def _made(template: Any, name: str, **parts: Any) -> Formula:
+    """``template`` of ``parts``, as a formula of the file that the first of them is of."""
+    found = FunctionType(template.__code__, {**template.__globals__, **parts}, name)
+    found.__module__, found.__qualname__ = next(iter(parts.values())).__module__, name
+    return found
 
 
 def label(formula: Formula) -> str:

@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
-from horovod_onebit.formulas import Formula
+from horovod_onebit.formulas import Formula, of_innovation
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
 
@@ -148,14 +148,10 @@ class Rule:
         """What the mean of all messages, which comes as the gradient, does in step number ``tensor.step + 1``."""
         raise NotImplementedError
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
-        """Takes from the weight what all workers know of the mean before it is there: what they would contribute if all
-        gradients were 0. None if they know nothing."""
+    def prediction(self, context: Context) -> Formula | None:
+        """What all workers know of the mean before it is there: what they would contribute if all gradients were 0, one
+        number an element, by the scalars of ``motion``. None if they know nothing."""
         return None
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        """``motion``, where what comes is the mean less the ``prediction``."""
-        return self.motion(tensor, context)
 
     def exact(self, tensor: Tensor) -> Use:
         """What the exact mean gradient does in step number ``tensor.step``, which counts already."""
@@ -240,8 +236,10 @@ class Rule:
         messages are of the mean less the ``prediction``.
         """
         old = None if before is None else before.arrays()
-        how = (self.motion_of_innovation if innovation else self.motion)(tensor, context)
-        context.kernels.apply(*how, tensor.arrays(), rows, at, coding, old)
+        formula, p = self.motion(tensor, context)
+        predict = self.prediction(context) if innovation else None
+        how = formula if predict is None else of_innovation(formula, predict)
+        context.kernels.apply(how, p, tensor.arrays(), rows, at, coding, old)
 
 
 @dataclass(frozen=True)

@@ -75,24 +75,12 @@ def move_by_momentum(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a
     return x, None, p.decay * w - p.step * (x / denominator(p, v))
 
 
-def predicted_update(p: Scalars, m: Number, v: Number) -> Number:
+def kept_update(p: Scalars, _g: Number, m: Number, v: Number, _w: Number, _a: Number) -> Number:
     return _update(p, p.beta1 * m, v)
 
 
-def less_update(p: Scalars, _g: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
-    return None, None, w - predicted_update(p, m, v)
-
-
-def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
-    return None, None, w - p.beta1 * m
-
-
-def move_by_new_update(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return move_by_update(p, x + predicted_update(p, m, v), m, v, w, a)
-
-
-def move_by_new_momentum(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return move_by_momentum(p, x + p.beta1 * m, m, v, w, a)
+def kept_momentum(p: Scalars, _g: Number, m: Number, _v: Number, _w: Number, _a: Number) -> Number:
+    return p.beta1 * m
 
 
 class Exact(NamedTuple):
@@ -202,11 +190,8 @@ class Adam(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return self.in_space(move_by_update, move_by_momentum, tensor, context)
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
-        return self.in_space(less_update, less_momentum, tensor, context)
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return self.in_space(move_by_new_update, move_by_new_momentum, tensor, context)
+    def prediction(self, context: Context) -> Formula | None:
+        return kept_update if context.recipe.space == "update" else kept_momentum
 
     def exact(self, tensor: Tensor) -> Use:
         """Adam (Kingma and Ba 2015), or AdamW with ``decoupled`` decay."""

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 from horovod_onebit.formulas import Number, denominator, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use, Wraps, scalars, sums
-from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments, predicted_update
+from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments
 
 COEFFICIENT = 0
 """Where ``Tensor.layer`` holds c_avg: it is all that is there."""
@@ -36,14 +36,6 @@ def take_over_update(p: Scalars, x: Number, _m: Number, v: Number, _w: Number, _
 
 def take_over_momentum(_p: Scalars, x: Number, _m: Number, _v: Number, _w: Number, _a: Number) -> Any:
     return x, None, None
-
-
-def take_over_new_update(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return take_over_update(p, x + predicted_update(p, m, v), m, v, w, a)
-
-
-def take_over_new_momentum(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return take_over_momentum(p, x + p.beta1 * m, m, v, w, a)
 
 
 class Step(NamedTuple):
@@ -138,9 +130,6 @@ class LAMB(Adam):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         """Take over the momentum; the weights wait for ``finish``, which needs the whole layer."""
         return self.in_space(take_over_update, take_over_momentum, tensor, context)
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return self.in_space(take_over_new_update, take_over_new_momentum, tensor, context)
 
     def _step(self, tensor: Tensor, context: Context, coefficient: float = 0.0) -> Step:
         values = {

@@ -18,7 +18,7 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import Number, sign
+from horovod_onebit.formulas import Formula, Number, sign
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
 
@@ -41,12 +41,8 @@ def move(p: Scalars, x: Number, m: Number, _v: Number, w: Number, _a: Number) ->
     return p.keep * m + p.take * x, None, p.decay * w - p.step * sign(x)
 
 
-def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
-    return None, None, w - p.beta1 * m
-
-
-def move_by_new(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return move(p, x + p.beta1 * m, m, v, w, a)
+def kept(p: Scalars, _g: Number, m: Number, _v: Number, _w: Number, _a: Number) -> Number:
+    return p.beta1 * m
 
 
 def exact(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
@@ -77,18 +73,12 @@ class Lion(Rule):
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(contribute, self._scalars(0.0, 0.0))
 
-    def _motion_scalars(self) -> Scalars:
-        share = (1 - self.beta2) / (1 - self.beta1)
-        return self._scalars(self.beta2 - share * self.beta1, share)
-
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        return Use(move, self._motion_scalars())
+        share = (1 - self.beta2) / (1 - self.beta1)
+        return Use(move, self._scalars(self.beta2 - share * self.beta1, share))
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use:
-        return Use(less_momentum, self._scalars(0.0, 0.0))
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return Use(move_by_new, self._motion_scalars())
+    def prediction(self, context: Context) -> Formula:
+        return kept
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(exact, self._scalars(self.beta2, (1 - self.beta2) * self.grad_scale))

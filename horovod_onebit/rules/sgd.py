@@ -20,7 +20,7 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import Number
+from horovod_onebit.formulas import Formula, Number
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
 
@@ -47,12 +47,8 @@ def move(p: Scalars, x: Number, m: Number, _v: Number, w: Number, _a: Number) ->
     return x, None, p.decay * w + p.look_back * m - p.step * x
 
 
-def less_momentum(p: Scalars, _g: Number, m: Number, _v: Number, w: Number, _a: Number) -> Any:
-    return None, None, w - p.momentum * m
-
-
-def move_by_new(p: Scalars, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return move(p, x + p.momentum * m, m, v, w, a)
+def kept(p: Scalars, _g: Number, m: Number, _v: Number, _w: Number, _a: Number) -> Number:
+    return p.momentum * m
 
 
 class Exact(NamedTuple):
@@ -125,11 +121,8 @@ class SGD(Rule):
     def motion(self, tensor: Tensor, context: Context) -> Use:
         return Use(move, self.scalars())
 
-    def prediction(self, tensor: Tensor, context: Context) -> Use | None:
-        return Use(less_momentum, self.scalars()) if self.momentum else None
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return Use(move_by_new if self.momentum else move, self.scalars())
+    def prediction(self, context: Context) -> Formula | None:
+        return kept if self.momentum else None
 
     def exact(self, tensor: Tensor) -> Use:
         """SGD as ``torch.optim.SGD`` has it: the first step's momentum is the gradient itself."""

@@ -119,11 +119,8 @@ class ZeroOneAdam(Adam):
         p = self.scalars(tensor, context, grad=1 - self.beta1)  # the mean is of scaled gradients
         return Use(move_by_scaled_gradient if update_space else move_by_gradient, p)
 
-    def prediction(self, tensor: Tensor, context: Context) -> None:
+    def prediction(self, context: Context) -> None:
         return None  # what travels is gradients, or sums of them
-
-    def motion_of_innovation(self, tensor: Tensor, context: Context) -> Use:
-        return self.motion(tensor, context)
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""

@@ -15,12 +15,12 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs
-from horovod_onebit.formulas import label
+from horovod_onebit.formulas import label, of_innovation, remainder
 from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels.cuda.loops import Program
 from horovod_onebit.rules import Context, Tensor, zero_one_adam
-from horovod_onebit.rules.adam import Adam, move_by_new_update, move_by_update, update
+from horovod_onebit.rules.adam import Adam, kept_update, move_by_update, update
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
@@ -71,9 +71,9 @@ def uses():
         rule.encode(tensor, numbers, sent, 0, 8, context)
         rule.restore(tensor, numbers, sent, 0, 8, context)
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
-        if (prediction := rule.prediction(tensor, context)) is not None:
+        if (predict := rule.prediction(context)) is not None:
             rule.apply(tensor, sent[None], 0, context.coding(8), context, innovation=True)
-            backend.move(*prediction, tensor.arrays())
+            backend.move(remainder(predict), rule.motion(tensor, context).p, tensor.arrays())
         if (lengths := rule.lengths(tensor, context)) is not None:
             backend.sums(*lengths, tensor.arrays(), np.zeros((1, 2)))
         rule.finish(tensor, np.ones(2), context)
@@ -97,7 +97,7 @@ def programs():
     """Each formula with the codec of one bit, the default rule's with all; and what needs no formula."""
     found = []
     for loop, formula, kind in uses():
-        default = formula in (update, move_by_update, move_by_new_update)
+        default = formula in (update, move_by_update, of_innovation(move_by_update, kept_update))
         coded = loop in ("encode", "restore", "apply")
         kinds = [None] if not coded else [*CODECS, THREE] if default else [codecs.find("sign")]
         found += [Program(loop, formula, kind, codec) for codec in kinds]

@@ -18,6 +18,7 @@ from numba import config, cuda
 from horovod_onebit import Recipe, codecs, simulation
 from horovod_onebit.codecs import GUARD, NO_GUARD
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.formulas import of_innovation
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 from horovod_onebit.layout import TensorSpec, plan
@@ -207,7 +208,7 @@ def test_short_gradients_are_read_as_they_are(kind, shift):
 MOTIONS = {
     "update": (adam.move_by_update, of_adam()),
     "momentum": (adam.move_by_momentum, of_adam()),
-    "new update": (adam.move_by_new_update, of_adam()),
+    "new update": (of_innovation(adam.move_by_update, adam.kept_update), of_adam()),
     "plain": (sgd.move, scalars(sgd.Scalars, momentum=0.9, grad=1, l2=0, decay=0.99, look_back=0.02, step=0.01)),
 }
 

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import GUARD, NO_GUARD
+from horovod_onebit.formulas import of_innovation
 from horovod_onebit.kernels import cpu, reference
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 from horovod_onebit.rules import adam, frozen, lamb, lion, scalars, sgd, zero_one_adam
@@ -133,8 +134,8 @@ MOTIONS = {
     "frozen": (frozen.take_over, SYNC),
     "frozen, no step": (frozen.take_over, SYNC_OF_NOTHING),
     "lamb": (lamb.take_over_update, of_adam()),
-    "new update": (adam.move_by_new_update, of_adam()),
-    "new momentum of lamb": (lamb.take_over_new_momentum, of_adam()),
+    "new update": (of_innovation(adam.move_by_update, adam.kept_update), of_adam()),
+    "new momentum of lamb": (of_innovation(lamb.take_over_momentum, adam.kept_momentum), of_adam()),
 }
 
 

@@ -19,6 +19,7 @@ from horovod_onebit import (
     wire,
 )
 from horovod_onebit.exchange import choose, hierarchical
+from horovod_onebit.formulas import of_innovation, remainder
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Arrays
 from horovod_onebit.optimizer import NumpyOptimizer
@@ -178,27 +179,24 @@ def test_the_mean_less_what_is_predicted_moves_as_the_mean_does(rule, space):
     tensor = Tensor("x", w, m, v * v + f32(0.1), np.zeros(300, f32), 7, 7)
     rule.init(tensor)
     predicted = np.zeros_like(x)
-    how = rule.prediction(tensor, context)
-    reference.move(*how, Arrays(None, m, tensor.variance, predicted, None))  # 0 less what is predicted
+    (move, p), predict = rule.motion(tensor, context), rule.prediction(context)
+    reference.move(remainder(predict), p, Arrays(None, m, tensor.variance, predicted, None))  # 0 less what is predicted
     plain = dataclasses.replace(rule, **({"weight_decay": 0.0} if "weight_decay" in vars(rule) else {}))
     alone = reference.contribution(*plain.contribution(tensor, context), tensor.arrays(np.zeros_like(x)))
     np.testing.assert_array_equal(-predicted, alone)
     moved = []
-    for how, sent in ((rule.motion(tensor, context), x), (rule.motion_of_innovation(tensor, context), x + predicted)):
+    for how, sent in ((move, x), (of_innovation(move, predict), x + predicted)):
         arrays = Arrays(sent, m.copy(), tensor.variance.copy(), w.copy(), None)
-        reference.move(*how, arrays)
+        reference.move(how, p, arrays)
         moved.append((arrays.momentum, arrays.weight))
     for expected, found in zip(*moved, strict=True):
         np.testing.assert_allclose(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_what_is_not_predicted():
-    context, numbers = Context(reference, Recipe(), 4), np.ones(8, f32)
-    tensor = Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+    context = Context(reference, Recipe(), 4)
     for rule in (SGD(lr=0.1), of(Adam(lr=0.1), Kind.SYNC)):
-        rule.init(tensor)
-        assert rule.prediction(tensor, context) is None
-        assert rule.motion_of_innovation(tensor, context) == rule.motion(tensor, context)
+        assert rule.prediction(context) is None
 
 
 @pytest.mark.parametrize(("codec", "predicts"), [("two_bit", True), ("sign", False)])
