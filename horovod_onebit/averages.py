@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
@@ -61,7 +62,7 @@ def second_moments(
     None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
     usable = usable and all_finite(variances) and all_finite(gradients)
-    if (yield collectives.allreduce(np.array([not usable], np.float32), f"{name}.usable")).any():
+    if (yield from ask(collectives, f"{name}.usable", unusable=not usable)).any("unusable"):
         return None
     found = []
     for number, (variance, gradient, share) in enumerate(zip(variances, gradients, own, strict=True)):

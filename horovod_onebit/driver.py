@@ -11,12 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
-
 from horovod_onebit.averages import second_moments
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import Verdict
+from horovod_onebit.handshake import Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor
@@ -280,11 +278,6 @@ class Driver:
         face.exact_step()
         return True
 
-    def _any(self, own: bool, what: str) -> Task[bool]:
-        """Whether it is so on some worker. Collective."""
-        total = yield self.engine.collectives.allreduce(np.array([own], np.float32), f"{self.engine.name}.{what}")
-        return bool(total.any())
-
     # -- alone ----------------------------------------------------------------------------------------------------
 
     def local_step(self, take: Callable[[Frozen], bool]) -> Task[bool]:
@@ -361,7 +354,7 @@ class Driver:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step
         then begins a round. Collective."""
         engine, face, rounds = self.engine, self.face, self.rounds
-        if (yield from self._any(face.young, "young")):
+        if (yield from ask(engine.collectives, f"{engine.name}.young", young=face.young)).any("young"):
             rounds.wait(face.steps)
             return
         moments: list[Moment] = face.second_moments()

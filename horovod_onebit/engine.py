@@ -10,7 +10,6 @@ receive  4. a bucket's messages are there, and are what this step expects
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import math
 import time
@@ -30,7 +29,7 @@ from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, La
 from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.formulas import remainder
-from horovod_onebit.handshake import Finite, Mismatch
+from horovod_onebit.handshake import Finite, Mismatch, ask
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
@@ -260,10 +259,9 @@ class Engine:
 
     def _compare(self, changed: bool, sizes: Mapping[str, int]) -> Task[tuple[bool, bool]]:
         """Whether something has changed for some worker, and whether all have residuals of the same ``sizes``."""
-        names = hashlib.blake2b(repr(sorted(sizes.items())).encode(), digest_size=7).digest()
-        own = np.array([changed, *names], np.uint8)
-        rows = (yield self.collectives.allgather(own, f"{self.name}.weighing")).reshape(self.collectives.size, -1)
-        return bool(rows[:, 0].any()), bool((rows[:, 1:] == rows[0, 1:]).all())
+        names = repr(sorted(sizes.items()))
+        answers = yield from ask(self.collectives, f"{self.name}.weighing", changed=changed, sizes=names)
+        return answers.any("changed"), answers.same("sizes")
 
     def _discard_servers(self) -> None:
         for name in self.feedback:
@@ -336,10 +334,9 @@ class Engine:
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> Task[None]:
-        """One small allgather; every worker compares all records with worker 0's, so all raise alike."""
+        """Raise on all workers alike unless they are about to begin the same ``layout``."""
         places, algorithm = [spec.place for spec in layout.tensors], ",".join(rule.name for rule in rules)
         setup = f"{layout.digest} {places} {self.recipe}"
-        record = handshake.handshake(setup, algorithm, self.exchanges)
 
         def facts() -> dict[str, dict[str, object]]:
             tensors = dict[str, object]()
@@ -354,9 +351,9 @@ class Engine:
             return {"arguments": self.arguments(), "trained": tensors, "progress": progress}
 
         name = f"{self.name}.handshake"
-        gathered = yield self.collectives.allgather(record, name)
+        answers = yield from ask(self.collectives, name, layout=setup, rules=algorithm, step=self.exchanges)
         try:
-            handshake.check_handshake(gathered, self.collectives.size)
+            answers.compare(handshake.HANDSHAKE)
         except Mismatch as error:
             raise (yield from handshake.named(error, facts(), self.collectives, name)) from None
 

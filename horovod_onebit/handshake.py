@@ -16,13 +16,12 @@ from horovod_onebit._version import __version__
 from horovod_onebit.errors import JOINED, DesyncError
 from horovod_onebit.tasks import Task
 
-HANDSHAKE = np.dtype([("version", "<u8"), ("layout", "<u8"), ("rules", "<u8"), ("step", "<u8")])
-HANDSHAKE_MEANING = {
-    "version": "the version of horovod_onebit",
+HANDSHAKE = {
     "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
     "rules": "the optimizer's algorithm",
     "step": "the number of compressed steps taken",
 }
+"""What is compared before the first step of a layout, in words."""
 CALLS = (
     "step",
     "synchronize",
@@ -34,12 +33,7 @@ CALLS = (
 )
 """Calls of the PyTorch face that all workers must make together, in the same order."""
 
-AGREEMENT = np.dtype(
-    [(name, "<u8") for name in ("version", "call", "setup", "options", "step", "gradients", "replicas")]
-    + [(name, "<u4") for name in ("finite", "early", "edited", "fresh")]
-)
-AGREEMENT_MEANING = {
-    "version": "the version of horovod_onebit",
+AGREEMENT = {
     "call": "what is to be done together (a step, a check of replicas, a broadcast, ...)",
     "setup": "an argument of DistributedOptimizer (the recipe, the warm-up, groups, ...), what is trained (names, "
     "shapes, dtypes, memory order, frozen or exact parameters, how far the warm-up is, which state was loaded), or how "
@@ -48,8 +42,12 @@ AGREEMENT_MEANING = {
     "were taken",
     "step": "the number of compressed steps taken",
     "gradients": "what was done to the averaged gradients before step() (synchronize(), clipping, skip_synchronize())",
-    "replicas": "a weight, or the optimizer's state",
 }
+"""What is compared before a call, in words."""
+REPLICAS = "a weight, or the optimizer's state"
+VERSION = "version"
+TOLD = (*AGREEMENT, "replicas", "finite", "early", "edited", "fresh")
+"""What a worker says before a call."""
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
@@ -106,18 +104,52 @@ class Verdict:
     fresh: bool = False
 
 
-def handshake(layout: str, rules: str, step: int) -> NDArray[np.uint8]:
-    """This worker's record before the first step of ``layout``, to be gathered."""
-    record = np.zeros(1, HANDSHAKE)
-    record[0] = (_hash(__version__), _hash(layout), _hash(rules), step)
-    return record.view(np.uint8)
+@dataclass(frozen=True)
+class Answers:
+    """What each worker has said, by field: whole numbers, those of texts being hashes, (workers,) uint64."""
+
+    fields: Mapping[str, NDArray[np.uint64]]
+
+    def where(self, field: str) -> list[int]:
+        """The workers that have said anything but 0, False or the empty text."""
+        return list(np.flatnonzero(self.fields[field]).tolist())
+
+    def any(self, field: str) -> bool:
+        return bool(self.fields[field].any())
+
+    def same(self, field: str) -> bool:
+        values = self.fields[field]
+        return bool((values == values[0]).all())
+
+    def compare(self, meaning: Mapping[str, str]) -> None:
+        """Raise ``DesyncError`` if the workers' versions differ, and a ``Mismatch`` if a field of ``meaning`` does: all
+        see the same, so that all raise alike."""
+        _compare(self.fields, {VERSION: "the version of horovod_onebit"}, DesyncError)
+        _compare(self.fields, meaning)
 
 
-def check_handshake(gathered: NDArray, workers: int) -> None:
-    """Raise ``DesyncError`` on every worker if the records differ, where facts can explain it a ``Mismatch``."""
-    records = _records(gathered, HANDSHAKE, workers)
-    _compare(records, {"version": HANDSHAKE_MEANING["version"]}, DesyncError)
-    _compare(records, HANDSHAKE_MEANING)
+def _row(**said: str | int) -> NDArray[np.uint64]:
+    """What this worker says to all, texts and whole numbers, and its version."""
+    return np.array([_number(one) for one in (__version__, *said.values())], np.uint64)
+
+
+def _answers(rows: NDArray, fields: Sequence[str], workers: int) -> Answers:
+    """What all workers have said in their rows, of these ``fields``. Raises ``DesyncError`` on every worker if one has
+    left."""
+    names = (VERSION, *fields)
+    if rows.nbytes != workers * 8 * len(names):
+        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
+    rows = np.ascontiguousarray(rows).view(np.uint64).reshape(workers, -1)
+    joined = np.flatnonzero(rows[:, 0] == 0)  # Horovod lets zeros stand for a worker that has left
+    if joined.size:
+        raise DesyncError(JOINED.format(joined.tolist()))
+    return Answers(dict(zip(names, rows.T, strict=True)))
+
+
+def ask(collectives: Any, name: str, **said: str | int) -> Task[Answers]:
+    """Tell all workers what this one says, and hear what they do. Collective; they say the same fields."""
+    rows = yield collectives.allgather(_row(**said).view(np.uint8), name)
+    return _answers(rows, tuple(said), collectives.size)
 
 
 def agreement(
@@ -125,8 +157,8 @@ def agreement(
     workers: int,
     *,
     setup: str,
-    options: str,
-    step: int,
+    options: str = "",
+    step: int = 0,
     call: str = "step",
     finite: Finite = Finite.UNKNOWN,
     early: bool = False,
@@ -135,47 +167,47 @@ def agreement(
     gradients: str = "",
     replicas: str = "",
 ) -> NDArray[np.int32]:
-    """This worker's record before ``call``: a row for each worker, zero except for this worker's, so that the sum over
-    the workers has all rows. ``replicas`` are checksums of weights and state, where they are compared."""
+    """What this worker says before ``call``: a row of the fields ``TOLD`` for each worker, zero except for its own, so
+    that the sum over the workers has all rows. ``replicas`` are checksums of weights and state, where they are
+    compared."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
-    records = np.zeros(workers, AGREEMENT)
-    record = records[rank : rank + 1]
-    texts = {"version": __version__, "call": call, "setup": setup, "options": options, "gradients": gradients}
-    for field, text in texts.items():
-        record[field] = _hash(text)
-    record["replicas"] = _hash(replicas) if replicas else 0
-    record["step"], record["finite"], record["early"], record["edited"] = step, finite, early, edited
-    record["fresh"] = fresh
-    return records.view(np.int32)
+    row = _row(
+        call=call, setup=setup, options=options, step=step, gradients=gradients, replicas=replicas or 0,
+        finite=finite, early=early, edited=edited, fresh=fresh,
+    )  # fmt: skip
+    rows = np.zeros((workers, row.size), np.uint64)
+    rows[rank] = row
+    return rows.view(np.int32).reshape(-1)
 
 
 def read_agreement(total: NDArray, workers: int) -> Verdict:
     """What the sum says. Raises ``DesyncError`` on every worker if they disagree, where facts can explain it a
     ``Mismatch``."""
-    records = _records(total, AGREEMENT, workers)
-    _compare(records, {"version": AGREEMENT_MEANING["version"]}, DesyncError)
-    calls, known = records["call"], {_hash(call): f"{call}()" for call in CALLS}
-    if (calls != calls[0]).any() and known.keys() >= set(calls.tolist()):
+    found = _answers(total, TOLD, workers)
+    found.compare({})
+    calls, known = found.fields["call"], {_number(call): f"{call}()" for call in CALLS}
+    if not found.same("call") and known.keys() >= set(calls.tolist()):
         made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {known[int(c)]}" for c in np.unique(calls))
         raise DesyncError(
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"
         )
-    _compare(records, {field: text for field, text in AGREEMENT_MEANING.items() if field != "replicas"})
-    _compare(records[records["replicas"] != 0], {"replicas": AGREEMENT_MEANING["replicas"]})
-    says = records["finite"]
+    found.compare(AGREEMENT)
+    sent = found.fields["replicas"]
+    _compare({"replicas": sent[sent != 0]}, {"replicas": REPLICAS})
+    says = found.fields["finite"]
     return Verdict(
         bool((says != Finite.NO).all()),
         bool((says == Finite.YES).all()),
-        bool(records["early"].any()),
-        tuple(np.flatnonzero(records["edited"]).tolist()),
-        bool(records["fresh"].any()),
+        found.any("early"),
+        tuple(found.where("edited")),
+        found.any("fresh"),
     )
 
 
 def meet(collectives: Any, name: str, call: str, setup: str) -> Task[None]:
     """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup``. Collective."""
-    record = agreement(collectives.rank, collectives.size, setup=setup, options="", step=0, call=call)
+    record = agreement(collectives.rank, collectives.size, setup=setup, call=call)
     total = yield collectives.allreduce(record, name)
     try:
         read_agreement(total, collectives.size)
@@ -243,21 +275,12 @@ def workers(ranks: Sequence[int]) -> str:
     return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
 
 
-def _records(gathered: NDArray, dtype: np.dtype, workers: int) -> NDArray:
-    """All workers' records, none of them of a worker that has left."""
-    if gathered.nbytes != workers * dtype.itemsize:
-        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
-    records = np.ascontiguousarray(gathered).view(dtype)
-    joined = np.flatnonzero(records["version"] == 0)  # Horovod lets zeros stand for a worker that has left
-    if joined.size:
-        raise DesyncError(JOINED.format(joined.tolist()))
-    return records
-
-
-def _compare(records: NDArray, meaning: Mapping[str, str], error: type[DesyncError] = Mismatch) -> None:
-    """Compare all workers' records with worker 0's: every worker sees the same, so that all raise alike."""
+def _compare(
+    fields: Mapping[str, NDArray[np.uint64]], meaning: Mapping[str, str], error: type[DesyncError] = Mismatch
+) -> None:
+    """Compare what all workers have said with what worker 0, or the first of some, has."""
     for field, text in meaning.items():
-        differ = np.flatnonzero(records[field] != records[field][:1])
+        differ = np.flatnonzero(fields[field] != fields[field][:1])
         if differ.size:
             raise error(
                 f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
@@ -266,5 +289,8 @@ def _compare(records: NDArray, meaning: Mapping[str, str], error: type[DesyncErr
             )
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
+def _number(said: str | int) -> int:
+    """Itself, or the hash of a text."""
+    if not isinstance(said, str):
+        return int(said) % 2**64
+    return int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "little")

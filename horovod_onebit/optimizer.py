@@ -18,7 +18,7 @@ from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import Verdict
+from horovod_onebit.handshake import Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -151,11 +151,11 @@ class NumpyOptimizer:
         pass
 
     def agreed(self) -> Task[Verdict]:
-        finite = True
-        if self._zero_one and self.phase is Phase.COMPRESSED:  # a step that cannot be taken back
-            bad = np.array([not all_finite(self._grads.values())], np.int32)
-            finite = not (yield self.engine.collectives.allreduce(bad, f"{self.engine.name}.finite")).any()
-        return Verdict(finite=finite)
+        if not (self._zero_one and self.phase is Phase.COMPRESSED):
+            return Verdict()
+        # A step that cannot be taken back.
+        bad, engine = not all_finite(self._grads.values()), self.engine
+        return Verdict(finite=not (yield from ask(engine.collectives, f"{engine.name}.finite", bad=bad)).any("bad"))
 
     def average(self, verdict: Verdict) -> Task[bool]:
         if self._coded is None:

@@ -21,6 +21,7 @@ from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import DesyncError, NonFiniteError
+from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, finish_step
 from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
@@ -291,10 +292,8 @@ class Rounds:
         skipped, self._skipped = self._skipped, False
         if self.engine.recipe.on_nonfinite != "raise":
             return []
-        collectives = self.engine.collectives
-        own = np.zeros(collectives.size, np.float32)
-        own[collectives.rank] = skipped
-        return np.flatnonzero((yield collectives.allreduce(own, f"{self.engine.name}.skipped"))).tolist()
+        engine = self.engine
+        return (yield from ask(engine.collectives, f"{engine.name}.skipped", skipped=skipped)).where("skipped")
 
     def _moved(self, tensors: Sequence[Tensor], share: float = 1.0) -> list[Array]:
         """What this worker has moved since the anchor, and a ``share`` of its residuals, in host memory."""

@@ -12,6 +12,7 @@ from rich.console import Console
 from studies import (
     early,
     few_bits,
+    fine_tuning,
     images,
     language,
     local,
@@ -38,6 +39,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "language": language.run,
     "images": images.run,
     "few bits": few_bits.run,
+    "fine-tuning": fine_tuning.run,
 }
 HEAD = """# Studies
 

@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import sysconfig
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -66,6 +66,7 @@ OTHERS = {
     "language": Kind(2000, 32, (2e-3,)),
     "resnet": Kind(300, 32, (2e-3,)),
     "vit": Kind(600, 32, (5e-4,)),
+    "source": Kind(500, 32, (4e-3,)),
 }
 """Of other studies."""
 
@@ -112,12 +113,20 @@ def documentation() -> str:
     return "\n\n".join(found)
 
 
+def source() -> str:
+    """NumPy's source code in Python, tests apart."""
+    package = Path(np.__file__).parent
+    files = [file for file in sorted(package.rglob("*.py")) if "tests" not in file.parts]
+    return "\n\n".join(file.read_text(encoding="utf-8") for file in files)
+
+
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
     if task in ("vgg", "digits", *LIBRARY):
         return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
-    raw = np.frombuffer(documentation().encode("ascii", "replace"), np.uint8)
+    text = source() if task == "source" else documentation()
+    raw = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
 
 
@@ -126,7 +135,7 @@ def network(task: str) -> Any:
     if task in LIBRARY:
         return LIBRARY[task]()
     found = networks()
-    if task == "language":
+    if task in ("language", "source"):
         return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)
     if task not in ("vgg", "digits"):
         return found.CharacterModel(LETTERS, width=64, layers=2, length=SEQUENCE)
@@ -162,18 +171,22 @@ def train(
     schedule: Schedule | None = None,
     exact: Sequence[str] | None = None,
     look: int = 0,
+    start: Mapping[str, Any] | None = None,
 ) -> Result:
     """Test loss and accuracy (a share) of one run, how many of its steps were exact, and the bits that a worker has
     sent for a parameter in a step.
 
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
-    many steps, as ``"loss at 200"``.
+    many steps, as ``"loss at 200"``. ``start`` is the state of the network that the run begins with, a new one if it is
+    not given.
     """
     import torch
 
     kind, rule = cell.kind, Adam(lr=cell.rate)
     models, data, options = begin(cell)
+    for model in models if start is not None else ():
+        model.load_state_dict(start)
     seen: Result = {}
 
     def worker(collectives: Collectives) -> tuple[int, float]:

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from horovod_onebit import costs
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.feedback import ErrorFeedback
+from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Bucket, Piece
 from horovod_onebit.recipe import Recipe
@@ -219,9 +220,9 @@ def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> Task[
     this one's gradients are ``on_device`` or not. Collective."""
     kinds = (costs.CPU, costs.GPU_BY_HOST, costs.GPU)
     kind = 0 if not on_device else 2 if collectives.takes_device_memory else 1
-    own = np.array([*collectives.host(), kind], np.int32).view(np.uint8)
-    rows = (yield collectives.allgather(own, "onebit.hosts")).view(np.int32).reshape(collectives.size, -1)
-    numbers, sizes, device = rows[:, 0].tolist(), set(rows[:, 1].tolist()), kinds[rows[:, 2].min()]
+    number, count = collectives.host()
+    answers = (yield from ask(collectives, "onebit.hosts", host=number, count=count, kind=kind)).fields
+    numbers, sizes, device = answers["host"].tolist(), set(answers["count"].tolist()), kinds[answers["kind"].min()]
     places = [[rank for rank, host in enumerate(numbers) if host == one] for one in dict.fromkeys(numbers)]
     return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], device
 

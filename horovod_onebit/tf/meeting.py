@@ -132,4 +132,4 @@ def told(process_set: Any) -> Iterator[None]:
 
 def _record(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Any:
     own: dict[str, Any] = {"call": call, "setup": setup, "finite": finite, "early": False, "edited": False}
-    return handshake.agreement(collectives.rank, collectives.size, options="", step=0, **own)
+    return handshake.agreement(collectives.rank, collectives.size, **own)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod_onebit.averages import all_finite
 from horovod_onebit.driver import Compresses, Driver, Together
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import Verdict, workers
+from horovod_onebit.handshake import Verdict, ask, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
@@ -111,15 +111,13 @@ class ZeroOneSteps(Compressor):
         and on which of them moments were edited: a local step sends nothing else that would tell, and cannot be taken
         back."""
         step, engine, size = self._step, self.engine, self.collectives.size
-        own = np.zeros(1 + size, np.float32)
-        own[0], own[1 + self.collectives.rank] = not all_finite(step.grads), bool(step.edited)
-        found = self.collectives.allreduce(own, f"{engine.name}.finite")
+        said = {"bad": not all_finite(step.grads), "edited": bool(step.edited)}
         start, decoded = time.perf_counter(), engine.times.decode
-        total = yield found  # a whole round, messages and all
+        answers = yield from ask(self.collectives, f"{engine.name}.finite", **said)  # a whole round, messages and all
         engine.waited(start, decoded)
-        on = np.flatnonzero(total[1:]).tolist()
+        on = answers.where("edited")
         if not on:
-            return Verdict(finite=not total[0])
+            return Verdict(finite=not answers.any("bad"))
         engine.exchanges += 1
         if len(on) < size:
             raise DesyncError(

@@ -10,11 +10,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.handshake import ask
+from horovod_onebit.tasks import run
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 from horovod_onebit.torch.transport import Transport, choose
@@ -64,9 +65,8 @@ def broadcast_optimizer_state(
     structure = transport.broadcast_object(structure, root_rank, "onebit.state")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]
-    alike = transport.collectives().allgather(np.array([mine == sent], np.uint8), "onebit.state.groups").wait()
-    if not alike.all():
-        others = np.flatnonzero(alike == 0).tolist()
+    others = run(ask(transport.collectives(), "onebit.state.groups", other=mine != sent)).where("other")
+    if others:
         raise ConfigurationError(
             f"broadcast_optimizer_state: worker {others} has other parameter groups than the root, whose numbers of "
             f"parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on all workers"

@@ -17,6 +17,13 @@ def test_workers_on_one_host_have_no_link():
     assert "no link between hosts" in link.text(found[0])
 
 
+def told(own, hosts):
+    """What workers say, if they differ from ``own`` in their host and its number of workers."""
+    rows = np.tile(own.view(np.uint64), (len(hosts), 1))
+    rows[:, 1:3] = hosts
+    return rows.view(np.uint8).reshape(-1)
+
+
 class Wire:
     """Two hosts of two workers, this one being worker 0: what the others send takes its time."""
 
@@ -30,8 +37,7 @@ class Wire:
 
     def allgather(self, array, name):
         if name == "onebit.hosts":
-            rows = np.array([[0, 2, 0], [0, 2, 0], [1, 2, 0], [1, 2, 0]], np.int32)
-            return Arrived(rows.view(np.uint8).reshape(-1))
+            return Arrived(told(array, [(0, 2), (0, 2), (1, 2), (1, 2)]))
         return Arrived(np.tile(array, self.size))
 
     def alltoall(self, array, name):
@@ -74,8 +80,7 @@ def test_a_link_that_takes_no_time_is_an_error(monkeypatch):
 def test_hosts_of_different_size_are_refused():
     class Uneven(Wire):
         def allgather(self, array, name):
-            rows = np.array([[0, 3, 0], [0, 3, 0], [0, 3, 0], [1, 1, 0]], np.int32)
-            return Arrived(rows.view(np.uint8).reshape(-1))
+            return Arrived(told(array, [(0, 3), (0, 3), (0, 3), (1, 1)]))
 
     with pytest.raises(ConfigurationError, match="different numbers of workers"):
         link.measure(Uneven(1e6, 0.0))
