@@ -1,0 +1,59 @@
+"""What workers ask each other: every one hears what each has said, and all raise alike."""
+
+import numpy as np
+import pytest
+
+from horovod_onebit import handshake, simulation
+from horovod_onebit.errors import DesyncError
+from horovod_onebit.handshake import Finite, Mismatch, ask
+from horovod_onebit.tasks import run
+
+
+def test_every_worker_hears_what_each_has_said():
+    def worker(collectives):
+        rank = collectives.rank
+        said = {"skipped": rank == 2, "host": -7 * rank, "recipe": "robust", "model": f"model {rank}"}
+        answers = run(ask(collectives, "test", **said))
+        return answers.where("skipped"), answers.any("host"), answers.same("recipe"), answers.same("model")
+
+    assert simulation.run(worker, 3) == 3 * [([2], True, True, False)]
+
+
+def test_workers_that_say_other_fields_are_told():
+    def worker(collectives):
+        with pytest.raises(DesyncError, match="cannot talk to each other"):
+            run(ask(collectives, "test", **({"a": 1} if collectives.rank else {"a": 1, "b": 2})))
+
+    simulation.run(worker, 2)
+
+
+def test_all_raise_what_differs(monkeypatch):
+    def worker(collectives):
+        answers = run(ask(collectives, "test", step=collectives.rank // 2))
+        with pytest.raises(Mismatch, match=r"the count differs between workers: worker \[2\] from worker 0"):
+            answers.compare({"step": "the count"})
+
+    simulation.run(worker, 3)
+
+
+def test_another_version_is_no_mismatch_that_facts_explain():
+    first = handshake.agreement(0, 2, setup="a")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(handshake, "__version__", "0.0.1")
+        second = handshake.agreement(1, 2, setup="b")
+    with pytest.raises(DesyncError, match="the version of horovod_onebit differs") as caught:
+        handshake.read_agreement(first + second, 2)
+    assert not isinstance(caught.value, Mismatch)
+
+
+def test_a_worker_that_has_left_is_named():
+    with pytest.raises(DesyncError, match=r"\[1\]"):
+        handshake.read_agreement(handshake.agreement(0, 2, setup="a"), 2)
+
+
+def test_what_an_agreement_says():
+    own = [{"finite": Finite(i), "edited": i == 1, "replicas": "" if i else "x"} for i in range(3)]
+    rows = [handshake.agreement(i, 3, setup="a", **said) for i, said in enumerate(own)]
+    verdict = handshake.read_agreement(np.sum(rows, axis=0, dtype=np.int32), 3)
+    assert [verdict.finite, verdict.certain, verdict.early, verdict.fresh] == 4 * [False]
+    assert verdict.edited == (1,)
