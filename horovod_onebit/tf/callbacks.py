@@ -22,7 +22,7 @@ from horovod_onebit.tf.optimizer import STOPPED, check_ours
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
-FIRST_EPOCH = ", by initial_epoch or BackupAndRestore, which must be the same on all workers,"
+FIRST_EPOCH = ", by initial_epoch or BackupAndRestore, which must be the same on all workers"
 DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 """What decides by metrics how the run goes on, which must be the same on all workers."""
 
@@ -76,7 +76,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if not self.done:  # BackupAndRestore of one worker alone changes its first epoch
-            announce("fit", setup=f"from epoch {epoch + 1}", remark=FIRST_EPOCH if epoch else "")
+            announce(f"fit from epoch {epoch + 1}", remark=FIRST_EPOCH if epoch else "")
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:

@@ -48,8 +48,8 @@ logger = logging.getLogger("horovod_onebit")
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
 STOPPED = (
-    ", which a callback has stopped (what decides by metrics, such as EarlyStopping, must come after "
-    "MetricAverageCallback, and everything that stops a run must do so on all workers),"
+    ", after a callback has stopped training (what decides by metrics, such as EarlyStopping, must come after "
+    "MetricAverageCallback, and all workers must stop together)"
 )
 MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)

@@ -602,11 +602,11 @@ STOPS = keras.callbacks.EarlyStopping
 DECISIONS = {
     "EarlyStopping, metrics not averaged": (
         lambda _: run_with(Metrics(*FALLS_ON_ONE), STOPS("val_loss", patience=1), own=nothing),
-        "the end of fit, which a callback has stopped",
+        "the end of fit, after a callback has stopped",
     ),
     "EarlyStopping on one": (
         lambda _: run_with(Metrics([1.0] * 6), alone=[STOPS("val_loss", patience=1)]),
-        "the end of fit, which a callback has stopped",
+        "the end of fit, after a callback has stopped",
     ),
     "ReduceLROnPlateau, metrics not averaged": (
         lambda _: run_with(
@@ -618,15 +618,15 @@ DECISIONS = {
         lambda _: run_with(alone=[keras.callbacks.LearningRateScheduler(lambda epoch: 1e-3)]),
         "the learning rate differs",
     ),
-    "a stop between epochs": (lambda _: run_with(alone=[StopAt(epoch=1)]), "the end of fit, which a callback"),
+    "a stop between epochs": (lambda _: run_with(alone=[StopAt(epoch=1)]), "the end of fit, after a callback"),
     "a stop between batches": (
-        lambda _: run_with(alone=[StopAt(batch=1)], steps=4), "average of metrics, which a callback has stopped"
+        lambda _: run_with(alone=[StopAt(batch=1)], steps=4), "average of metrics, after a callback has stopped"
     ),
-    "TerminateOnNaN": (nan_of_one, "average of metrics, which a callback has stopped"),
+    "TerminateOnNaN": (nan_of_one, "average of metrics, after a callback has stopped"),
     "fewer epochs": (lambda _: run_with(epochs=2 if ALONE else 3), "the end of fit on worker"),
     "fewer batches": (lambda _: run_with(steps=1 if ALONE else 2, own=nothing, epochs=1), "the end of fit on worker"),
     "initial_epoch": (
-        lambda _: run_with(initial_epoch=2 if ALONE else 0), "fit, by initial_epoch .*from epoch 3"
+        lambda _: run_with(initial_epoch=2 if ALONE else 0), "fit from epoch 3, by initial_epoch"
     ),
     "BackupAndRestore on one": (backup_of_one, "BackupAndRestore, which must be the same"),
 }  # fmt: skip
