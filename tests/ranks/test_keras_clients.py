@@ -555,6 +555,14 @@ def test_backup_and_restore_goes_on_where_a_run_was_interrupted(recipe, first, t
         np.testing.assert_array_equal(weights(again), weights(whole))
 
 
+def test_weights_are_swapped_with_their_average():
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    listed = [*ours(), swap, onebit.callbacks.ReplicaCheckCallback(1)]
+    model = trained(wrap(adamw(use_ema=True), EXACT), listed, epochs=3)
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
 # -- what a worker decides alone ---------------------------------------------------------------------------------------
 
 
