@@ -44,7 +44,10 @@ FACE = (
     "_warmup", "_bad_input", "_monitor", "_edits", "_agreement",
 )  # fmt: skip
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
-OF_KERAS = ("", "_overlap", "_zero_one", "_local", "_state", "_warmup", "_faults", "_checkpoint", "_meeting", "_edits")
+OF_KERAS = (
+    "", "_overlap", "_zero_one", "_local", "_state", "_warmup", "_faults", "_checkpoint", "_clients", "_meeting",
+    "_edits",
+)  # fmt: skip
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in OF_KERAS]
 HIERARCHY, OVERLAP = ["tests/ranks/test_keras_hierarchy.py"], ["tests/ranks/test_keras_overlap.py"]
 # All run over the backend that is faster where processes share cores, and over the other one test of each kind.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -14,13 +15,16 @@ import tensorflow as tf
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables, shared
-from horovod_onebit.tf.graph import cond
+from horovod_onebit.tf.graph import cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import check_ours
+from horovod_onebit.tf.optimizer import STOPPED, check_ours
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
+FIRST_EPOCH = ", by initial_epoch or BackupAndRestore, which must be the same on all workers"
+DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
+"""What decides by metrics how the run goes on, which must be the same on all workers."""
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
@@ -70,6 +74,10 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
         cond(tf.convert_to_tensor(self._pending), work)
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if not self.done:  # BackupAndRestore of one worker alone changes its first epoch
+            announce(f"fit from epoch {epoch + 1}", remark=FIRST_EPOCH if epoch else "")
+
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
             return
@@ -94,11 +102,15 @@ def _storage(variable: Any) -> Any:
 
 class MetricAverageCallback(keras.callbacks.Callback):
     """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``. Put it before the
-    callbacks that read metrics."""
+    callbacks that read metrics: ``EarlyStopping`` and ``ReduceLROnPlateau`` before it are a ``ConfigurationError``."""
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
         self.process_set = process_set
+
+    def on_train_begin(self, logs: Any = None) -> None:
+        with told(self.process_set):
+            _check_order()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if not self.process_set.included():
@@ -107,11 +119,31 @@ class MetricAverageCallback(keras.callbacks.Callback):
         names = sorted(logs)
         with told(self.process_set):
             values = tf.constant([float(logs[name]) for name in names], tf.float64)
-        announce("average of metrics", self.process_set, str(names))
+        stopped = getattr(self.model, "stop_training", False)
+        announce("average of metrics", self.process_set, str(names), remark=STOPPED if stopped else "")
         if not names:
             return
         means = hvd.allreduce(values, name="onebit.metrics", op=hvd.Average, process_set=self.process_set)
         logs.update(zip(names, np.asarray(means).tolist(), strict=True))
+
+
+def _check_order() -> None:
+    """Raise ``ConfigurationError`` if callbacks of this ``fit`` come before those that average what they read."""
+    lists = (caller.callbacks for _, caller in keras_callers() if isinstance(caller, keras.callbacks.CallbackList))
+    before = itertools.takewhile(lambda one: not isinstance(one, MetricAverageCallback), next(lists, ()))
+    for one in before:
+        name = type(one).__name__
+        if isinstance(one, DECIDE):
+            raise ConfigurationError(
+                f"{name} comes before MetricAverageCallback in the callbacks of fit, and would decide on each worker "
+                f"by that worker's own metrics: put MetricAverageCallback before {name}"
+            )
+        if isinstance(one, keras.callbacks.ModelCheckpoint) and one.save_best_only and hvd.rank() == 0:
+            logger.warning(
+                "%s comes before MetricAverageCallback and takes the best model by the metrics of one worker: put "
+                "MetricAverageCallback before it",
+                name,
+            )
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

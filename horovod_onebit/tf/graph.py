@@ -212,13 +212,19 @@ def in_order() -> Iterator[None]:
         _order[0].assign_add(1, read_value=False)
 
 
-def check_callers() -> None:
-    """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
+def keras_callers() -> Iterator[tuple[str, Any]]:
+    """The names of Keras's functions on the stack, the innermost first, and their ``self``."""
     frame = sys._getframe(1)
     while frame is not None:
         # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
-        ours = frame.f_globals.get("__name__", "").startswith("keras.")
-        caller = frame.f_locals.get("self") if ours else None
+        if frame.f_globals.get("__name__", "").startswith("keras."):
+            yield frame.f_code.co_name, frame.f_locals.get("self")
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def check_callers() -> None:
+    """Refuse callers that cannot work, found on the stack: while the step is traced, or at the first eager one."""
+    for _, caller in keras_callers():
         if isinstance(caller, keras.Model) and getattr(caller, "jit_compile", False) is True:
             raise UnsupportedError(
                 "this model is compiled with jit_compile=True, and XLA can neither gather nor call the host: "
@@ -231,4 +237,3 @@ def check_callers() -> None:
                 "decide alone whether it takes a step, and the others would wait for ever: wrap it, "
                 "onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
             )
-        frame = frame.f_back  # type: ignore[assignment]

@@ -93,12 +93,13 @@ def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
     return view(rows).tobytes().split(b"\0")[:-1]
 
 
-def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "") -> Any:
+def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "", *, remark: str = "") -> Any:
     """Make sure that all workers of ``process_set`` are about to do ``call``, with the same ``setup``. Collective.
 
-    Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not.
+    Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not, which has this
+    worker's ``remark``, too; remarks may differ.
     """
-    return all_finite(True, _collectives(process_set, process_set.process_set_id), call, setup)
+    return all_finite(True, _collectives(process_set, process_set.process_set_id), call, setup, remark)
 
 
 @lru_cache
@@ -107,13 +108,13 @@ def _collectives(process_set: Any, number: int) -> HorovodCollectives:
     return HorovodCollectives(process_set)
 
 
-def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str) -> Any:
+def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str, remark: str = "") -> Any:
     """Whether ``finite``, a scalar, is true on all workers. Collective; raises as ``announce``."""
 
     def record(value: Any) -> Any:
         return _record(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
 
-    return meet(collectives, record, [finite], call, lambda: handshake.said(call, setup))
+    return meet(collectives, record, [finite], call, lambda: handshake.said(call + remark, setup))
 
 
 @contextlib.contextmanager

@@ -29,13 +29,14 @@ from horovod_onebit.tf.graph import (
     host_call,
     host_value,
     in_order,
+    keras_callers,
     outside,
     run_independently,
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import around, refuse_copy
-from horovod_onebit.tf.meeting import told
+from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
 from horovod_onebit.tf.step import averaged, compressed
@@ -46,6 +47,10 @@ from horovod_onebit.warmup import AutoWarmup, Phase
 logger = logging.getLogger("horovod_onebit")
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
+STOPPED = (
+    ", after a callback has stopped training (what decides by metrics, such as EarlyStopping, must come after "
+    "MetricAverageCallback, and all workers must stop together)"
+)
 MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
@@ -369,6 +374,15 @@ class _DistributedOptimizer(_Wrapped):
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
         self._ours |= {id(v) for v in self._variables} - plain
+
+    def finalize_variable_values(self, var_list: Any) -> None:
+        """Of Keras, which calls it when ``fit`` ends: there the workers meet, since one that has stopped alone would
+        leave the others waiting in their next step."""
+        process_set = self._wrapping.process_set
+        model = next((caller for name, caller in keras_callers() if name == "fit"), None)
+        if model is not None and process_set.included():
+            announce("the end of fit", process_set, remark=STOPPED if model.stop_training else "")
+        super().finalize_variable_values(var_list)
 
     @property
     def plain_variables(self) -> list[Any]:

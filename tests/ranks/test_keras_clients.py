@@ -1,0 +1,659 @@
+"""Models, training options and callbacks that Keras's documentation shows, trained on real ranks.
+
+Each worker has batches of its own. Exact steps are compared with those that plain Keras takes with the batches of all
+workers together.
+"""
+
+import os
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+
+import contextlib
+import dataclasses
+import itertools
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.tensorflow as hvd
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError, face
+from horovod_onebit.warmup import Phase
+from tests.long import LONG
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, weights, wrap
+
+layers = keras.layers
+ROWS = 8  # of a batch
+EXACT, STEPS = 3, 8
+
+
+@pytest.fixture(autouse=True)
+def as_in_a_new_process():
+    """Optimizers are told apart by the order in which they were built: the tests before built different ones."""
+    face._named.clear()
+    yield
+    keras.backend.clear_session()
+
+
+def adamw(**options):
+    return keras.optimizers.AdamW(3e-3, **options)
+
+
+@dataclasses.dataclass
+class Case:
+    """A way to train: ``data`` gives what ``fit`` is called with, for so many rows of a random generator."""
+
+    build: Callable[[], keras.Model]
+    data: Callable[[np.random.Generator, int], dict[str, Any]]
+    compile: dict[str, Any] = dataclasses.field(default_factory=lambda: {"loss": LOSS})
+    optimizer: Callable[[], keras.optimizers.Optimizer] = adamw
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    wrap: dict[str, Any] = dataclasses.field(default_factory=dict)
+    policy: str = "float32"
+    plain: Callable[[], keras.optimizers.Optimizer] | None = None  # what plain Keras is to train with, if another
+
+
+def features(random, rows):
+    x = random.standard_normal((rows, 32)).astype(np.float32)
+    return {"x": x, "y": x[:, :10].argmax(1)}
+
+
+def images(random, rows):
+    y = random.integers(0, 4, rows)
+    x = random.uniform(0, 60, (rows, 32, 32, 3)) + 60 * y[:, None, None, None]
+    return {"x": x.astype(np.float32), "y": y}
+
+
+def sequences(random, rows):
+    x = random.standard_normal((rows, 6, 8)).astype(np.float32)
+    return {"x": x, "y": x.sum(1)[:, :4].argmax(1)}
+
+
+def tokens(random, rows):
+    x = random.integers(1, 40, (rows, 12))
+    x[:, 8:] *= random.integers(0, 2, (rows, 1))  # 0 is masked
+    return {"x": x, "y": (x[:, 0] > 20).astype(np.int64)}
+
+
+def two_inputs_and_outputs(random, rows):
+    title, tags = random.standard_normal((rows, 32)), random.standard_normal((rows, 8))
+    y = {"priority": title[:, :1] + tags[:, :1], "department": tags[:, :4].argmax(1)}
+    return {"x": {"title": title.astype(np.float32), "tags": tags.astype(np.float32)}, "y": y}
+
+
+def weighted(random, rows):
+    return features(random, rows) | {"sample_weight": random.uniform(0, 2, rows).astype(np.float32)}
+
+
+def pairs(random, rows):
+    left, right = random.standard_normal((2, rows, 32)).astype(np.float32)
+    return {"x": [left, right], "y": (left[:, :1] * right[:, :1] > 0).astype(np.float32)}
+
+
+def dense():
+    return keras.Sequential([layers.Input((32,)), layers.Dense(64, activation="relu"), layers.Dense(10)])
+
+
+def of_two_inputs_and_outputs():
+    title, tags = layers.Input((32,), name="title"), layers.Input((8,), name="tags")
+    both = layers.concatenate([layers.Dense(64, activation="relu")(title), tags])
+    outputs = [layers.Dense(1, name="priority")(both), layers.Dense(4, name="department")(both)]
+    return keras.Model([title, tags], outputs)
+
+
+class OwnTrainStep(keras.Model):
+    """As the guide "Customizing what happens in fit() with TensorFlow"."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(64, activation="relu"), layers.Dense(10)
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, x, training=False):
+        return self.head(self.hidden(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+        trainable_vars = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, trainable_vars), trainable_vars)
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result()}
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker]
+
+
+def built(model, shape):
+    model.build(shape)
+    return model
+
+
+def recurrent(layer):
+    return lambda: keras.Sequential([layers.Input((6, 8)), layer(24), layers.Dense(4)])
+
+
+def masked():
+    return keras.Sequential(
+        [layers.Input((12,)), layers.Embedding(40, 16, mask_zero=True), layers.LSTM(16), layers.Dense(2)]
+    )
+
+
+def transformer():
+    """A block as in the example of text classification."""
+    inputs = layers.Input((12,))
+    x = layers.Embedding(40, 32)(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 16)(x, x))
+    x = layers.LayerNormalization()(x + layers.Dense(32)(layers.Dense(64, activation="relu")(x)))
+    return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(x)))
+
+
+def shared_layers():
+    left, right = layers.Input((32,)), layers.Input((32,))
+    tower = keras.Sequential([layers.Dense(48, activation="tanh"), layers.Dense(16)])
+    return keras.Model([left, right], layers.Dense(1)(layers.multiply([tower(left), tower(right)])))
+
+
+class Penalized(layers.Layer):
+    """A layer with a loss of its own."""
+
+    def call(self, x):
+        self.add_loss(1e-3 * keras.ops.mean(x**2))
+        return x
+
+
+def penalized():
+    hidden = layers.Dense(64, activation="relu", kernel_regularizer=keras.regularizers.L2(1e-3))
+    return keras.Sequential([layers.Input((32,)), hidden, Penalized(), layers.Dense(10)])
+
+
+def convolutions():
+    """Layers of ``keras.applications``, and dropout and augmentation, which differ between workers."""
+    scale = layers.Normalization(mean=[1.0, 1.1, 1.2], variance=[1.0, 2.0, 3.0])
+    before = [layers.RandomFlip("horizontal"), layers.Rescaling(1 / 64), scale, layers.ZeroPadding2D(1)]
+    first = [layers.Conv2D(16, 3, strides=2), layers.BatchNormalization(), layers.ReLU(6.0)]
+    second = [layers.DepthwiseConv2D(3), layers.BatchNormalization(), layers.Conv2D(24, 1), layers.Dropout(0.2)]
+    return keras.Sequential(
+        [layers.Input((32, 32, 3)), *before, *first, *second, layers.GlobalAveragePooling2D(), layers.Dense(4)]
+    )
+
+
+def scheduled():
+    rate = keras.optimizers.schedules.CosineDecay(1e-4, 20, warmup_target=5e-3, warmup_steps=4)
+    return keras.optimizers.AdamW(rate)
+
+
+def scaled():
+    return keras.optimizers.LossScaleOptimizer(adamw(), initial_scale=256.0)
+
+
+class OfDenseGradients(keras.optimizers.AdamW):
+    """Keras squares the entries of a sparse gradient one by one, before those of one row are added up."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([tf.convert_to_tensor(grad) for grad in grads], trainable_variables)
+
+
+def steady(**options):
+    """Where gradients are nothing but rounding errors (an attention's bias of the keys), it takes small steps."""
+    return adamw(epsilon=1e-3, **options)
+
+
+DENSE = (dense, features)
+TEXT = {
+    "optimizer": steady,
+    "wrap": {"sparse_as_dense": True},
+    "plain": lambda: OfDenseGradients(3e-3, epsilon=1e-3),
+}
+CASES = {
+    "two inputs and outputs": Case(
+        of_two_inputs_and_outputs, two_inputs_and_outputs,
+        {
+            "loss": {"priority": "mse", "department": LOSS}, "loss_weights": {"priority": 0.5, "department": 1.0},
+            "metrics": {"priority": ["mae"], "department": ["accuracy"]},
+        },
+    ),
+    "own train_step": Case(lambda: built(OwnTrainStep(), (None, 32)), features),
+    "steps_per_execution": Case(*DENSE, {"loss": LOSS, "steps_per_execution": 2, "metrics": ["accuracy"]}),
+    "sample_weight": Case(dense, weighted, {"loss": LOSS, "weighted_metrics": ["accuracy"]}),
+    "class_weight": Case(*DENSE, fit={"class_weight": {i: 1.0 + i / 4 for i in range(10)}}),
+    "LSTM": Case(recurrent(layers.LSTM), sequences),
+    "GRU": Case(recurrent(lambda units: layers.Bidirectional(layers.GRU(units))), sequences),
+    "embedding with a mask": Case(masked, tokens, **TEXT),
+    "attention": Case(transformer, tokens, **TEXT),
+    "shared layers": Case(shared_layers, pairs, {"loss": keras.losses.BinaryCrossentropy(from_logits=True)}),
+    "losses of layers": Case(penalized, features),
+    "clipnorm": Case(*DENSE, optimizer=lambda: adamw(clipnorm=0.05)),
+    "global_clipnorm": Case(*DENSE, optimizer=lambda: adamw(global_clipnorm=0.1)),
+    "clipvalue": Case(*DENSE, optimizer=lambda: adamw(clipvalue=0.01)),
+    "use_ema": Case(*DENSE, optimizer=lambda: adamw(use_ema=True, ema_momentum=0.5)),
+    "ema_overwrite_frequency": Case(
+        *DENSE, optimizer=lambda: adamw(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+    ),
+    "CosineDecay with a warm-up": Case(*DENSE, optimizer=scheduled),
+    "mixed_float16": Case(*DENSE, optimizer=scaled, policy="mixed_float16"),
+    "mixed_bfloat16": Case(*DENSE, optimizer=steady, policy="mixed_bfloat16"),
+}  # fmt: skip
+
+OF_ITS_OWN = {"convolutions": Case(convolutions, images, {"loss": LOSS, "metrics": ["accuracy"]})}
+"""Their exact steps are not those of one process: each worker normalizes by its own batch and drops its own units."""
+
+
+@contextlib.contextmanager
+def policy_of(case):
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy(case.policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy(before)
+
+
+def of_worker(case, rank, steps):
+    """What ``fit`` gets on a worker: so many batches."""
+    return [case.data(np.random.default_rng([step, rank]), ROWS) for step in range(steps)]
+
+
+def joined(parts):
+    """One argument of ``fit`` from those of several batches."""
+    return keras.tree.map_structure(lambda *arrays: np.concatenate(arrays), *parts)
+
+
+def fit(model, batches, rows=ROWS, **options):
+    return model.fit(**joined(batches), batch_size=rows, shuffle=False, verbose=0, **options)
+
+
+def ours():
+    return [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.MetricAverageCallback()]
+
+
+def model_of(case, optimizer):
+    keras.utils.set_random_seed(0)
+    with policy_of(case):
+        model = case.build()
+        model.compile(optimizer=optimizer, jit_compile=False, **case.compile)
+    return model
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_exact_steps_are_those_of_keras_with_the_batches_of_all(name):
+    case, steps = CASES[name], 4
+    model = model_of(case, wrap(case.optimizer(), warmup_steps=100, **case.wrap))
+    fit(model, of_worker(case, RANK, steps), **case.fit)
+    plain = model_of(case, (case.plain or case.optimizer)())
+    others = [of_worker(case, rank, steps) for rank in range(SIZE)]
+    fit(plain, [joined(parts) for parts in zip(*others, strict=True)], SIZE * ROWS, **case.fit)
+    low = case.policy != "float32"
+    np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-3, atol=2e-3 if low else 3e-5)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("name", [*CASES, *OF_ITS_OWN])
+def test_compressed_steps_leave_replicas_equal_and_the_loss_falls(name):
+    case = (CASES | OF_ITS_OWN)[name]
+    model = model_of(case, wrap(case.optimizer(), warmup_steps=EXACT, **case.wrap))
+    history = fit(model, of_worker(case, RANK, STEPS), epochs=4, callbacks=ours(), **case.fit).history
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert model.optimizer.stats().step == 4 * STEPS
+    assert history["loss"][-1] < history["loss"][0]
+    assert_replicas_equal(model)
+    onebit.check_replicas(model.optimizer)
+    assert len({str(one) for one in hvd.allgather_object(history)}) == 1
+
+
+APPLICATIONS = {
+    "MobileNetV2": lambda **k: keras.applications.MobileNetV2(alpha=0.35, **k),
+    "EfficientNetB0": keras.applications.EfficientNetB0,
+    "ResNet50V2": keras.applications.ResNet50V2,
+}
+
+
+def application(name):
+    """Without the weights that Keras would download; of four classes."""
+    return APPLICATIONS[name](weights=None, input_shape=(32, 32, 3), classes=4, classifier_activation=None)
+
+
+@LONG
+@pytest.mark.parametrize("name", APPLICATIONS)
+def test_a_model_of_keras_applications(name):
+    case = Case(lambda: application(name), images, optimizer=lambda: keras.optimizers.AdamW(3e-4))
+    model = model_of(case, wrap(case.optimizer(), warmup_steps=EXACT))
+    history = fit(model, of_worker(case, RANK, 2), epochs=6, callbacks=ours()).history
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert history["loss"][-1] < history["loss"][0]
+    assert_replicas_equal(model)
+
+
+# -- training in parts, evaluation, what is refused --------------------------------------------------------------------
+
+
+def test_a_frozen_base_is_trained_after_its_head():
+    """As the guide "Transfer learning & fine-tuning"."""
+    keras.utils.set_random_seed(RANK)
+    base = keras.Sequential([layers.Input((32,)), layers.Dense(64, activation="relu"), layers.BatchNormalization()])
+    inputs = layers.Input((32,))
+    model = keras.Model(inputs, layers.Dense(10)(base(inputs, training=False)))
+    batches, case = of_worker(CASES["clipnorm"], RANK, STEPS), CASES["clipnorm"]
+
+    def stage(rate):
+        model.compile(optimizer=wrap(keras.optimizers.Adam(rate), EXACT), jit_compile=False, **case.compile)
+        losses = fit(model, batches, epochs=2, callbacks=ours()).history["loss"]
+        assert model.optimizer.phase is Phase.COMPRESSED
+        assert losses[-1] < losses[0]
+        assert_replicas_equal(model)
+        return [np.array(weight) for weight in base.weights]
+
+    base.trainable = False
+    frozen = stage(1e-2)
+    base.trainable = True
+    tuned = stage(1e-3)
+    assert all((moving == start).all() for moving, start in zip(frozen[4:], (0, 1), strict=True))
+    assert not any(np.array_equal(a, b) for a, b in zip(frozen[:4], tuned[:4], strict=True))
+
+
+@pytest.mark.parametrize("averaged", [True, False])
+def test_metrics_of_validation_are_the_mean_of_the_workers_or_each_ones_own(averaged):
+    case = CASES["steps_per_execution"]
+    model = model_of(case, wrap(adamw(), EXACT))
+    part = joined(of_worker(case, SIZE + RANK, 2 + RANK))
+    callbacks = ours()[: 2 if averaged else 1]
+    validation = (part["x"], part["y"])
+    history = fit(
+        model, of_worker(case, RANK, STEPS), epochs=2, callbacks=callbacks, validation_data=validation
+    ).history
+    own = model.evaluate(*validation, batch_size=ROWS, verbose=0, return_dict=True)
+    every = hvd.allgather_object(own)
+    assert every[0] != every[1]
+    for name in ("loss", "accuracy"):
+        expected = np.mean([one[name] for one in every]) if averaged else own[name]
+        assert history[f"val_{name}"][-1] == pytest.approx(expected, rel=1e-5)
+
+
+def accumulating():
+    wrap(adamw(gradient_accumulation_steps=2))
+
+
+def compiled_by_xla():
+    keras.utils.set_random_seed(0)
+    model = dense()
+    model.compile(optimizer=wrap(adamw()), loss=LOSS, jit_compile=True)
+    fit(model, of_worker(CASES["clipnorm"], RANK, 2))
+
+
+def scaled_by_keras():
+    case = dataclasses.replace(CASES["mixed_float16"], optimizer=adamw)
+    with policy_of(case):
+        fit(model_of(case, wrap(adamw())), of_worker(case, RANK, 2))
+
+
+def sparse():
+    case = CASES["attention"]
+    fit(model_of(case, wrap(adamw())), of_worker(case, RANK, 2))
+
+
+def recompiled_without_a_new_optimizer():
+    model, case = dense(), CASES["clipnorm"]
+    model.layers[0].trainable = False
+    optimizer = wrap(adamw())
+    for frozen in (True, False):
+        model.layers[0].trainable = not frozen
+        model.compile(optimizer=optimizer, jit_compile=False, **case.compile)
+        fit(model, of_worker(case, RANK, 2))
+
+
+REFUSED = {
+    "gradient_accumulation_steps": (accumulating, "backward_passes_per_step"),
+    "jit_compile=True": (compiled_by_xla, "jit_compile=False"),
+    "mixed_float16 without a scale": (scaled_by_keras, "LossScaleOptimizer"),
+    "sparse gradients": (sparse, "sparse_as_dense=True"),
+    "recompiled without a new optimizer": (recompiled_without_a_new_optimizer, "make a new optimizer"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_is_refused_says_what_to_do(what):
+    call, text = REFUSED[what]
+    with pytest.raises((UnsupportedError, ConfigurationError, tf.errors.OpError), match=text):
+        call()
+
+
+# -- callbacks ---------------------------------------------------------------------------------------------------------
+
+
+class Metrics(keras.callbacks.Callback):
+    """A metric of validation that each worker has its own values of."""
+
+    def __init__(self, *of_workers):
+        super().__init__()
+        self.values = of_workers[RANK % len(of_workers)]
+
+    def on_epoch_end(self, epoch, logs=None):
+        logs["val_loss"] = self.values[epoch]
+
+
+class Weights(keras.callbacks.Callback):
+    def __init__(self):
+        super().__init__()
+        self.of_epochs = []
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.of_epochs.append(weights(self.model))
+
+
+def trained(optimizer, callbacks, epochs=6, steps=2, batches=None, **options):
+    case = CASES["clipnorm"]
+    model = model_of(case, optimizer)
+    fit(model, batches or of_worker(case, RANK, steps), epochs=epochs, callbacks=callbacks, **options)
+    return model
+
+
+DECIDING = ("broadcast", "average", "stop", "reduce")
+
+
+@pytest.mark.parametrize("order", itertools.permutations(DECIDING), ids="-".join)
+def test_callbacks_that_decide_by_metrics_in_every_order(order):
+    """Worker 0 alone would stop after its third epoch, worker 1 after its fourth."""
+    callbacks = {
+        "broadcast": onebit.callbacks.BroadcastGlobalVariablesCallback(0),
+        "average": onebit.callbacks.MetricAverageCallback(),
+        "stop": keras.callbacks.EarlyStopping("val_loss", patience=2, restore_best_weights=True),
+        "reduce": keras.callbacks.ReduceLROnPlateau("val_loss", patience=1, factor=0.5, min_delta=0),
+    }
+    metrics, seen = Metrics([1.0, 2, 3, 4, 5, 6], [9.0, 6, 7, 8, 9, 9]), Weights()
+    listed = [metrics, *(callbacks[name] for name in order), seen]
+    first = next(name for name in order if name != "broadcast")
+    if first != "average":
+        with pytest.raises(ConfigurationError, match="put MetricAverageCallback before"):
+            trained(wrap(adamw(), EXACT), listed)
+        return
+    model = trained(wrap(adamw(), EXACT), listed)
+    assert len(seen.of_epochs) == 4
+    assert float(model.optimizer.learning_rate) == pytest.approx(3e-3 / 4)
+    np.testing.assert_array_equal(weights(model), seen.of_epochs[1])
+    fit(model, of_worker(CASES["clipnorm"], RANK, STEPS))
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
+def callbacks_of_keras(folder, backup):
+    """With those of this library. Files of the run are written by worker 0, the state to resume from by each."""
+    own = [
+        onebit.callbacks.BroadcastGlobalVariablesCallback(0),
+        onebit.callbacks.MetricAverageCallback(),
+        onebit.callbacks.ReplicaCheckCallback(3),
+        onebit.callbacks.BestModelCheckpoint(str(folder / "ours.keras")),
+    ]
+    k = keras.callbacks
+    everywhere = [
+        k.LearningRateScheduler(lambda epoch, rate: 3e-3 / (1 + epoch)),
+        k.TerminateOnNaN(),
+        k.LambdaCallback(on_epoch_end=lambda epoch, logs: None),
+        k.BackupAndRestore(str(backup)),
+    ]
+    writing = [
+        k.ModelCheckpoint(str(folder / "best.keras"), save_best_only=True),
+        k.ModelCheckpoint(str(folder / "last.keras")),
+        k.ModelCheckpoint(str(folder / "{epoch}.weights.h5"), save_weights_only=True),
+        k.CSVLogger(str(folder / "log.csv")),
+        k.TensorBoard(str(folder / "tensorboard"), histogram_freq=1, update_freq="batch"),
+    ]
+    return [*((1, one) for one in own), *((1, one) for one in everywhere), *((RANK == 0, one) for one in writing)]
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_callbacks_that_write_and_schedule_in_any_order(seed, tmp_path):
+    folder = tmp_path
+    listed = callbacks_of_keras(folder, folder / "backup")
+    listed = [listed[i][1] for i in np.random.default_rng(seed).permutation(len(listed)) if listed[i][0]]
+    part = joined(of_worker(CASES["clipnorm"], SIZE + RANK, 2))
+    model = trained(wrap(adamw(), EXACT), listed, epochs=3, steps=4, validation_data=(part["x"], part["y"]))
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert float(model.optimizer.learning_rate) == pytest.approx(1e-3)
+    assert_replicas_equal(model)
+    onebit.check_replicas(model.optimizer)
+    if RANK == 0:
+        assert len((folder / "log.csv").read_text().splitlines()) == 4
+        assert list((folder / "tensorboard").rglob("events*"))
+        for name in ("last.keras", "best.keras", "ours.keras"):
+            keras.models.load_model(folder / name)
+        again = keras.models.load_model(folder / "last.keras")
+        np.testing.assert_array_equal(weights(again), weights(model))
+        model.load_weights(folder / "3.weights.h5")
+        np.testing.assert_array_equal(weights(again), weights(model))
+
+
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize("recipe", ["exact", "robust"])
+def test_backup_and_restore_goes_on_where_a_run_was_interrupted(recipe, first, tmp_path):
+    """In either order with the broadcast."""
+
+    class Interrupt(keras.callbacks.Callback):
+        def on_epoch_begin(self, epoch, logs=None):
+            if epoch == 3:
+                raise InterruptedError
+
+    def run(name, *more):
+        backup = keras.callbacks.BackupAndRestore(str(tmp_path / name))
+        pair = [backup, onebit.callbacks.BroadcastGlobalVariablesCallback(0)]
+        listed = [pair[first], pair[1 - first], onebit.callbacks.MetricAverageCallback(), *more]
+        return trained(wrap(adamw(), EXACT, recipe=recipe), listed, epochs=5)
+
+    with pytest.raises(InterruptedError):
+        run("interrupted", Interrupt())
+    again, whole = run("interrupted"), run("whole")
+    assert int(again.optimizer.iterations) == int(whole.optimizer.iterations) == 10
+    assert again.optimizer.phase is (Phase.WARMUP if recipe == "exact" else Phase.COMPRESSED)
+    assert_replicas_equal(again)
+    if recipe == "exact":  # otherwise the residuals are lost, which save_checkpoint keeps
+        np.testing.assert_array_equal(weights(again), weights(whole))
+
+
+def test_weights_are_swapped_with_their_average():
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    listed = [*ours(), swap, onebit.callbacks.ReplicaCheckCallback(1)]
+    model = trained(wrap(adamw(use_ema=True), EXACT), listed, epochs=3)
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
+# -- what a worker decides alone ---------------------------------------------------------------------------------------
+
+
+class StopAt(keras.callbacks.Callback):
+    """As one that stops by the time of day."""
+
+    def __init__(self, batch=None, epoch=None):
+        super().__init__()
+        self.batch, self.epoch = batch, epoch
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.model.stop_training |= batch == self.batch
+
+    def on_epoch_end(self, epoch, logs=None):
+        self.model.stop_training |= epoch == self.epoch
+
+
+ALONE = RANK == SIZE - 1
+
+
+def run_with(*callbacks, alone=(), own=ours, **options):
+    return trained(wrap(adamw(), EXACT), [*callbacks, *own(), *(alone if ALONE else ())], **options)
+
+
+def nothing():
+    return []
+
+
+def nan_of_one(folder):
+    batches = of_worker(CASES["sample_weight"], RANK, 4)
+    if ALONE:
+        batches[1]["sample_weight"][0] = np.nan
+    run_with(keras.callbacks.TerminateOnNaN(), batches=batches)
+
+
+def backup_of_one(folder):
+    backup = keras.callbacks.BackupAndRestore(str(folder), delete_checkpoint=False)
+    run_with(alone=[backup], epochs=2)
+    face._named.clear()
+    run_with(alone=[keras.callbacks.BackupAndRestore(str(folder))], epochs=4)
+
+
+FALLS_ON_ONE = ([1.0, 2, 3, 4, 5, 6], [9.0, 8, 7, 6, 5, 4])
+STOPS = keras.callbacks.EarlyStopping
+DECISIONS = {
+    "EarlyStopping, metrics not averaged": (
+        lambda _: run_with(Metrics(*FALLS_ON_ONE), STOPS("val_loss", patience=1), own=nothing),
+        "the end of fit, after a callback has stopped",
+    ),
+    "EarlyStopping on one": (
+        lambda _: run_with(Metrics([1.0] * 6), alone=[STOPS("val_loss", patience=1)]),
+        "the end of fit, after a callback has stopped",
+    ),
+    "ReduceLROnPlateau, metrics not averaged": (
+        lambda _: run_with(
+            Metrics(*FALLS_ON_ONE), keras.callbacks.ReduceLROnPlateau("val_loss", patience=1), own=nothing
+        ),
+        "the learning rate differs",
+    ),
+    "LearningRateScheduler on one": (
+        lambda _: run_with(alone=[keras.callbacks.LearningRateScheduler(lambda epoch: 1e-3)]),
+        "the learning rate differs",
+    ),
+    "a stop between epochs": (lambda _: run_with(alone=[StopAt(epoch=1)]), "the end of fit, after a callback"),
+    "a stop between batches": (
+        lambda _: run_with(alone=[StopAt(batch=1)], steps=4), "average of metrics, after a callback has stopped"
+    ),
+    "TerminateOnNaN": (nan_of_one, "average of metrics, after a callback has stopped"),
+    "fewer epochs": (lambda _: run_with(epochs=2 if ALONE else 3), "the end of fit on worker"),
+    "fewer batches": (lambda _: run_with(steps=1 if ALONE else 2, own=nothing, epochs=1), "the end of fit on worker"),
+    "initial_epoch": (
+        lambda _: run_with(initial_epoch=2 if ALONE else 0), "fit from epoch 3, by initial_epoch"
+    ),
+    "BackupAndRestore on one": (backup_of_one, "BackupAndRestore, which must be the same"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", DECISIONS)
+def test_what_a_worker_decides_alone_is_an_error_on_all(what, tmp_path):
+    call, text = DECISIONS[what]
+    start = time.monotonic()
+    with pytest.raises((DesyncError, tf.errors.OpError), match=text):
+        call(tmp_path)
+    assert time.monotonic() - start < 60
+
+
+def test_a_nan_that_all_workers_have_ends_the_run_of_all():
+    batches = of_worker(CASES["sample_weight"], RANK, 4)
+    batches[1]["sample_weight"][0] = np.nan
+    seen = Weights()
+    model = run_with(keras.callbacks.TerminateOnNaN(), seen, batches=batches)
+    assert len(seen.of_epochs) == 1
+    assert model.optimizer.stats().step == 1
+    assert_replicas_equal(model)
