@@ -12,11 +12,13 @@ from rich.console import Console
 from studies import (
     early,
     few_bits,
+    frozen,
     images,
     language,
     local,
     magnitudes,
     moments,
+    of_deepspeed,
     paraboloid,
     published,
     quadratics,
@@ -38,6 +40,8 @@ STUDIES: dict[str, Callable[[], str]] = {
     "language": language.run,
     "images": images.run,
     "few bits": few_bits.run,
+    "frozen": frozen.run,
+    "deepspeed": of_deepspeed.run,
 }
 HEAD = """# Studies
 
