@@ -13,11 +13,13 @@ from studies import (
     early,
     few_bits,
     fine_tuning,
+    frozen,
     images,
     language,
     local,
     magnitudes,
     moments,
+    of_deepspeed,
     paraboloid,
     published,
     quadratics,
@@ -39,6 +41,8 @@ STUDIES: dict[str, Callable[[], str]] = {
     "language": language.run,
     "images": images.run,
     "few bits": few_bits.run,
+    "frozen": frozen.run,
+    "deepspeed": of_deepspeed.run,
     "fine-tuning": fine_tuning.run,
 }
 HEAD = """# Studies
@@ -66,7 +70,9 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
-| 12 | May the warm-up's gradients travel in few bits? | In three, with no higher loss; in two, 2.4 % higher |
+| 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate |
+| 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
+| 14 | Does DeepSpeed's own 1-bit Adam diverge? | Where `paper` does, on a VGG |
 """
 
 

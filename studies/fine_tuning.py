@@ -1,4 +1,4 @@
-"""Study 13: fine-tuning, a few hundred steps from a network that was trained on another text; simulated workers."""
+"""Study 15: fine-tuning, a few hundred steps from a network that was trained on another text; simulated workers."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def run() -> str:
     tried = ", ".join(f"{found[one]['loss']:.3f} at {one.rate:g}" for one in firsts)
     head = ["", "times fewer bits, whole run", *(f"seed {seed}" for seed in SEEDS), "mean test loss", "right"]
     text = [
-        "## 13. Fine-tuning",
+        "## 15. Fine-tuning",
         "A language model of 0.36 M parameters (study 10) was trained on the documentation of Python for "
         f"{BASE.kind.steps:,} steps. Then {WORKERS} workers, which exchange directly, train it on the source code of "
         f"NumPy for {KIND.steps} steps of Adam, at a rate of {rate:g}, which rises and falls as in study 6 (exact "

@@ -10,10 +10,11 @@ import pytest
 
 from horovod_onebit import simulation
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from studies import paraboloid, published, quadratics, report
+from studies import frozen, of_deepspeed, paraboloid, published, quadratics, report
 from studies.lockstep import Workers
 
 f32 = np.float32
@@ -91,3 +92,84 @@ def test_nor_with_lamb_whose_steps_do_not_shrink():
 def test_numbers_of_the_page():
     assert [report.number(x) for x in (0.0123, 2e6, float("nan"), float("inf"))] == ["0.012", *["diverged"] * 3]
     assert report.table(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | --- |\n| 1 | 2 |"
+
+
+def test_frozen_without_bits_is_adam_with_a_second_moment_that_stays():
+    """In float64, by the formulas; without a clip, the workers' mean gradient is all that matters. A small tensor goes
+    on as Adam."""
+    rng, lr, freeze = np.random.default_rng(0), 1e-2, 5
+    start = {"large": rng.standard_normal(1100), "small": rng.standard_normal(8)}
+    grads = {name: rng.standard_normal((12, 3, x.size)).astype(f32) for name, x in start.items()}
+    weights = {name: x.astype(f32) for name, x in start.items()}
+    workers = frozen.Uncompressed(weights, Adam(lr=lr), 3, warmup_steps=freeze, recipe=frozen.UNCLIPPED)
+    for step in range(12):
+        workers.step(lambda rank, step=step: {name: grads[name][step, rank] for name in start})
+    for name, w in start.items():
+        m, v, seen = np.zeros_like(w), np.zeros_like(w), 0
+        w = w.astype(f32).astype(np.float64)
+        for step, of_workers in enumerate(grads[name].astype(np.float64)):
+            g = of_workers.mean(axis=0)
+            m = 0.9 * m + 0.1 * g
+            if step < freeze or name == "small":
+                v, seen = 0.999 * v + 0.001 * g**2, step + 1
+            w -= lr * m / (1 - 0.9 ** (step + 1)) / (np.sqrt(v / (1 - 0.999**seen)) + 1e-8)
+        np.testing.assert_allclose(weights[name], w, rtol=1e-5, atol=1e-6)
+
+
+def test_frozen_and_clipped_is_the_compressed_phase_where_the_bits_lose_nothing():
+    """One bit is exact where all elements are of one magnitude; the gradient of step 8 is clipped."""
+    signs = np.sign(np.random.default_rng(0).standard_normal(2048)).astype(f32)
+    sizes = [1, 2, 1, 3, 2, 1, 2, 1, 90, 1, 2, 1]
+
+    def gradient(step):
+        return {"a": f32(sizes[step]) * signs}
+
+    def worker(collectives):
+        weights = {"a": np.zeros(2048, f32)}
+        optimizer = NumpyOptimizer(weights, Adam(1e-2), collectives=collectives, warmup_steps=5, recipe=frozen.ROBUST)
+        for step in range(len(sizes)):
+            optimizer.step(gradient(step))
+        return weights["a"]
+
+    found = {}
+    for recipe in (frozen.ROBUST, frozen.UNCLIPPED):
+        found[recipe.clip] = {"a": np.zeros(2048, f32)}
+        workers = frozen.Uncompressed(found[recipe.clip], Adam(1e-2), 1, warmup_steps=5, recipe=recipe)
+        for step in range(len(sizes)):
+            workers.step(lambda rank, step=step: gradient(step))
+    expected = simulation.run(worker, 1)[0]
+    np.testing.assert_allclose(found[3.0]["a"], expected, rtol=1e-5)
+    assert not np.allclose(found[None]["a"], expected, rtol=1e-2)
+
+
+def test_a_gradient_that_is_not_finite_is_skipped_by_frozen_too():
+    weights = {"a": np.ones(2048, f32)}
+    workers = frozen.Uncompressed(weights, Adam(1e-2), 1, warmup_steps=1, recipe=frozen.ROBUST)
+    for value in (1, np.nan, np.inf, 1):
+        workers.step(lambda rank, value=value: {"a": np.full(2048, value, f32)})
+    assert workers.steps == 2
+    assert np.isfinite(weights["a"]).all()
+
+
+def test_what_each_change_makes_of_the_loss():
+    row = frozen.Row("text", 4, "auto", 4e-3)
+    losses = frozen.Losses([2.0, 2.0], [1.8, 1.8], [1.9, 1.9], [1.9, 2.0], 220)
+    text = frozen.parts(row, losses)
+    assert "-2.5 % beside" in text
+    assert "-10.0 points of that, the clip +5.0, the bit +2.5" in text
+    assert frozen._cells_of(row, losses)[-1] == "+2.6 % (+0.0 to +5.3)"
+    assert frozen.compared([1.0, np.inf, np.nan], [1.0]) == "2 of 3 diverged"
+
+
+def test_signs_travel_as_deepspeed_has_them():
+    values = np.array([1, -1, 0, -0.0, 2, -3, 4, -5, -1, -1, -1, -1, -1, -1, -1, 1], f32)
+    assert of_deepspeed.packed(values).tolist() == [0b10101010, 1]
+    assert of_deepspeed.unpacked(of_deepspeed.packed(values)).tolist() == np.where(np.signbit(values), -1, 1).tolist()
+
+
+def test_without_deepspeed_its_study_says_so(monkeypatch):
+    monkeypatch.setattr(of_deepspeed, "VERSION", "0")
+    assert of_deepspeed.MISSING in of_deepspeed.run()
+    settings = of_deepspeed.SETTINGS
+    runs = [of_deepspeed.Run(one, way, seed) for one in settings for way in of_deepspeed.ways(one) for seed in (0, 1)]
+    assert len({run.name for run in runs}) == len(runs)
