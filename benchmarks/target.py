@@ -27,7 +27,10 @@ from studies import report
 RESULTS = Path(__file__).parent / "results" / "target.json"
 LINKS = ("10mbit", "50mbit", "100mbit", "1gbit", "10gbit")
 BASELINE = "horovod fp32"
-WAYS = (BASELINE, "horovod fp16", "ddp powersgd 1", "diloco 16", "onebit", "onebit local 8", "onebit local 16")
+WAYS = (
+    BASELINE, "horovod fp16", "ddp powersgd 1", "diloco 16",
+    "onebit", "onebit three bits", "onebit local 8", "onebit local 16",
+)  # fmt: skip
 TASK = {"--task": "charlm", "--width": "64", "--lr": "4e-3"}
 STEPS = 800
 TARGET = 2.6

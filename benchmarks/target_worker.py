@@ -23,6 +23,7 @@ from benchmarks.diloco import DiLoCo
 from benchmarks.link_job import received, take_core
 from benchmarks.link_worker import named, powersgd, start_gloo
 from benchmarks.measure import Loaded, Workers, order, others, refuse, usage
+from horovod_onebit import Recipe
 from jobs.data import Task, load
 from jobs.options import Options, parse
 
@@ -62,11 +63,14 @@ def powersgd_1(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
     return Trained(module, powersgd(module, 1, start=EXACT), optimizer)
 
 
-def every_step(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    optimizer = onebit.DistributedOptimizer(
-        optimizer, named(name, module), warmup_steps=EXACT, process_set=hvd.global_process_set
-    )
-    return Trained(module, module, optimizer)
+def every_step(**options: Any) -> Make:
+    def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+        optimizer = onebit.DistributedOptimizer(
+            optimizer, named(name, module), warmup_steps=EXACT, process_set=hvd.global_process_set, **options
+        )
+        return Trained(module, module, optimizer)
+
+    return make
 
 
 def local(every: int, **options: Any) -> Make:
@@ -89,7 +93,8 @@ WAYS: dict[str, Make] = {
     "horovod fp16": horovod(hvd.Compression.fp16),
     "ddp powersgd 1": powersgd_1,
     "diloco 16": diloco(16),
-    "onebit": every_step,
+    "onebit": every_step(),
+    "onebit three bits": every_step(recipe=Recipe(warmup="three_bit"), compression=hvd.Compression.fp16),
     "onebit local 8": local(8),
     "onebit local 16": local(16, freeze=0),
     "onebit local 16 hidden": local(16, delay=4),
