@@ -72,7 +72,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
 | 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
-| 14 | Does DeepSpeed's own 1-bit Adam diverge? | Where `paper` does, on a VGG |
+| 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 """
 
 

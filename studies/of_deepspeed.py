@@ -51,7 +51,7 @@ class Setting:
 
 
 SETTINGS = [
-    Setting("vgg", 1e-3, 60, SEEDS[:1], ZeroOne(var_freeze_step=60, var_update_scaler=16, local_step_scaler=30)),
+    Setting("vgg", 1e-3, 60, SEEDS[:2], ZeroOne(var_freeze_step=60, var_update_scaler=16, local_step_scaler=30)),
 ]
 
 
