@@ -73,6 +73,7 @@ removes the cause. Made by `python -m studies` on {machine}.
 | 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
+| 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |
 """
 
 

@@ -31,6 +31,7 @@ class Way:
     steps: int | str | None = None
     warmup: str = "exact"
     schedule: Schedule | None = None
+    workers: int = WORKERS
 
 
 EXACT = Way("exact Adam")
@@ -39,6 +40,7 @@ WAYS = [
     Way("`robust`", "auto"),
     Way("`robust`, `warmup_steps=50`", 50),
     Way('`warmup="three_bit"`, `warmup_steps=50`', 50, "three_bit"),
+    Way('`warmup="three_bit"`, `warmup_steps=50`, two workers', 50, "three_bit", workers=2),
     Way('`warmup="two_bit"`, `warmup_steps=50`', 50, "two_bit"),
     Way("`schedule=Gradients()`", schedule=Gradients()),
     Way("`schedule=Local(every=4)`", schedule=Local(every=4)),
@@ -77,7 +79,7 @@ def base() -> tuple[dict[str, Any], float]:
 def result(run: Run) -> Result:
     """The result of ``run``."""
     way = run.way
-    cell = Cell("source", WORKERS, run.rate, way.steps, run.seed)
+    cell = Cell("source", way.workers, run.rate, way.steps, run.seed)
     recipe = replace(PRESETS["robust"], exchange="direct", warmup=way.warmup)
     file = "".join(letter for letter in way.text if letter.isalnum() or letter in " _=").replace(" ", "-")
     name = f"fine_tuning/{file}-{run.rate:g}-{run.seed}"
@@ -88,7 +90,7 @@ def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     exact = mean(found[Run(EXACT, KIND.rates[0], seed)]["loss"] for seed in SEEDS)
     for way in WAYS:
         of_seeds = [found[Run(way, KIND.rates[0], seed)] for seed in SEEDS]
-        fewer = float32(WORKERS) / mean(each["bits"] for each in of_seeds) if way != EXACT else 1.0
+        fewer = float32(way.workers) / mean(each["bits"] for each in of_seeds) if way != EXACT else 1.0
         loss = mean(each["loss"] for each in of_seeds)
         right = 100 * mean(each["accuracy"] for each in of_seeds)
         each = [f"{one['loss']:.3f}" for one in of_seeds]
