@@ -148,10 +148,10 @@ same run, backward pass apart:
 
 {steps}
 
-Kernels and NCCL take 6 ms of the step with one bit (by PyTorch's profiler); the rest is the host's work in Python, on
-24 messages and 288 tensors. So it is the host's speed that counts: on another machine with the same GPU, whose launches
-took half as long, this step took 55 ms. Before messages of GPUs were made four times as large, it took 205 ms there,
-and one in three bits, which the host compressed then, 1,120 ms."""
+The host's work in Python takes most of the step with one bit; kernels and NCCL took 6 ms of it by PyTorch's profiler.
+So it is the host's speed that counts. Measured once by hand, on another machine with the same GPU whose launches took
+half as long: 55 ms for this step and 89 in three bits. Before messages of GPUs were made four times as large, it took
+205 ms there, and one in three bits, which the host compressed then, 1,120 ms."""
 TARGETS = """## Seconds until a given test loss
 
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and

@@ -78,7 +78,7 @@ def _remainder(p: Any, g: Number, m: Number, v: Number, w: Number, a: Number) ->
 @cache
 def of_innovation(motion: Formula, predict: Formula) -> Formula:
     """``motion`` where what comes is the mean less what ``predict`` gives, which takes the same scalars."""
-    return _made(_innovation, f"{motion.__qualname__}_of_innovation", motion=motion, predict=predict)
+    return _made(_innovation, f"{motion.__qualname__}_beyond_{label(predict)}", motion=motion, predict=predict)
 
 
 @cache

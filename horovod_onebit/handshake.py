@@ -111,7 +111,7 @@ class Answers:
     fields: Mapping[str, NDArray[np.uint64]]
 
     def where(self, field: str) -> list[int]:
-        """The workers that have said anything but 0, False or the empty text."""
+        """The workers that have said anything but 0 or False."""
         return list(np.flatnonzero(self.fields[field]).tolist())
 
     def any(self, field: str) -> bool:

@@ -70,7 +70,8 @@ def base() -> tuple[dict[str, Any], float]:
             losses(model, *data.batch(options, step, 0, 1))[0].backward()
             optimizer.step()
         file.parent.mkdir(parents=True, exist_ok=True)
-        torch.save(model.state_dict(), file)
+        torch.save(model.state_dict(), file.with_suffix(".part"))
+        file.with_suffix(".part").replace(file)
     model.load_state_dict(torch.load(file))
     _, other, _ = begin(Cell("source", WORKERS, KIND.rates[0], None, 0))
     return model.state_dict(), result_of(model, other)["loss"]

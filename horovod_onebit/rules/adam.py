@@ -139,11 +139,11 @@ class Adam(Rule):
         return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
     def correction(self, tensor: Tensor) -> float:
-        """Of the second moment's bias."""
+        """Of the second moment's bias, by what ``tensor`` has taken and seen alone: see ``scalars``."""
         return 1 / (1 - self.beta2 ** max(tensor.variance_steps, 1))
 
     def step_size(self, tensor: Tensor) -> float:
-        """The learning rate, with the momentum's bias corrected, of the step after ``tensor.step``."""
+        """The learning rate, the momentum's bias corrected, of step ``tensor.step + 1``; as ``correction``."""
         return self.lr / (1 - self.beta1 ** (tensor.step + 1))
 
     def epsilons(self, context: Context) -> dict[str, float]:
@@ -152,6 +152,7 @@ class Adam(Rule):
         return {"eps_inside": self.eps if inside else 0.0, "eps": 0.0 if inside else self.eps}
 
     def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
+        """Those of a compressed step, but for ``changes``; made once for all tensors that have taken the same steps."""
         key = self, tensor.step, tensor.variance_steps, *changes.items()
         return context.remembered(key, lambda: self._scalars(tensor, context, changes))
 

@@ -75,13 +75,14 @@ class Placement:
         if self._cuda is not None and (fault := self._cuda.fault()):
             raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         self._told = False
-        self._places: dict[torch.device, Place | None] = {}
+        self._places: dict[torch.device, Place] = {}
 
     def of(self, p: torch.Tensor) -> Place | None:
-        """Where ``p`` is worked on; None is the host's memory. The first answer for a device holds."""
-        if p.device not in self._places:
-            self._places[p.device] = self._place(p)
-        return self._places[p.device]
+        """Where ``p`` is worked on; None is the host's memory. A GPU that was found to work is not asked again."""
+        found = self._places.get(p.device)
+        if found is None and (found := self._place(p)) is not None:
+            self._places[p.device] = found
+        return found
 
     def _place(self, p: torch.Tensor) -> Place | None:
         simulated = self._cuda is not None and self._cuda.SIMULATED

@@ -59,10 +59,11 @@ class Coded:
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are exact averages, and finite."""
         units, means = list[Tensor](), list[Any]()
-        for p, nonzero in zip(parameters, _nonzero(parameters), strict=True):
-            if nonzero and p.grad is not None:
+        grads = [self._grad(p) for p in parameters]
+        for p, grad, nonzero in zip(parameters, grads, _nonzero(grads), strict=True):
+            if nonzero:
                 units.append(self._unit(p))
-                means.append(self._flat(p, p.grad / self._factor if self._factor > 1 else p.grad))
+                means.append(self._flat(p, grad.float() / self._factor if self._factor > 1 else grad))
         self._mean.observe(units, means)
 
     @property
@@ -161,11 +162,15 @@ class Coded:
         zeros = None if place is None else place.zeros
         return self._mean.tensor(self._parameters.names[p], p.numel(), zeros)
 
-    def _gradient(self, p: torch.Tensor) -> Any:
-        """That of ``p``, as the core sees it; zeros if it has none."""
+    def _grad(self, p: torch.Tensor) -> torch.Tensor:
+        """That of ``p``; zeros if it has none."""
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-        return self._flat(p, p.grad)
+        return p.grad
+
+    def _gradient(self, p: torch.Tensor) -> Any:
+        """``_grad`` as the core sees it."""
+        return self._flat(p, self._grad(p))
 
     def _flat(self, p: torch.Tensor, grad: torch.Tensor) -> Any:
         """``grad`` of ``p``, flat, in the order of its elements, where ``p`` is worked on. It may share memory."""
@@ -175,10 +180,10 @@ class Coded:
         return place.array(grad if grad.dtype in place.dtypes else grad.to(torch.float32))
 
 
-def _nonzero(parameters: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each gradient has anything but zeros; of those on a GPU, asked for together."""
+def _nonzero(grads: Sequence[torch.Tensor]) -> list[bool]:
+    """Whether each of ``grads`` has anything but zeros; of those on a GPU, asked for together."""
     flags: dict[torch.device, list[torch.Tensor]] = {}
-    for p in parameters:
-        flags.setdefault(p.device, []).append(torch.zeros((), dtype=torch.bool) if p.grad is None else p.grad.any())
+    for grad in grads:
+        flags.setdefault(grad.device, []).append(grad.any())
     found = {device: iter(torch.stack(each).tolist()) for device, each in flags.items()}
-    return [next(found[p.device]) for p in parameters]
+    return [next(found[grad.device]) for grad in grads]
