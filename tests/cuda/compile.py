@@ -15,11 +15,12 @@ from numba import cuda, types
 from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs
+from horovod_onebit.coded import CODECS as FEW
 from horovod_onebit.formulas import label, of_innovation, remainder
 from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
 from horovod_onebit.kernels.cuda.loops import Program
-from horovod_onebit.rules import Context, Tensor, zero_one_adam
+from horovod_onebit.rules import Context, Tensor, gradient, zero_one_adam
 from horovod_onebit.rules.adam import Adam, kept_update, move_by_update, update
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.lamb import LAMB
@@ -90,16 +91,26 @@ def uses():
         backend.move(*rule.catch_up(), tensor.arrays(numbers))
         if isinstance(rule, FrozenAdam):
             rule.local_step(tensor, numbers, context)
+    rule, context = gradient.Gradient(), Context(backend, Recipe(), 2)
+    tensor = Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+    rule.init(tensor)
+    rule.observe([tensor], [numbers], context)
+    rule.encode(tensor, numbers, sent, 0, 8, context)
+    rule.restore(tensor, numbers, sent, 0, 8, context)
+    rule.apply(tensor, sent[None], 0, context.coding(8), context)
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
 
 def programs():
-    """Each formula with the codec of one bit, the default rule's with all; and what needs no formula."""
+    """Each formula with the codec of one bit, the default rule's with all, those of gradients with theirs; and what
+    needs no formula."""
     found = []
     for loop, formula, kind in uses():
         default = formula in (update, move_by_update, of_innovation(move_by_update, kept_update))
         coded = loop in ("encode", "restore", "apply")
         kinds = [None] if not coded else [*CODECS, THREE] if default else [codecs.find("sign")]
+        if coded and formula in (gradient.contribute, gradient.receive):
+            kinds = [codecs.find(name) for name in FEW.values()]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
