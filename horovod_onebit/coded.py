@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,6 +12,7 @@ from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
 from horovod_onebit.exchange import kind as way_named
+from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
@@ -72,12 +72,14 @@ class CodedMean:
     def tensor(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Tensor:
         """That of the gradient ``name``, which has so many elements; nothing is known of it at first.
 
-        ``zeros`` makes so many float32 zeros outside of host memory, where its arrays are to be; they move if they are
+        ``zeros`` makes so many float32 zeros in the memory of a GPU, where its arrays are to be; they move if they are
         in the other place.
         """
         found = self._tensors.get(name)
         if found is None or isinstance(found.weight, np.ndarray) != (zeros is None):
-            make = partial(np.zeros, dtype=np.float32) if zeros is None else zeros
+            if zeros is not None:
+                self.engine.use_kernels("cuda")
+            make = zeros or reference.zeros
             residual = self.engine.feedback.residual(name, size, zeros)
             moved = self._tensors[name] = Tensor(name, make(size), residual, make(size), residual)
             self._rule.init(moved)
@@ -140,7 +142,8 @@ class CodedMean:
         yield from engine.prepare(tensors, rules)
         plan = engine.plan(Kind.ONEBIT, rules)
         engine.renew_lane()  # the workers have agreed before
-        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors}
+        served = engine.exchange.served()
+        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors} if served else {}
         try:
             engine.send_rest(numbered, plan)
             engine.release()
@@ -152,7 +155,7 @@ class CodedMean:
         if not taken:
             return False
         host = engine.context.kernels.host
-        for name, bucket in engine.exchange.served().items():  # whose errors are in host memory
+        for name, bucket in served.items():  # whose errors are in host memory
             error, at = engine.feedback.residual(name, bucket.size), 0
             for piece in bucket.pieces:
                 part, end = tensors[piece.tensor].part(piece.start, piece.stop), at + piece.stop - piece.start

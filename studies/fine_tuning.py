@@ -15,7 +15,21 @@ from horovod_onebit.recipe import PRESETS
 from horovod_onebit.schedule import Gradients, Local, Schedule
 from studies import pool, report
 from studies.language import float32
-from studies.rates import OTHERS, RUNS, SEEDS, Cell, Result, begin, beside, kept, losses, rate_at, result_of, train
+from studies.rates import (
+    OTHERS,
+    RUNS,
+    SEEDS,
+    Cell,
+    Result,
+    begin,
+    beside,
+    in_a_name,
+    kept,
+    losses,
+    rate_at,
+    result_of,
+    train,
+)
 
 WORKERS, KIND = 4, OTHERS["source"]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
@@ -82,8 +96,7 @@ def result(run: Run) -> Result:
     way = run.way
     cell = Cell("source", way.workers, run.rate, way.steps, run.seed)
     recipe = replace(PRESETS["robust"], exchange="direct", warmup=way.warmup)
-    file = "".join(letter for letter in way.text if letter.isalnum() or letter in " _=").replace(" ", "-")
-    name = f"fine_tuning/{file}-{run.rate:g}-{run.seed}"
+    name = f"fine_tuning/{in_a_name(way.text)}-{run.rate:g}-{run.seed}"
     return kept(name, lambda: train(cell, recipe, schedule=way.schedule, start=base()[0]))
 
 

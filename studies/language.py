@@ -12,7 +12,7 @@ from horovod_onebit.recipe import PRESETS, Recipe
 from jobs.processes import horovodrun
 from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
-from studies.rates import OTHERS, Cell, Result, beside, kept, network, train
+from studies.rates import OTHERS, Cell, Result, beside, in_a_name, kept, network, train
 
 ROBUST, KIND = PRESETS["robust"], OTHERS["language"]
 STEPS = KIND.steps
@@ -44,7 +44,7 @@ class Way:
     @property
     def file(self) -> str:
         """``text`` as a part of a file's name."""
-        return "".join(letter for letter in self.text if letter.isalnum() or letter == " ").replace(" ", "-")
+        return in_a_name(self.text)
 
 
 def way(name: str, warmup: int | str, exchange: str = "direct", workers: int = WORKERS, *, real: bool = False) -> Way:

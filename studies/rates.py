@@ -242,6 +242,11 @@ def result_of(model: Any, data: Task, **more: float) -> Result:
     return {"loss": float(loss) if math.isfinite(float(loss)) else math.inf, "accuracy": right, **more}
 
 
+def in_a_name(text: str) -> str:
+    """``text`` as a part of a file's name."""
+    return "".join(letter for letter in text if letter.isalnum() or letter == " ").replace(" ", "-")
+
+
 def kept(name: str, run: Callable[[], Result]) -> Result:
     """What ``run`` gives, or gave when the study was run before; ``name`` is that of the study, and of the run."""
     file = RUNS / f"{name}.json"

@@ -32,7 +32,6 @@ class Coded:
         self._sums = sums
         self._loads = 0
         self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout
-        self._on_gpu = False  # whether any gradient was
         self._decided = False  # whether anything may be sent before ``average`` in this step
         self._plan: Plan | None = None  # what is being sent
         self._buckets = Countdown()
@@ -156,9 +155,6 @@ class Coded:
             self._mean.forget()
             self._loads = self._parameters.loads
         place = self._parameters.placement.of(p)
-        if place is not None and not self._on_gpu:
-            self._mean.engine.use_kernels("cuda")
-            self._on_gpu = True
         zeros = None if place is None else place.zeros
         return self._mean.tensor(self._parameters.names[p], p.numel(), zeros)
 
