@@ -20,7 +20,7 @@ from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import run
 
 logger = logging.getLogger("horovod_onebit")
@@ -106,7 +106,7 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
         rule.observe([tensor], [np.zeros_like(zeros[3])], engine.context)
         engine.context.kernels.move(*rule.rescale(tensor), Arrays(None, zeros[3], zeros[2], zeros[0], None))
     run(engine.prepare([tensor], [rule]))
-    plan = engine.plan(Kind.ONEBIT, [rule])
+    plan = engine.plan(Sends.CONTRIBUTION, [rule])
     engine.send_rest(grads, plan)
     if lent in ("nothing", "gradients"):
         run(engine.receive(grads, plan))

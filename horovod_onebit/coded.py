@@ -18,7 +18,7 @@ from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
 
 FIRST = 10
@@ -140,7 +140,7 @@ class CodedMean:
         engine, rules, numbered = self.engine, [self._rule] * len(tensors), dict(enumerate(grads))
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
-        plan = engine.plan(Kind.ONEBIT, rules)
+        plan = engine.plan(Sends.CONTRIBUTION, rules)
         engine.renew_lane()  # the workers have agreed before
         served = engine.exchange.served()
         rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors} if served else {}
@@ -172,7 +172,7 @@ class CodedMean:
         if not same or engine.workers_changed:
             return None
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)
-        return engine.plan(Kind.ONEBIT, [self._rule] * len(tensors))
+        return engine.plan(Sends.CONTRIBUTION, [self._rule] * len(tensors))
 
     def recall(self, grads: Sequence[Array]) -> Task[None]:
         """Take back what some workers have sent before ``mean``, of the tensors of the last one, whose gradients are

@@ -19,7 +19,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Kind, Local, ZeroOne, kind_of
+from horovod_onebit.schedule import Local, Sends, Stepwise, changes_unit, step_of
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import AfterRise, Phase, Warmup, unbiased
 
@@ -30,9 +30,9 @@ Frozen = Mapping[str, FrozenAdam]
 class Prepares(Protocol):
     """What a framework gives the driver where a graph orders the rest of a compressed step."""
 
-    def prepare(self, kind: Kind) -> Task[Plan]:
-        """Prepare the engine for a step of ``kind`` of what is compressed now, with the hyperparameters of now.
-        Collective if anything has changed."""
+    def prepare(self, sends: Sends) -> Task[Plan]:
+        """Prepare the engine for a step that ``sends`` this, of what is compressed now and with the hyperparameters of
+        now. Collective if anything has changed."""
         ...
 
 
@@ -52,8 +52,9 @@ class Compresses(Prepares, Protocol):
         """Whether all workers are about to do the same, or an error on all. Collective."""
         ...
 
-    def moved(self, kind: Kind) -> None:
-        """The core has taken a step of ``kind`` of what is compressed: the framework's tensors follow. Local."""
+    def moved(self, sends: Sends) -> None:
+        """The core has taken a step that ``sends`` this, of what is compressed: the framework's tensors follow it.
+        Local."""
         ...
 
     def exact_step(self) -> None:
@@ -195,13 +196,13 @@ class Driver:
 
     Attributes:
         face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them. Where a graph orders steps that workers
-            take together, ``Compresses`` (0/1 Adam) or ``Prepares``.
+            take together, ``Compresses`` (``Stepwise``) or ``Prepares``.
         frozen: whether second moments have been made those of all workers.
         rounds: of local steps; None without them.
     """
 
     def __init__(
-        self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: ZeroOne | Local | None
+        self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: Stepwise | Local | None
     ) -> None:
         self.engine, self.warmup, self.schedule = engine, warmup, schedule
         self.face: Any = face
@@ -211,10 +212,13 @@ class Driver:
             self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
 
     @property
-    def _kind(self) -> Kind:
-        """That of the next compressed step; the same on all workers."""
-        zero_one = self.schedule if isinstance(self.schedule, ZeroOne) else None
-        return kind_of(zero_one, self.engine.exchanges + 1)
+    def sends(self) -> Sends:
+        """What the next compressed step sends, the same on all workers."""
+        return step_of(self._stepwise, self.engine.exchanges + 1)
+
+    @property
+    def _stepwise(self) -> Stepwise | None:
+        return None if isinstance(self.schedule, Local) else self.schedule
 
     # -- together -------------------------------------------------------------------------------------------------
 
@@ -253,10 +257,10 @@ class Driver:
     def begin(self) -> Task[Plan]:
         """A compressed step begins: everything that is known before its gradients are. Collective if anything has
         changed."""
-        engine = self.engine
-        if isinstance(self.schedule, ZeroOne) and self.schedule.starts_local(engine.exchanges + 1):
-            engine.feedback.reset()
-        plan: Plan = yield from self.face.prepare(self._kind)
+        sends = self.sends
+        if changes_unit(self._stepwise, self.engine.exchanges + 1):
+            self.engine.feedback.reset()
+        plan: Plan = yield from self.face.prepare(sends)
         return plan
 
     def compressed(self) -> Task[bool]:
@@ -274,7 +278,7 @@ class Driver:
         finite = (yield from averaged) and verdict.finite
         if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
             return False
-        face.moved(plan.kind)
+        face.moved(plan.sends)
         face.exact_step()
         return True
 
@@ -375,7 +379,7 @@ class Driver:
         """Bring all workers to the same weights. Collective."""
         if self.rounds is None:
             if self.engine.layout is not None:
-                plan = yield from self.face.prepare(Kind.SYNC)
+                plan = yield from self.face.prepare(Sends.DISPLACEMENT)
                 yield from self.engine.flush(plan.rules)
         elif self.rounds.under_way:
             yield from self.end_round("flush", flush=True)

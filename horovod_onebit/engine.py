@@ -36,7 +36,7 @@ from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
 from horovod_onebit.layout import plan as lay_out
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
 from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.world import Residuals, Weighing, total_residuals
@@ -46,21 +46,21 @@ logger = logging.getLogger("horovod_onebit")
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, as it is decided before anything of it is sent: its number, its kind, the rules by tensor, and how much
-    of the residuals travels with it.
+    """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, and
+    how much of the residuals travels with it.
 
     Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only.
     """
 
     number: int
-    kind: Kind
+    sends: Sends
     rules: tuple[Rule, ...]
     share: float = 1.0
 
     @property
-    def sends(self) -> bool:
+    def leaves_early(self) -> bool:
         """Whether its messages may leave before the workers have agreed: they are encoded of gradients alone."""
-        return self.kind in (Kind.ONEBIT, Kind.GRADIENT)
+        return self.sends in (Sends.CONTRIBUTION, Sends.GRADIENT)
 
 
 class _Sent:
@@ -391,9 +391,9 @@ class Engine:
         self.traffic.end_step()
         self.times.end_step()
 
-    def plan(self, kind: Kind, rules: Sequence[Rule], share: float = 1.0) -> Plan:
+    def plan(self, sends: Sends, rules: Sequence[Rule], share: float = 1.0) -> Plan:
         """The next step."""
-        return Plan(self.exchanges, kind, tuple(rules), share)
+        return Plan(self.exchanges, sends, tuple(rules), share)
 
     def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
         """Encode a bucket and start its message. ``grads`` (flat float32) are by tensor number.
@@ -436,7 +436,7 @@ class Engine:
 
     def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Send what of ``plan`` was not sent before, if it may leave now."""
-        if plan.sends:
+        if plan.leaves_early:
             self._send_all(grads, plan)
 
     def receive(
@@ -450,9 +450,9 @@ class Engine:
         ``NonFiniteError`` then if the recipe says so.
         """
         assert self.layout is not None
-        if plan.sends:
+        if plan.leaves_early:
             return (yield from self._receive(plan, finite=finite, certain=certain))
-        if plan.kind is Kind.EXACT:
+        if plan.sends is Sends.MEAN:
             return (yield from self._exact(grads, plan.rules, finite=finite))
         if not finite:
             self.exchanges += 1
@@ -461,7 +461,7 @@ class Engine:
         with self.times.measure("decode"), self.context.kernels.batch():
             for index, tensor in enumerate(self.tensors):
                 plan.rules[index].local_step(tensor, grads[index], self.context)
-        if plan.kind is Kind.SYNC:
+        if plan.sends is Sends.DISPLACEMENT:
             self._send_all(grads, plan)
             return (yield from self._receive(plan))
         self.exchanges += 1

@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients, Local, Schedule, named, resolve
+from horovod_onebit.schedule import Gradients, Local, Schedule, check, named, resolve
 from horovod_onebit.warmup import FOREVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
@@ -75,10 +75,11 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) ->
     """What the arguments ``warmup_steps``, ``total_steps`` and ``schedule`` mean together."""
     if schedule is None:
         return make_warmup("auto" if steps is None else steps, total_steps)
-    if not isinstance(schedule, Schedule) or steps is not None:
+    check(schedule)
+    if steps is not None:
         raise ConfigurationError(
-            f"schedule={schedule!r}, warmup_steps={steps!r}: expected a ZeroOne, whose first steps are the warm-up, "
-            "a Gradients, which does not leave it, or a Local, which has none; and no warmup_steps with any of them"
+            f"schedule={schedule!r}, warmup_steps={steps!r}: leave warmup_steps out: a ZeroOne's first steps are the "
+            "warm-up, a Gradients does not leave it, and a Local has none"
         )
     if total_steps is not None:
         raise ConfigurationError(
@@ -89,7 +90,7 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) ->
         return make_warmup(FOREVER)
     if isinstance(schedule, Local):
         return AfterRise(schedule.freeze) if schedule.shares_moments else make_warmup(1)
-    return make_warmup(schedule.var_update_scaler)
+    return make_warmup(schedule.exact_steps)
 
 
 def chosen(

@@ -27,14 +27,14 @@ MARK = "onebit.residuals."
 """Begins the name of an empty entry that tells of what kind saved residuals are, and of how many workers."""
 
 
-def kind(space: str, *, divides: bool, zero_one: bool = False) -> str:
+def kind(space: str, *, divides: bool, stepwise: bool = False) -> str:
     """What the residuals of a run are of, other than local steps: of updates, or of momenta, which are smaller by
-    orders of magnitude; with 0/1 Adam, of moved weights as well.
+    orders of magnitude; of ``stepwise`` runs, 0/1 Adam's, of moved weights as well.
 
     ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
     """
     found = "momentum" if divides and space == "momentum" else "step"
-    return f"0/1 {found}" if zero_one else found
+    return f"0/1 {found}" if stepwise else found
 
 
 def of_kind(kind: str) -> str:

@@ -44,6 +44,8 @@ AGREEMENT = {
     "gradients": "what was done to the averaged gradients before step() (synchronize(), clipping, skip_synchronize())",
 }
 """What is compared before a call, in words."""
+STEP = {"sends": "what a step sends, by the schedule's own word"}
+"""What is compared in a step that cannot be taken back."""
 REPLICAS = "a weight, or the optimizer's state"
 VERSION = "version"
 TOLD = (*AGREEMENT, "replicas", "finite", "early", "edited", "fresh")

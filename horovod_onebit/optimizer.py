@@ -18,13 +18,13 @@ from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import Verdict, ask
+from horovod_onebit.handshake import STEP, Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Gradients, Kind, Schedule, ZeroOne, named, resolve
+from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, check, named, resolve
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.warmup import Phase, Warmup
 
@@ -40,7 +40,8 @@ class NumpyOptimizer:
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: a preset's name, a ``Recipe``, or ``"exact"``, which never compresses.
         collectives: how this worker talks to the others.
-        schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam; with ``Local`` each worker takes the steps of any
+        schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam, and another ``Stepwise`` says what its steps are;
+            with ``Local`` each worker takes the steps of any
             rule alone, and the changes of the weights are exchanged; with ``Gradients``, all steps are exact ones of
             the mean gradient, which travels in few bits. ``warmup_steps`` then has no effect.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
@@ -72,17 +73,17 @@ class NumpyOptimizer:
                 raise ConfigurationError(
                     f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
                 )
-        if schedule is not None and not isinstance(schedule, Schedule):
-            raise ConfigurationError(f"schedule={schedule!r}: expected a ZeroOne, a Local or a Gradients")
+        if schedule is not None:
+            check(schedule)
         self.rule = rule
         recipe, schedule = named(recipe, schedule)
         self.engine = Engine(resolve(recipe, schedule), collectives, kernels=kernels)
-        self._zero_one = isinstance(schedule, ZeroOne)
+        self._stepwise = isinstance(schedule, Stepwise)
         warmup: Warmup
         if schedule is None:
             warmup = warmups.make(warmup_steps, total_steps)
-        elif isinstance(schedule, ZeroOne):
-            warmup = warmups.make(schedule.var_update_scaler)
+        elif isinstance(schedule, Stepwise):
+            warmup = warmups.make(schedule.exact_steps)
         elif isinstance(schedule, Gradients):
             warmup, schedule = warmups.make(warmups.FOREVER), None
         else:
@@ -105,7 +106,7 @@ class NumpyOptimizer:
         size = array.size
         residual = self.engine.feedback.residual(name, size)
         tensor = Tensor(name, array.reshape(-1), np.zeros(size, np.float32), np.zeros(size, np.float32), residual)
-        self._rule(Kind.EXACT).init(tensor)
+        self._rule(Sends.MEAN).init(tensor)
         return tensor
 
     @property
@@ -151,11 +152,13 @@ class NumpyOptimizer:
         pass
 
     def agreed(self) -> Task[Verdict]:
-        if not (self._zero_one and self.phase is Phase.COMPRESSED):
+        if not (self._stepwise and self.phase is Phase.COMPRESSED):
             return Verdict()
         # A step that cannot be taken back.
-        bad, engine = not all_finite(self._grads.values()), self.engine
-        return Verdict(finite=not (yield from ask(engine.collectives, f"{engine.name}.finite", bad=bad)).any("bad"))
+        bad, sends = not all_finite(self._grads.values()), str(self.driver.sends)
+        answers = yield from ask(self.engine.collectives, f"{self.engine.name}.finite", bad=bad, sends=sends)
+        answers.compare(STEP)
+        return Verdict(finite=not answers.any("bad"))
 
     def average(self, verdict: Verdict) -> Task[bool]:
         if self._coded is None:
@@ -171,13 +174,13 @@ class NumpyOptimizer:
     def skip(self) -> None:
         self.engine.say_skipped("the mean gradient")
 
-    def prepare(self, kind: Kind) -> Task[Plan]:
-        rules = [self._rule(kind)] * len(self._large)
+    def prepare(self, sends: Sends) -> Task[Plan]:
+        rules = [self._rule(sends)] * len(self._large)
         yield from self.engine.prepare(self._large, rules)
-        return self.engine.plan(kind, rules)
+        return self.engine.plan(sends, rules)
 
-    def _rule(self, kind: Kind) -> Rule:
-        return zero_one_adam.of(self._adam("0/1 Adam is Adam"), kind) if self._zero_one else self.rule
+    def _rule(self, sends: Sends) -> Rule:
+        return zero_one_adam.of(self._adam("0/1 Adam is Adam"), sends) if self._stepwise else self.rule
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -194,7 +197,7 @@ class NumpyOptimizer:
     def own_gradients(self) -> Mapping[int, Array]:
         return {number: self._grads[tensor.name] for number, tensor in enumerate(self._large)}
 
-    def moved(self, kind: Kind) -> None:
+    def moved(self, sends: Sends) -> None:
         pass
 
     def exact_step(self) -> None:
@@ -211,7 +214,7 @@ class NumpyOptimizer:
         if not self._mature and self.phase is Phase.COMPRESSED:
             self._mature = True
             for tensor in self._large:
-                self._rule(Kind.EXACT).begin(tensor, self.engine.context)
+                self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self._coded is not None:
                 self._coded.forget()
 

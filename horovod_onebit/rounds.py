@@ -26,7 +26,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, finish_step
 from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
 from horovod_onebit.rules.local import Delta
-from horovod_onebit.schedule import Kind, Local
+from horovod_onebit.schedule import Local, Sends
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import NEVER, AfterRise
@@ -230,7 +230,7 @@ class Rounds:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
         rates, self._rates = self._rates, 0.0
-        plan = engine.plan(Kind.ONEBIT, self._rules[: len(self.large)], self._share(rates))
+        plan = engine.plan(Sends.CONTRIBUTION, self._rules[: len(self.large)], self._share(rates))
         moved = self._moved(self.small, plan.share)
         means = start_mean(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)

@@ -1,12 +1,14 @@
-"""What kind of step each one is, once warm-up is over: a function of how many were taken, the same on all workers.
+"""What each step is, once warm-up is over: a function of how many were taken, the same on all workers.
 
-Without a schedule, every step is of the kind ``ONEBIT``.
+Without a schedule, every step sends the rule's contribution. So does the end of a round of ``Local``, whose own steps
+are the wrapped optimizer's.
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass, replace
+from abc import ABC, abstractmethod
+from dataclasses import dataclass, is_dataclass, replace
 from enum import StrEnum
 from typing import Final
 
@@ -16,23 +18,66 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe, WarmupName
 
 
-class Kind(StrEnum):
-    """``ONEBIT``: the rule's own contribution, one bit per parameter.
+class Sends(StrEnum):
+    """What a step is, by what travels.
 
-    0/1 Adam has other kinds. ``EXACT``: the mean gradient in float32; ``GRADIENT``: the gradient, one bit per
-    parameter; ``LOCAL``: nothing is sent; ``SYNC``: what local steps have moved, one bit per parameter. ``Local`` needs
-    none of them: its steps are the wrapped optimizer's, and its rounds end by one of kind ``ONEBIT``.
+    The workers move together, by what they have on average: of ``MEAN``, the gradient in float32, which renews the
+    second moment; or, in one bit an element, of the rule's own ``CONTRIBUTION`` or of the ``GRADIENT``. Or each one
+    moves ``alone``, by its own gradient: ``NOTHING`` travels, or, in one bit an element, the ``DISPLACEMENT`` since all
+    had the same weights.
     """
 
-    ONEBIT = "onebit"
-    EXACT = "exact"
+    MEAN = "mean"
+    CONTRIBUTION = "contribution"
     GRADIENT = "gradient"
-    LOCAL = "local"
-    SYNC = "sync"
+    NOTHING = "nothing"
+    DISPLACEMENT = "displacement"
+
+    @property
+    def alone(self) -> bool:
+        """Whether each worker moves by its own gradient."""
+        return self in (Sends.NOTHING, Sends.DISPLACEMENT)
+
+
+class Stepwise(ABC):
+    """A schedule of Adam's steps. One of your own is a frozen dataclass, the same on all workers; see "Extending" in
+    the documentation.
+
+    Attributes:
+        exact_steps: how many steps the warm-up has, which come before number 1 of ``sends``.
+    """
+
+    exact_steps: int
+
+    @abstractmethod
+    def sends(self, number: int) -> Sends:
+        """What step ``number`` (from 1) after the warm-up is. After one that sends nothing, others move alone, too,
+        until one sends the displacement."""
+
+
+def step_of(schedule: Stepwise | None, number: int) -> Sends:
+    """What step ``number`` (from 1) after the warm-up is, the same on all workers."""
+    if schedule is None:
+        return Sends.CONTRIBUTION
+    found = schedule.sends(number)
+    if not isinstance(found, Sends):
+        raise ConfigurationError(f"schedule={schedule!r}: sends({number}) gave {found!r}: expected one of Sends")
+    if number > 1 and not found.alone and schedule.sends(number - 1) is Sends.NOTHING:
+        raise ConfigurationError(
+            f"schedule={schedule!r}: sends({number}) gave {found!r}, and the step before sends nothing, so that "
+            "workers' weights differ: the last step alone has to send the displacement"
+        )
+    return found
+
+
+def changes_unit(schedule: Stepwise | None, number: int) -> bool:
+    """Whether residuals of the steps before ``number`` are of another unit: of updates, or of moved weights, which are
+    smaller by orders of magnitude."""
+    return number > 1 and schedule is not None and schedule.sends(number).alone is not schedule.sends(number - 1).alone
 
 
 @dataclass(frozen=True)
-class ZeroOne:
+class ZeroOne(Stepwise):
     """0/1 Adam's two policies (Lu et al. 2022, section 4.1; the names are DeepSpeed's).
 
     Args:
@@ -54,16 +99,15 @@ class ZeroOne:
         for name in ("var_freeze_step", "var_update_scaler", "local_step_scaler", "local_step_clipper"):
             whole(name, getattr(self, name))
 
-    def kind(self, step: int) -> Kind:
-        """The kind of step number ``step`` (from 1) after the ``var_update_scaler`` steps of warm-up."""
-        k = step + self.var_update_scaler
-        if k <= self.var_freeze_step:
-            return Kind.EXACT if k % self._variance_interval(k) == 0 else Kind.GRADIENT
-        return Kind.SYNC if k % self._local_interval(k) == 0 else Kind.LOCAL
+    @property
+    def exact_steps(self) -> int:  # type: ignore[override]
+        return self.var_update_scaler
 
-    def starts_local(self, step: int) -> bool:
-        """Whether ``step`` is the first one after the freeze, where the error feedback changes its unit."""
-        return step + self.var_update_scaler == max(self.var_freeze_step, self.var_update_scaler) + 1
+    def sends(self, number: int) -> Sends:
+        k = number + self.var_update_scaler
+        if k <= self.var_freeze_step:
+            return Sends.MEAN if k % self._variance_interval(k) == 0 else Sends.GRADIENT
+        return Sends.DISPLACEMENT if k % self._local_interval(k) == 0 else Sends.NOTHING
 
     def _variance_interval(self, k: int) -> int:
         """The interval at step ``k``: each lasts for ``var_update_scaler`` updates."""
@@ -149,7 +193,20 @@ class Gradients:
         one_of("codec", self.codec, WarmupName)
 
 
-Schedule = ZeroOne | Local | Gradients
+Schedule = Stepwise | Local | Gradients
+
+
+def check(schedule: object) -> None:
+    """Raise ``ConfigurationError`` unless it is one."""
+    if not isinstance(schedule, Schedule):
+        raise ConfigurationError(
+            f"schedule={schedule!r}: expected a ZeroOne, a Local, a Gradients, or a Stepwise of your own"
+        )
+    if not is_dataclass(schedule):
+        raise ConfigurationError(
+            f"schedule={schedule!r}: expected a dataclass, so that workers can compare it; write "
+            f"@dataclass(frozen=True) above class {type(schedule).__name__}"
+        )
 
 
 def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
@@ -181,8 +238,3 @@ def _intervals(scaler: int) -> tuple[tuple[int, int], ...]:
         last = (last // interval + scaler) * interval
         result.append((interval, last))
     return tuple(result)
-
-
-def kind_of(schedule: ZeroOne | None, step: int) -> Kind:
-    """The kind of step number ``step`` (from 1) after warm-up."""
-    return Kind.ONEBIT if schedule is None else schedule.kind(step)

@@ -1,18 +1,20 @@
 """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
 
-Algorithm 1 of that paper, with its lines; g_i is worker i's gradient, D = sqrt(v) + eps. Which step is of which kind
-says ``schedule.ZeroOne``: T_v and T_u there.
+Algorithm 1 of that paper, with its lines; g_i is worker i's gradient, D = sqrt(v) + eps. What each step sends says a
+``schedule.Stepwise``, which is ``ZeroOne`` for the paper's own: T_v and T_u there.
 
-    EXACT, k in T_v        v <- beta2 v + (1 - beta2) mean(g)^2, and Adam's step with mean(g)             lines 3, 10-13
+    MEAN, k in T_v         v <- beta2 v + (1 - beta2) mean(g)^2, and Adam's step with mean(g)             lines 3, 10-13
     GRADIENT               g^ = 1bit(g), an exchange with error feedback; m <- beta1 m + (1 - beta1) g^;
                            w <- w - lr m / D
-    LOCAL, after the freeze  m_i <- beta1 m_i + (1 - beta1) g_i;  w_i <- w_i - lr m_i / D                 lines 4-6
-    SYNC, k in T_u         the same, and then with all that was moved since the last one, A_i = w_i - w:
+    NOTHING, alone         m_i <- beta1 m_i + (1 - beta1) g_i;  w_i <- w_i - lr m_i / D                 lines 4-6
+    DISPLACEMENT, k in T_u the same, and then with all that was moved since the last one, A_i = w_i - w:
                            A = 1bit(A_i);  w <- w + A;  m <- -A D / (sum of lr)                           lines 7-9
 
 Ours differs in three points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
-paper has g and A_i D. The weights at the last SYNC are kept, and not only the sum of moves, so that all workers come
-back to the same bits. Decoupled weight decay goes straight to w: it is not part of A.
+paper has g and A_i D. The weights at the last exchange are kept, and not only the sum of moves, so that all workers
+come back to the same bits. Decoupled weight decay goes straight to w: it is not part of A.
+
+A schedule of one's own may also send the CONTRIBUTION: that step is 1-bit Adam's.
 """
 
 from __future__ import annotations
@@ -24,14 +26,14 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import Number, clipped, denominator, where
+from horovod_onebit.formulas import Formula, Number, clipped, denominator, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
 from horovod_onebit.rules.adam import ZERO, Adam, Scalars, momentum_l2
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 
 RATES, DECAY, COUNT = range(3)
-"""What ``Tensor.layer`` holds since the last SYNC: sum of the step sizes, product of the decays, number of steps."""
+"""What ``Tensor.layer`` holds since the last exchange: sum of step sizes, product of decays, number of steps."""
 
 f32 = np.float32
 
@@ -85,9 +87,10 @@ def take_over_scaled(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Nu
 
 @dataclass(frozen=True)
 class ZeroOneAdam(Adam):
-    """Adam's hyperparameters, and the kind of this step. ``Tensor.anchor`` holds the weights at the last SYNC."""
+    """Adam's hyperparameters, and what this step sends. ``Tensor.anchor`` holds the weights at the last exchange of
+    displacements."""
 
-    kind: Kind = Kind.GRADIENT
+    sends: Sends = Sends.GRADIENT
     name: str = "zero_one_adam"
     encodes_gradients: ClassVar[bool] = False
 
@@ -102,25 +105,31 @@ class ZeroOneAdam(Adam):
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         update_space = context.recipe.space == "update"
-        if self.kind is Kind.SYNC:
+        if self.sends is Sends.DISPLACEMENT:
             return Use(displacement if update_space else scaled_displacement, self._sync(tensor, context))
+        if self.sends is Sends.CONTRIBUTION:
+            return super().contribution(tensor, context)
         # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
         formula, p = super().contribution(tensor, context)
         clip = f32(context.recipe.clip_for(context.workers) / (1 - self.beta1))
         return Use(formula, p._replace(beta1=ZERO, grad=f32(self.grad_scale), clip=clip))
 
     def bound(self, tensor: Tensor, context: Context) -> float:
-        return np.inf if self.kind is Kind.SYNC else super().bound(tensor, context) / (1 - self.beta1)
+        if self.sends is Sends.DISPLACEMENT:
+            return np.inf
+        return super().bound(tensor, context) / (1.0 if self.sends is Sends.CONTRIBUTION else 1 - self.beta1)
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         update_space = context.recipe.space == "update"
-        if self.kind is Kind.SYNC:
+        if self.sends is Sends.DISPLACEMENT:
             return Use(take_over if update_space else take_over_scaled, self._sync(tensor, context))
+        if self.sends is Sends.CONTRIBUTION:
+            return super().motion(tensor, context)
         p = self.scalars(tensor, context, grad=1 - self.beta1)  # the mean is of scaled gradients
         return Use(move_by_scaled_gradient if update_space else move_by_gradient, p)
 
-    def prediction(self, context: Context) -> None:
-        return None  # what travels is gradients, or sums of them
+    def prediction(self, context: Context) -> Formula | None:
+        return super().prediction(context) if self.sends is Sends.CONTRIBUTION else None  # or it is of gradients
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""
@@ -147,11 +156,11 @@ class ZeroOneAdam(Adam):
         tensor.layer[COUNT] = 0
 
     def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
-        if self.kind is Kind.SYNC and tensor.layer is not None:
+        if self.sends is Sends.DISPLACEMENT and tensor.layer is not None:
             tensor.layer[COUNT] = 0
 
 
-def of(rule: Adam, kind: Kind) -> ZeroOneAdam:
-    """``rule`` as a step of 0/1 Adam."""
+def of(rule: Adam, sends: Sends) -> ZeroOneAdam:
+    """``rule`` as a step that ``sends`` this."""
     values = {f.name: getattr(rule, f.name) for f in dataclasses.fields(Adam) if f.name != "name"}
-    return ZeroOneAdam(**values, kind=kind)
+    return ZeroOneAdam(**values, sends=sends)

@@ -31,7 +31,7 @@ from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.schedule import Sends, Stepwise
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
@@ -125,9 +125,9 @@ class Compressor:
         self.collectives = HorovodCollectives(self.process_set, name)
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        zero_one, divides = isinstance(wrapping.schedule, ZeroOne), adapter.wraps.variance is not None
+        stepwise, divides = isinstance(wrapping.schedule, Stepwise), adapter.wraps.variance is not None
         local = wrapping.local is not None
-        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, zero_one=zero_one)
+        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, stepwise=stepwise)
         self.errand = Errand(self.collectives, self.compute)
         self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
@@ -429,15 +429,15 @@ class Compressor:
         """Memory that TensorFlow can adopt."""
         return [self._memory.lend(size) for size in sizes] if self.place is None else self.place.lend(sizes)
 
-    def prepare(self, kind: Kind) -> Task[Plan]:
+    def prepare(self, sends: Sends) -> Task[Plan]:
         """See ``driver.Prepares``."""
         now = self._now
         assert now is not None
         self._bind(now.indices)
-        rules = [self._rule(i, now.progress, f, kind) for i, f in zip(now.indices, now.factors, strict=False)]
+        rules = [self._rule(i, now.progress, f, sends) for i, f in zip(now.indices, now.factors, strict=False)]
         self._load(now.values, rules, now.progress)
         yield from self.engine.prepare(self.tensors, rules)
-        return self.engine.plan(kind, rules)
+        return self.engine.plan(sends, rules)
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
@@ -573,7 +573,7 @@ class Compressor:
         if self.place is not None:
             self.place.wait()
 
-    def _rule(self, index: int, progress: Progress, factor: float, kind: Kind) -> Rule:
+    def _rule(self, index: int, progress: Progress, factor: float, sends: Sends) -> Rule:
         optimizer = self.optimizer
         decay = optimizer.weight_decay if self.decays(optimizer._trainable_variables[index]) else 0.0
         scale = factor * self._factor

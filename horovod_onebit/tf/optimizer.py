@@ -18,7 +18,7 @@ from horovod_onebit.checks import mapping, positive
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients, Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, Schedule, Stepwise
 from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
@@ -539,7 +539,7 @@ def DistributedOptimizer(
     *,
     warmup_steps: int | float | str | None = None,
     total_steps: int | None = None,
-    schedule: ZeroOne | Local | Gradients | None = None,
+    schedule: Schedule | None = None,
     recipe: str | Recipe = "robust",
     exact: Iterable[str] | None = None,
     kernels: str = "auto",
@@ -639,7 +639,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped._ours = frozenset()
     process_set = wrapping.process_set
     name = next_name(process_set.process_set_id, process_set.ranks or (), wrapping.name or kind.__name__, loaded=loaded)
-    steps = {Local: LocalSteps, ZeroOne: ZeroOneSteps}.get(type(schedule), Compressor)
+    steps = ZeroOneSteps if isinstance(schedule, Stepwise) else LocalSteps if wrapping.local else Compressor
     wrapped._compressor = steps(wrapped, adapter, wrapping, name)
     wrapped._agreement = Agreement(wrapped._compressor)
     counters = ["_begun", "_exact_steps", "_compressed_steps", "_warmup_steps"]
@@ -660,7 +660,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     return wrapped
 
 
-def _adapter_of(optimizer: Any, schedule: ZeroOne | Local | Gradients | None) -> Adapter:
+def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     if isinstance(schedule, Local):
         return LocalAdapter(schedule, optimizer)
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)

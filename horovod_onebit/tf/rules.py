@@ -13,7 +13,7 @@ from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
 from horovod_onebit.rules.local import Delta
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Stepwise
 
 
 class Adapter:
@@ -174,7 +174,7 @@ class AnyAdapter(Adapter):
 class ZeroOneAdapter(AdamAdapter):
     """Adam as 0/1 Adam. What that keeps besides becomes variables: the compressed variables' weights at the last
     exchange, what was counted since (see ``rules.zero_one_adam``), and the number of compressed steps tried, by which
-    their kinds go."""
+    the schedule goes."""
 
     def build(self, optimizer: Any) -> None:
         variables, compressed = optimizer._trainable_variables, optimizer._compressor.is_compressed
@@ -198,7 +198,7 @@ def kinds() -> list[Any]:
     return [resolve_name(f"{wraps.module}.{name}") for wraps in wrapped("keras") for name in wraps.names]
 
 
-def adapter_for(optimizer: Any, schedule: ZeroOne | None = None) -> Adapter:
+def adapter_for(optimizer: Any, schedule: Stepwise | None = None) -> Adapter:
     """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one."""
     name, kind = check_kind(optimizer), type(optimizer)
     for wraps in wrapped("keras"):

@@ -8,12 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import horovod.tensorflow as hvd
+import keras
 
 from horovod_onebit import face
 from horovod_onebit.checks import flag, replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients, Local, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, Schedule, Stepwise, ZeroOne
 from horovod_onebit.warmup import FixedWarmup, Warmup
 
 
@@ -29,7 +30,7 @@ class Wrapping(face.Arguments):
     average_aggregated_gradients: bool
     exact: Any = ()
     name: str | None = None
-    schedule: ZeroOne | Local | Gradients | None = None
+    schedule: Schedule | None = None
     kernels: str = "auto"
     check_replicas_every: int | None = None
 
@@ -59,7 +60,7 @@ class Wrapping(face.Arguments):
         return self.schedule if isinstance(self.schedule, Local) else None
 
     @property
-    def after_warmup(self) -> ZeroOne | Local | None:
+    def after_warmup(self) -> Stepwise | Local | None:
         """The schedule of the steps after the warm-up, if it ends."""
         return None if isinstance(self.schedule, Gradients) else self.schedule
 
@@ -89,7 +90,7 @@ class Wrapping(face.Arguments):
             "average_aggregated_gradients": self.average_aggregated_gradients,
             "exact": list(self.exact),
             "name": self.name,
-            "schedule": None if self.schedule is None else dataclasses.asdict(self.schedule),
+            "schedule": None if self.schedule is None else _config(self.schedule),
             "kernels": self.kernels,
             "check_replicas_every": self.check_replicas_every,
         }
@@ -101,13 +102,36 @@ class Wrapping(face.Arguments):
         steps = config.pop("warmup_steps")
         config["recipe"] = Recipe.of_config(config["recipe"])
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
-        schedule = config.pop("schedule", None)  # earlier versions had none
-        if schedule and "codec" in schedule:
-            schedule = Gradients(**schedule)
-        elif schedule:  # earlier versions froze nothing
-            local = "every" in schedule
-            schedule = Local(**{"freeze": 0, **schedule}) if local else ZeroOne(**schedule)
-        config["schedule"] = schedule
+        config["schedule"] = schedule = _of_config(config.pop("schedule", None))  # earlier versions had none
         config["warmup"] = face.warmup_of(None if schedule else steps, None, config["schedule"])
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)
+
+
+CLASS = "class"
+
+
+def _config(schedule: Any) -> dict[str, Any]:
+    """Its fields, and of a class of the user's own the name by which Keras finds it."""
+    fields = dataclasses.asdict(schedule)
+    own = type(schedule) not in (ZeroOne, Local, Gradients)
+    return fields | ({CLASS: keras.saving.get_registered_name(type(schedule))} if own else {})
+
+
+def _of_config(fields: dict[str, Any] | None) -> Schedule | None:
+    """What ``_config`` was made from."""
+    if not fields:
+        return None
+    if CLASS in fields:
+        own = keras.saving.get_registered_object(fields[CLASS])
+        if own is None:
+            raise ConfigurationError(
+                f"the saved optimizer has a schedule of the class {fields[CLASS]}, which Keras does not know: import "
+                "the module where it is, and write @keras.saving.register_keras_serializable() above it before the "
+                "model is saved"
+            )
+        return own(**{name: value for name, value in fields.items() if name != CLASS})
+    if "codec" in fields:
+        return Gradients(**fields)
+    # Earlier versions froze nothing.
+    return Local(**{"freeze": 0, **fields}) if "every" in fields else ZeroOne(**fields)

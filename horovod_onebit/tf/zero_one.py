@@ -1,4 +1,4 @@
-"""``schedule=ZeroOne(...)`` for Keras 3: Adam as 0/1 Adam, whose workers' weights differ between exchanges.
+"""``schedule=ZeroOne(...)``, or another ``Stepwise``, for Keras 3: workers' weights may differ between exchanges.
 
 What 0/1 Adam keeps besides moments is in variables of the optimizer (``rules.ZeroOneAdapter``), so that saved models go
 on from the middle of an interval. Nothing in a graph reads or writes them: the host functions do, which run in order.
@@ -18,11 +18,11 @@ import tensorflow as tf
 from horovod_onebit.averages import all_finite
 from horovod_onebit.driver import Compresses, Driver, Together
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import Verdict, ask, workers
+from horovod_onebit.handshake import STEP, Verdict, ask, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values
@@ -111,10 +111,13 @@ class ZeroOneSteps(Compressor):
         and on which of them moments were edited: a local step sends nothing else that would tell, and cannot be taken
         back."""
         step, engine, size = self._step, self.engine, self.collectives.size
-        said = {"bad": not all_finite(step.grads), "edited": bool(step.edited)}
+        bad, sends = not all_finite(step.grads), str(self.driver.sends)
         start, decoded = time.perf_counter(), engine.times.decode
-        answers = yield from ask(self.collectives, f"{engine.name}.finite", **said)  # a whole round, messages and all
+        answers = yield from ask(
+            self.collectives, f"{engine.name}.finite", bad=bad, edited=bool(step.edited), sends=sends
+        )
         engine.waited(start, decoded)
+        answers.compare(STEP)
         on = answers.where("edited")
         if not on:
             return Verdict(finite=not answers.any("bad"))
@@ -132,8 +135,8 @@ class ZeroOneSteps(Compressor):
         engine.restore_all()
         raise _GivenUp
 
-    def moved(self, kind: Kind) -> None:
-        self._keep(kind)
+    def moved(self, sends: Sends) -> None:
+        self._keep(sends)
         self._mark(self._step.indices, self._step.progress)
 
     def exact_step(self) -> None:
@@ -159,10 +162,10 @@ class ZeroOneSteps(Compressor):
         taken, factors = self._done
         return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
 
-    def _rule(self, index: int, progress: Progress, factor: float, kind: Kind) -> Rule:
-        if kind is Kind.EXACT:  # Keras's epsilon goes by the second moment as it will be
+    def _rule(self, index: int, progress: Progress, factor: float, sends: Sends) -> Rule:
+        if sends is Sends.MEAN:  # Keras's epsilon goes by the second moment as it will be
             progress = replace(progress, seen=progress.seen + 1)
-        return zero_one_adam.of(super()._rule(index, progress, factor, kind), kind)  # type: ignore[arg-type]
+        return zero_one_adam.of(super()._rule(index, progress, factor, sends), sends)  # type: ignore[arg-type]
 
     def _load(self, values: Values, rules: Sequence[Any], progress: Progress) -> None:
         super()._load(values, rules, progress)
@@ -170,26 +173,26 @@ class ZeroOneSteps(Compressor):
         for i, tensor, rule in zip(self.indices, self.tensors, rules, strict=True):
             tensor.layer = counted[i]
             tensor.weight, tensor.momentum = self._memory.copy(tensor.weight), self._memory.copy(tensor.momentum)
-            if _departs(counted[i], rule.kind):
+            if _departs(counted[i], rule.sends):
                 tensor.anchor = self._memory.copy(tensor.weight)
             else:
                 tensor.anchor = _flat(self.optimizer._anchors[i])
-            if rule.kind is Kind.EXACT:
+            if rule.sends is Sends.MEAN:
                 assert tensor.variance is not None
                 tensor.variance = self._memory.copy(tensor.variance)
 
-    def _keep(self, kind: Kind) -> None:
-        """A step of ``kind`` was taken: keep what is neither weight nor momentum."""
+    def _keep(self, sends: Sends) -> None:
+        """A step that ``sends`` this was taken: keep what is neither weight nor momentum."""
         optimizer = self.optimizer
         counted = np.array(optimizer._counted.value)
         for i, tensor in zip(self.indices, self.tensors, strict=True):
-            if _departs(counted[i], kind):
+            if _departs(counted[i], sends):
                 _assign(optimizer._anchors[i], tensor.anchor)
-            if kind is Kind.EXACT:
+            if sends is Sends.MEAN:
                 _assign(self.adapter.variance(optimizer, i), tensor.variance)
             counted[i] = tensor.layer
         optimizer._counted.assign(counted)
-        if kind is Kind.EXACT:
+        if sends is Sends.MEAN:
             seen = np.array(optimizer._seen.value)
             seen[list(self.indices)] += 1
             optimizer._seen.assign(seen)
@@ -224,19 +227,19 @@ class ZeroOneSteps(Compressor):
         engine.exchanges = int(optimizer._tried.value)
         self._now = Now(indices, values, progress, [1.0] * len(indices))
         try:
-            plan = yield from self.prepare(Kind.SYNC)
+            plan = yield from self.prepare(Sends.DISPLACEMENT)
             yield from engine.flush(plan.rules)
         finally:
             self._now = None
-        self._keep(Kind.SYNC)
+        self._keep(Sends.DISPLACEMENT)
         for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):
             _assign(variable, tensor.weight)
             _assign(momentum, tensor.momentum)
 
 
-def _departs(counted: Array, kind: Kind) -> bool:
-    """Whether a step of ``kind`` is the first local one since the last exchange."""
-    return kind in (Kind.LOCAL, Kind.SYNC) and counted[COUNT] == 0
+def _departs(counted: Array, sends: Sends) -> bool:
+    """Whether a step that ``sends`` this is the first one alone since the last exchange."""
+    return sends.alone and bool(counted[COUNT] == 0)
 
 
 def _flat(variable: Any) -> Array:

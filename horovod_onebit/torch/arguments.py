@@ -13,7 +13,7 @@ import torch
 from horovod_onebit import face
 from horovod_onebit.checks import replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import Schedule, ZeroOne
+from horovod_onebit.schedule import Schedule, Stepwise
 from horovod_onebit.torch.transport import Op, Transport
 
 
@@ -66,7 +66,7 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
 def check_interval(every: int | None, schedule: Schedule | None) -> None:
     """``check_replicas_every``."""
     replica_interval(every)
-    if every and isinstance(schedule, ZeroOne):
+    if every and isinstance(schedule, Stepwise):
         raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
 
 

@@ -22,7 +22,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.rules.zero_one_adam import COUNT
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
@@ -79,13 +79,13 @@ class Compressor(Steps):
         super().__init__(arguments, name, recipe, check_replicas_every)
         parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
         self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
-        self._zero_one = self.parameters.schedule is not None
+        self._stepwise = self.parameters.schedule is not None
         self.driver = Driver(self.engine, self, parameters.warmup, parameters.schedule)
         self._now = _Now()
         self._compares = True  # weights and state, in the next step
         divides = parameters.adapter.variance_key is not None
-        self.kind = feedback.kind(recipe.space, divides=divides, zero_one=self._zero_one)
-        if self.workers > 1 and not self._zero_one:
+        self.kind = feedback.kind(recipe.space, divides=divides, stepwise=self._stepwise)
+        if self.workers > 1 and not self._stepwise:
             self._compile_ahead(optimizer.param_groups, divides=divides)
 
     def _compile_ahead(self, groups: Sequence[dict[str, Any]], *, divides: bool) -> None:
@@ -100,7 +100,7 @@ class Compressor(Steps):
 
     @property
     def pending(self) -> bool:
-        layers = [binding.tensor.layer for binding in self.parameters.bindings.values()] if self._zero_one else []
+        layers = [binding.tensor.layer for binding in self.parameters.bindings.values()] if self._stepwise else []
         return any(layer is not None and layer[COUNT] for layer in layers)
 
     def adopt(self) -> None:
@@ -161,7 +161,7 @@ class Compressor(Steps):
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
         with torch.no_grad():
-            plan = run(self.prepare(Kind.ONEBIT))
+            plan = run(self.prepare(Sends.CONTRIBUTION))
             run(self.engine.recall(self.own_gradients(), plan))
 
     def _spoil(self) -> None:
@@ -219,7 +219,7 @@ class Compressor(Steps):
         self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
-        now.finite = not self._zero_one or all_finite(list(self.parameters.exact_steps))
+        now.finite = not self._stepwise or all_finite(list(self.parameters.exact_steps))
         if now.scaled:
             self.gradients.send_late("a GradScaler is used")
         warm = self.parameters.phase is Phase.WARMUP
@@ -227,6 +227,8 @@ class Compressor(Steps):
         options: dict[str, object] = {"whether a GradScaler is used": now.scaled}
         if warm:
             options["the GradScaler's scale"] = now.loss_scale
+        elif self._stepwise:
+            options["what this step sends, by the schedule,"] = self.driver.sends
         values = ""
         if warm and now.settled:
             values = self.gradients.fingerprint()
@@ -234,7 +236,7 @@ class Compressor(Steps):
             values = "not averaged"
         now.said = {"hyperparameters": options}, values, self._compared()
         # When all is encoded, it is known whether all gradients are finite.
-        now.told = not self.parameters.prepared or warm or self._zero_one
+        now.told = not self.parameters.prepared or warm or self._stepwise
         if now.told:
             self.agreement.start("step", Finite.UNKNOWN if now.finite else Finite.NO, *now.said)
 
@@ -265,9 +267,9 @@ class Compressor(Steps):
         else:
             self.engine.say_skipped("the mean gradient")
 
-    def prepare(self, kind: Kind) -> Task[Plan]:
+    def prepare(self, sends: Sends) -> Task[Plan]:
         parameters = self.parameters
-        plan = parameters.plan(kind, self._now.loss_scale or 1.0)
+        plan = parameters.plan(sends, self._now.loss_scale or 1.0)
         if not parameters.prepared:
             yield from self.agreement.answer()  # before a handshake of those only who believe that it is due
             bindings = parameters.bindings.values()
@@ -285,9 +287,9 @@ class Compressor(Steps):
         self.parameters.pull()
         return self.parameters.gradients()
 
-    def moved(self, kind: Kind) -> None:
+    def moved(self, sends: Sends) -> None:
         self.gradients.drop()
-        self.parameters.moved(kind)
+        self.parameters.moved(sends)
 
     def exact_step(self) -> None:
         assert self._now.exact_step is not None
@@ -315,7 +317,7 @@ class Compressor(Steps):
         """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
         parameters = self.parameters
         due, self._compares, parameters.just_started = self._compares or parameters.just_started, False, False
-        due &= not (self._zero_one and self.engine.exchanges > 0)  # weights may differ then
+        due &= not (self._stepwise and self.engine.exchanges > 0)  # weights may differ then
         return parameters.checksums() if due and self._check_replicas_every is not False and self.workers > 1 else {}
 
     # -- other calls ----------------------------------------------------------------------------------------------
@@ -323,12 +325,12 @@ class Compressor(Steps):
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
         parameters = self.parameters
-        if self.included and self._zero_one and parameters.bindings:
+        if self.included and self._stepwise and parameters.bindings:
             self.agreement.meet("flush")
             self.adopt()
             edited = parameters.edited()
             parameters.follow_memory(edited)
-            plan = run(self.prepare(Kind.SYNC))
+            plan = run(self.prepare(Sends.DISPLACEMENT))
             parameters.pull()
             run(self.engine.flush(plan.rules))
             parameters.push()
@@ -338,7 +340,7 @@ class Compressor(Steps):
     def _flush_leaving(self) -> None:
         """Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
         Adam must not stay each worker's own. Collective if there are any."""
-        if self._zero_one and (self.parameters.leaving or self.parameters.edited()):
+        if self._stepwise and (self.parameters.leaving or self.parameters.edited()):
             with torch.no_grad():
                 self.flush()
 

@@ -28,7 +28,6 @@ from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule
-from horovod_onebit.schedule import Kind
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.torch.arguments import Arguments
@@ -215,7 +214,7 @@ class Gradients:
         self._buckets.start(layout, parameters.bindings)
         self._bindings = list(parameters.bindings.values())
         self._version = parameters.version
-        return parameters.plan(Kind.ONEBIT)
+        return parameters.plan()
 
     @torch.no_grad()
     def _send(self, bucket: int, plan: Plan) -> None:
@@ -249,7 +248,7 @@ class Gradients:
         if changed or self._version != parameters.version:
             return True
         # All parameters of a group have the same rule.
-        both = zip(plan.rules, parameters.plan(Kind.ONEBIT).rules, strict=True)
+        both = zip(plan.rules, parameters.plan().rules, strict=True)
         pairs = {(id(sent), id(now)): (sent, now) for sent, now in both}
         return any(_coding(sent) != _coding(now) for sent, now in pairs.values())
 

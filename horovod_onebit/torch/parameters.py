@@ -22,7 +22,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.rules import Rule, zero_one_adam
-from horovod_onebit.schedule import EXACT, Kind, ZeroOne
+from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
@@ -63,7 +63,7 @@ class Parameters:
         engine: Engine,
         *,
         warmup: Warmup,
-        schedule: ZeroOne | None,
+        schedule: Stepwise | None,
         placement: Placement,
         sum_gradients: bool,
         exact: Sequence[str],
@@ -371,17 +371,17 @@ class Parameters:
 
     # -- one step -------------------------------------------------------------------------------------------------
 
-    def plan(self, kind: Kind, loss_scale: float = 1.0) -> Plan:
+    def plan(self, sends: Sends = Sends.CONTRIBUTION, loss_scale: float = 1.0) -> Plan:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
         of: dict[int, Rule] = {}
         for group in self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
-                rule = zero_one_adam.of(rule, kind)  # type: ignore[arg-type]
+                rule = zero_one_adam.of(rule, sends)  # type: ignore[arg-type]
             of.update(dict.fromkeys(map(id, group["params"]), rule))
         # What was taken out of the groups is flushed, which is the same by any rule.
-        return self.engine.plan(kind, [of.get(id(p), rule) for p in self.bindings])
+        return self.engine.plan(sends, [of.get(id(p), rule) for p in self.bindings])
 
     def gradients(self) -> Mapping[int, Array]:
         """The compressed parameters' gradients, by their number."""
@@ -420,9 +420,9 @@ class Parameters:
             for p, grad in grads.items():
                 p.grad = grad
 
-    def moved(self, kind: Kind) -> None:
-        """The engine has taken a step of ``kind``: so have the framework's tensors."""
-        if kind is Kind.EXACT:
+    def moved(self, sends: Sends) -> None:
+        """The engine has taken a step that ``sends`` this: so have the framework's tensors."""
+        if sends is Sends.MEAN:
             for binding in self.bindings.values():
                 binding.state[VARIANCE_STEPS] = binding.tensor.variance_steps
                 binding.coarsen(self.adapter.variance_key)

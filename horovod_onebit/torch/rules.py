@@ -12,7 +12,7 @@ import torch
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Stepwise
 from horovod_onebit.torch.lamb import init_state, modernize
 from horovod_onebit.torch.plain import VARIANCE_STEPS, factor
 
@@ -243,7 +243,7 @@ def _check_options(optimizer: torch.optim.Optimizer, wraps: Wraps) -> None:
             raise UnsupportedError(f"{kind}({name}={value!r}) has no 1-bit form: build the optimizer without {name}")
 
 
-def adapter_for(optimizer: torch.optim.Optimizer, schedule: ZeroOne | None = None) -> Adapter:
+def adapter_for(optimizer: torch.optim.Optimizer, schedule: Stepwise | None = None) -> Adapter:
     """The adapter of ``optimizer``, or ``UnsupportedError`` that lists the optimizers that have one."""
     kind = type(optimizer)
     for wraps in wrapped("torch"):

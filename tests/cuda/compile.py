@@ -27,7 +27,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 
 CODECS = [codecs.find(name) for name in ("sign", "two_bit")]
 THREE = codecs.find("gaussian_three")
@@ -60,7 +60,7 @@ def uses():
     """All loops and formulas that the rules ask for: (loop, formula, type of its scalars)."""
     backend = _Recording()
     adam = [Adam(lr=0.1), Adam(lr=0.1, weight_decay=0.1, decoupled=False)]
-    rules = [*adam, *(zero_one_adam.of(rule, kind) for rule in adam for kind in (Kind.GRADIENT, Kind.SYNC)),
+    rules = [*adam, *(zero_one_adam.of(rule, kind) for rule in adam for kind in (Sends.GRADIENT, Sends.DISPLACEMENT)),
              SGD(lr=0.1), SGD(lr=0.1, momentum=0.9, weight_decay=0.1), LAMB(lr=0.1), Lion(lr=0.1)]  # fmt: skip
     numbers, sent = np.ones(8, np.float32), np.zeros(16, np.uint8)
     for rule, space in product(rules, ("update", "momentum")):

@@ -26,7 +26,7 @@ def measure(folder):
     from horovod_onebit.rules.adam import Adam
     from horovod_onebit.rules.lamb import LAMB
     from horovod_onebit.rules.sgd import SGD
-    from horovod_onebit.schedule import Kind
+    from horovod_onebit.schedule import Sends
     from tests.cuda import machine
 
     programs = machine.install(folder)
@@ -40,7 +40,7 @@ def measure(folder):
 
     grad, tensor = vector(), Tensor("x", vector(), vector(), np.abs(vector()), vector(), 20, 20)
     adam, lamb, sgd = Adam(lr=1e-3), LAMB(lr=1e-3), SGD(lr=1e-3, momentum=0.9)
-    sync = zero_one_adam.of(adam, Kind.SYNC)
+    sync = zero_one_adam.of(adam, Sends.DISPLACEMENT)
     sync.init(tensor)
     tensor.variance, tensor.anchor = vector(), vector()
     np.abs(tensor.variance, out=tensor.variance)

@@ -1,6 +1,9 @@
-"""Runs whose residuals are of different kinds, by the arguments of ``DistributedOptimizer``, in either face."""
+"""Runs whose residuals are of different kinds, by the arguments of ``DistributedOptimizer``, in either face, and a
+schedule that is none of the library's."""
 
-from horovod_onebit.schedule import Local, ZeroOne
+from dataclasses import dataclass
+
+from horovod_onebit.schedule import Local, Sends, Stepwise, ZeroOne
 
 ZERO_ONE = ZeroOne(var_freeze_step=4, var_update_scaler=2)
 KINDS = {
@@ -10,3 +13,14 @@ KINDS = {
     "0/1, momentum": {"schedule": ZERO_ONE, "recipe": "paper"},
     "local": {"schedule": Local(every=4, doubling=0)},
 }
+
+
+@dataclass(frozen=True)
+class Renewed(Stepwise):
+    """docs/extending.md's."""
+
+    exact_steps: int = 4
+    every: int = 5
+
+    def sends(self, number):
+        return Sends.MEAN if number % self.every == 0 else Sends.CONTRIBUTION

@@ -13,7 +13,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.warmup import Phase
@@ -29,6 +29,7 @@ from tests.ranks.keras_common import (
     train,
     weights,
 )
+from tests.ranks.kinds import Renewed
 
 # As in test_torch_algorithms.py, and one in which every kind comes soon.
 SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
@@ -42,7 +43,7 @@ def zero_one(schedule=SCHEDULE, kind=keras.optimizers.AdamW, recipe="robust", ra
 
 def kind_at(step, schedule=SCHEDULE):
     """The kind of optimizer step number ``step`` (from 1), None in warm-up."""
-    return schedule.kind(step - schedule.var_update_scaler) if step > schedule.var_update_scaler else None
+    return schedule.sends(step - schedule.var_update_scaler) if step > schedule.var_update_scaler else None
 
 
 def differ(model):
@@ -69,21 +70,22 @@ def test_zero_one_adam(recipe, graph):
         end = train(model, optimizer, 1, start=step - 1, graph=graph)
         kind = kind_at(step)
         kinds[kind] = optimizer.stats(norms=False).step_bytes_sent
-        assert (variance != np.array(optimizer._velocities[0])).any() == (kind is Kind.EXACT)
-        if kind is Kind.LOCAL:
+        assert (variance != np.array(optimizer._velocities[0])).any() == (kind is Sends.MEAN)
+        if kind is Sends.NOTHING:
             assert differ(model)
         else:
             assert_replicas_equal(model)
     assert end < 0.9 * start
-    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT]
+    assert kinds[Sends.NOTHING] < kinds[Sends.DISPLACEMENT] == kinds[Sends.GRADIENT] < kinds[Sends.MEAN]
     assert optimizer.stats().step == 96
 
 
+@pytest.mark.parametrize("schedule", [SHORT, Renewed()])
 @pytest.mark.parametrize("recipe", ["robust", "fixed", Recipe(exchange="two_stage", block_size=64)])
-def test_the_weights_are_those_of_numpy(recipe):
+def test_the_weights_are_those_of_numpy(recipe, schedule):
     """The same gradients, of which some are small tensors; epsilon counts for nothing, since Keras's means another."""
     model = build()
-    optimizer = zero_one(SHORT, recipe=recipe, epsilon=1e-12, weight_decay=0.01)
+    optimizer = zero_one(schedule, recipe=recipe, epsilon=1e-12, weight_decay=0.01)
     optimizer.build(model.trainable_variables)
     arrays = {str(i): np.array(v) for i, v in enumerate(model.trainable_variables)}
     other = NumpyOptimizer(
@@ -91,7 +93,7 @@ def test_the_weights_are_those_of_numpy(recipe):
         Adam(lr=1e-3, eps=1e-12, weight_decay=0.01),
         collectives=HorovodCollectives(name="onebit.numpy"),
         recipe=recipe,
-        schedule=SHORT,
+        schedule=schedule,
     )
     for step in range(40):
         grads, _ = gradients(model, *batch(step))
@@ -171,7 +173,7 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, steps):
     """From warm-up, the gradient's stage, the freeze, and the middle of an interval of local steps."""
     model = compiled()
     fit(model, steps)
-    assert (kind_at(steps, SHORT) is Kind.LOCAL) == (steps == 23) == differ(model)
+    assert (kind_at(steps, SHORT) is Sends.NOTHING) == (steps == 23) == differ(model)
     onebit.save_checkpoint(folder, model)
     again = compiled(seed=5)
     fit(again, 3)
@@ -200,6 +202,24 @@ def test_each_workers_saved_model_goes_on_from_the_middle_of_an_interval(folder)
     np.testing.assert_array_equal(weights(model), weights(again))
 
 
+def test_a_model_with_a_schedule_of_ones_own_is_saved_if_keras_knows_its_class(folder):
+    model = build()
+    model.compile(optimizer=zero_one(Renewed()), loss=LOSS)
+    fit(model, 13)
+    path = folder / f"{RANK}.keras"
+    model.save(path)
+    with pytest.raises(ConfigurationError, match="schedule of the class Renewed, which Keras does not know"):
+        keras.saving.load_model(path)
+    with keras.saving.custom_object_scope({"Renewed": Renewed}):
+        again = keras.saving.load_model(path)
+    assert again.optimizer._wrapping.schedule == Renewed()
+    again.optimizer.load_feedback_state_dict(model.optimizer.feedback_state_dict())
+    for part in (model, again):
+        fit(part, 12, start=13)
+    np.testing.assert_array_equal(weights(model), weights(again))
+    assert_replicas_equal(again)
+
+
 def test_flush_in_the_middle_of_an_interval_brings_all_together():
     model, optimizer = build(), zero_one(SHORT)
     train(model, optimizer, 23)
@@ -213,7 +233,7 @@ def test_flush_in_the_middle_of_an_interval_brings_all_together():
     optimizer.flush()
     assert optimizer.stats(norms=False).bytes_sent == sent
     train(model, optimizer, 9, start=23)
-    assert kind_at(32, SHORT) is Kind.SYNC
+    assert kind_at(32, SHORT) is Sends.DISPLACEMENT
     assert_replicas_equal(model)
 
 
@@ -232,7 +252,7 @@ def zero(optimizer):
         variable.assign(tf.zeros_like(variable.value))
 
 
-@pytest.mark.parametrize("kind", [Kind.EXACT, Kind.GRADIENT, Kind.LOCAL])
+@pytest.mark.parametrize("kind", [Sends.MEAN, Sends.GRADIENT, Sends.NOTHING])
 def test_moments_that_one_worker_alone_resets_are_an_error_on_all(kind):
     model, optimizer = build(), zero_one(SHORT)
     step = next(step for step in range(8, 40) if kind_at(step, SHORT) is kind and kind_at(step - 1, SHORT) is not kind)
@@ -293,7 +313,7 @@ def test_the_moving_average_is_of_the_weights_that_all_have():
     expected, last = None, 0
     for step in range(1, 33):
         train(model, optimizer, 1, start=step - 1)
-        if kind_at(step, SHORT) is not Kind.LOCAL:
+        if kind_at(step, SHORT) is not Sends.NOTHING:
             now, keep = np.array(model.trainable_variables[0]), 0.9 ** (step - last) if last else 0
             expected, last = keep * (0 if expected is None else expected) + (1 - keep) * now, step
     np.testing.assert_allclose(optimizer._model_variables_moving_average[0], expected, atol=1e-6)
@@ -304,7 +324,7 @@ def test_several_passes_make_a_step():
     model, optimizer = build(), zero_one(SHORT, wrapping={"backward_passes_per_step": 2})
     train(model, optimizer, 64)
     assert optimizer.stats().step == 32
-    assert kind_at(32, SHORT) is Kind.SYNC
+    assert kind_at(32, SHORT) is Sends.DISPLACEMENT
     assert_replicas_equal(model)
 
 

@@ -8,9 +8,10 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 from horovod_onebit.torch.diagnostics import Collector, gradients
 from horovod_onebit.warmup import AutoWarmup, Phase
+from tests.ranks.kinds import Renewed
 from tests.ranks.torch_common import (
     RANK,
     REPEATABLE,
@@ -50,21 +51,21 @@ def test_zero_one_adam(recipe):
     assert optimizer.phase is Phase.COMPRESSED
     sent = optimizer.stats().bytes_sent
     start = train(model, optimizer, 1, start=4)
-    kinds, seen = {}, 4 + (SCHEDULE.kind(1) is Kind.EXACT)
+    kinds, seen = {}, 4 + (SCHEDULE.sends(1) is Sends.MEAN)
     for step in range(5, 96):
         variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
         end = train(model, optimizer, 1, start=step)
-        kind = SCHEDULE.kind(step - 3)
+        kind = SCHEDULE.sends(step - 3)
         kinds[kind] = optimizer.stats(norms=False).step_bytes_sent
         renewed = not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
-        assert renewed == (kind is Kind.EXACT)
+        assert renewed == (kind is Sends.MEAN)
         seen += renewed
-        if kind is not Kind.LOCAL:
+        if kind is not Sends.NOTHING:
             assert_replicas_equal(model)
         else:
             assert apart(model)
     assert end < 0.9 * start
-    assert kinds[Kind.LOCAL] < kinds[Kind.SYNC] == kinds[Kind.GRADIENT] < kinds[Kind.EXACT] / 10
+    assert kinds[Sends.NOTHING] < kinds[Sends.DISPLACEMENT] == kinds[Sends.GRADIENT] < kinds[Sends.MEAN] / 10
     assert max(optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"]) == seen
     assert optimizer.stats().bytes_sent > sent
 
@@ -72,7 +73,7 @@ def test_zero_one_adam(recipe):
 @two_ranks_only
 def test_zero_one_adam_resumes_bit_for_bit_after_an_exchange():
     for at in (3, 20, 64):  # warm-up, the gradient's stage, the local stage just after an exchange
-        assert at < 4 or SCHEDULE.kind(at - 4) is not Kind.LOCAL
+        assert at < 4 or SCHEDULE.sends(at - 4) is not Sends.NOTHING
         model, again = Net(), Net(seed=1)
         optimizer, resumed = zero_one(model), zero_one(again)
         train(model, optimizer, at)
@@ -83,6 +84,42 @@ def test_zero_one_adam_resumes_bit_for_bit_after_an_exchange():
         resumed.load_feedback_state_dict(state[2])
         train(again, resumed, 30, start=at)
         assert torch.equal(weights(model), weights(again))
+
+
+@two_ranks_only
+@pytest.mark.parametrize("recipe", ["robust", Recipe(exchange="two_stage"), "paper"])
+def test_a_schedule_of_ones_own(recipe):
+    """Of one bit and, now and then, exact steps; and it goes on bit for bit from a saved state."""
+    model, again = Net(), Net(seed=1)
+    optimizer, resumed = (zero_one(m, recipe=recipe, schedule=Renewed()) for m in (model, again))
+    train(model, optimizer, 1)
+    for step in range(1, 24):
+        variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
+        train(model, optimizer, 1, start=step)
+        renewed = not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
+        assert renewed == (step < 4 or Renewed().sends(step - 3) is Sends.MEAN)
+        assert_replicas_equal(model)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    resumed.load_feedback_state_dict(optimizer.feedback_state_dict())
+    for m, o in ((model, optimizer), (again, resumed)):
+        train(m, o, 12, start=24)
+    assert torch.equal(weights(model), weights(again))
+
+
+@two_ranks_only
+def test_workers_whose_schedules_differ_are_told():
+    optimizer = zero_one(model := Net(), schedule=Renewed(every=5 + RANK))
+    with pytest.raises(DesyncError, match="schedule differs between workers"):
+        train(model, optimizer, 12)
+
+
+@two_ranks_only
+def test_workers_whose_schedules_say_different_things_are_told(monkeypatch):
+    optimizer = zero_one(model := Net(), schedule=Renewed())
+    monkeypatch.setattr(Renewed, "sends", lambda self, number: Sends.MEAN if RANK and number == 3 else Sends.GRADIENT)
+    with pytest.raises(DesyncError, match="what this step sends, by the schedule, differs between workers: gradient"):
+        train(model, optimizer, 12)
 
 
 @pytest.mark.parametrize("steps", [2, 10, 43, 75])

@@ -16,7 +16,7 @@ PROGRAM = """
     from horovod_onebit.engine import Engine
     from horovod_onebit.rules import Tensor
     from horovod_onebit.rules.{module} import {rule}
-    from horovod_onebit.schedule import Kind
+    from horovod_onebit.schedule import Sends
     from horovod_onebit.tasks import run
 
     recipe, rule = {recipe}, {rule}({arguments})
@@ -29,7 +29,7 @@ PROGRAM = """
         tensor = Tensor("w", w, m, v if {divides} else None, engine.feedback.residual("w", size), 3, 3)
         rule.init(tensor)
         run(engine.prepare([tensor], [rule]))
-        plan = engine.plan(Kind.ONEBIT, [rule])
+        plan = engine.plan(Sends.CONTRIBUTION, [rule])
         engine.send_rest({{0: g}}, plan)
         assert run(engine.receive({{0: g}}, plan))
 

@@ -13,7 +13,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
-from horovod_onebit.schedule import Kind
+from horovod_onebit.schedule import Sends
 
 f32 = np.float32
 
@@ -122,10 +122,10 @@ def test_where_scales_have_no_bound():
         bound(Adam(0.1), clip=None),
         bound(Adam(0.1), scale="rms"),
         bound(Adam(0.1), space="momentum", clip=None),
-        bound(of(Adam(0.1), Kind.SYNC)),
+        bound(of(Adam(0.1), Sends.DISPLACEMENT)),
     ]
     assert free == [np.inf] * 5
-    assert np.isfinite([bound(Adam(0.1)), bound(LAMB(0.1)), bound(of(Adam(0.1), Kind.GRADIENT))]).all()
+    assert np.isfinite([bound(Adam(0.1)), bound(LAMB(0.1)), bound(of(Adam(0.1), Sends.GRADIENT))]).all()
 
 
 @pytest.mark.parametrize(("exchange", "name"), [("direct", "bucket.0.0.0"), ("two_stage", "bucket.0.0.0.gather")])

@@ -1,4 +1,4 @@
-"""docs/extending.md: its three files, as they are printed, found and run like the library's own."""
+"""docs/extending.md: its four files, as they are printed, found and run like the library's own."""
 
 import re
 import subprocess
@@ -21,13 +21,13 @@ from horovod_onebit import Recipe, simulation
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 
-def trained(rule, workers=4, steps=60, kernels="reference", **options):
+def trained(rule, workers=4, steps=60, kernels="reference", run={"warmup_steps": 10}, **options):
     recipe = Recipe(min_compressed_size=1, block_size=64, bucket_size=700, **options)
 
     def worker(collectives):
         weights = {name: np.zeros(size, np.float32) for name, size in (("a", 1000), ("b", 313))}
         optimizer = NumpyOptimizer(
-            weights, rule, collectives=collectives, warmup_steps=10, recipe=recipe, kernels=kernels
+            weights, rule, collectives=collectives, recipe=recipe, kernels=kernels, **run
         )
         rng = np.random.default_rng(collectives.rank)
         for _ in range(steps):
@@ -72,6 +72,17 @@ assert near(trained(Adam(lr=0.05), server_codec="ternary", exchange="two_stage")
     "exchange": """
 assert (trained(Adam(lr=0.05), exchange="scattered") == trained(Adam(lr=0.05), exchange="direct")).all()
 """,
+    "schedule": """
+sys.path.append(sys.argv[1])
+from renewed import Renewed
+ordinary = trained(Adam(lr=0.05))
+never = trained(Adam(lr=0.05), run={"schedule": Renewed(exact_steps=10, every=1000)})
+assert (never == ordinary).all()
+renewed = trained(Adam(lr=0.05), run={"schedule": Renewed(exact_steps=10, every=5)})
+assert near(renewed) and (renewed != ordinary).any()
+always = trained(Adam(lr=0.05), run={"schedule": Renewed(exact_steps=10, every=1)})
+assert np.allclose(always, trained(Adam(lr=0.05), run={"warmup_steps": 1000}), atol=1e-5)
+""",
 }
 
 
@@ -79,10 +90,15 @@ assert (trained(Adam(lr=0.05), exchange="scattered") == trained(Adam(lr=0.05), e
 def folder(tmp_path_factory):
     """The page's files, where it says that they are."""
     folder = tmp_path_factory.mktemp("extending")
-    found = re.findall(r"`horovod_onebit/(\w+/\w+\.py)`.*?```python\n(.*?)```", PAGE, re.DOTALL)
-    assert [name for name, _ in found] == ["rules/rmsprop.py", "codecs/ternary.py", "exchange/scattered.py"]
+    found = re.findall(r"(?:own, |horovod_onebit/)`?([\w/]+\.py)`.*?```python\n(.*?)```", PAGE, re.DOTALL)
+    assert [name for name, _ in found] == [
+        "rules/rmsprop.py",
+        "codecs/ternary.py",
+        "exchange/scattered.py",
+        "renewed.py",
+    ]
     for name, content in found:
-        (folder / name).parent.mkdir()
+        (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).write_text(content)
     return folder
 

@@ -262,10 +262,10 @@ def test_what_frameworks_keep_to_themselves_is_named_in_one_module_for_each():
     assert found == {"torch._": ["torch/private.py"], "_getframe": ["tf/graph.py", "torch/private.py"]}
 
 
-def test_the_driver_alone_knows_what_kind_of_step_comes_next():
+def test_the_driver_alone_knows_what_step_comes_next():
     found = [
         path.relative_to(PACKAGE).as_posix()
         for _, path in modules()
-        if "horovod_onebit.schedule.kind_of" in imports(path)
+        if "horovod_onebit.schedule.step_of" in imports(path)
     ]
     assert found == ["driver.py"]

@@ -6,12 +6,12 @@ import math
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, Recipe, simulation
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, simulation
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
-from horovod_onebit.schedule import Kind, ZeroOne, kind_of
+from horovod_onebit.schedule import Sends, Stepwise, ZeroOne, step_of
 
 f32 = np.float32
 SIZE = 2000
@@ -23,12 +23,12 @@ def published(steps, schedule):
     for k in range(1, steps + 1):
         if k <= schedule.var_freeze_step:
             exact = k % interval == 0
-            yield Kind.EXACT if exact else Kind.GRADIENT
+            yield Sends.MEAN if exact else Sends.GRADIENT
             updates += exact
             if exact and updates == schedule.var_update_scaler:
                 updates, interval = 0, 2 * interval
         else:
-            yield Kind.SYNC if k % local == 0 else Kind.LOCAL
+            yield Sends.DISPLACEMENT if k % local == 0 else Sends.NOTHING
             counter += 1
             if counter == schedule.local_step_scaler:
                 counter, local = 0, min(schedule.local_step_clipper, 2 * local)
@@ -37,9 +37,9 @@ def published(steps, schedule):
 @pytest.mark.parametrize("schedule", [ZeroOne(), ZeroOne(300, 4, 50, 8), ZeroOne(37, 5, 7, 6), ZeroOne(18, 16, 10, 4)])
 def test_the_policies_are_the_published_ones(schedule):
     expected = list(published(2000, schedule))[schedule.var_update_scaler :]
-    ours = [kind_of(schedule, s) for s in range(1, len(expected) + 1)]
+    ours = [step_of(schedule, s) for s in range(1, len(expected) + 1)]
     assert ours == expected
-    assert {kind_of(None, s) for s in range(1, 500)} == {Kind.ONEBIT}
+    assert {step_of(None, s) for s in range(1, 500)} == {Sends.CONTRIBUTION}
 
 
 def test_bad_policies():
@@ -64,7 +64,8 @@ def train(collectives, rule, steps=360, spread=0, poison=None, recipe=None, **ar
         if step == poison and collectives.rank == 1:
             gradient[7] = np.nan
         optimizer.step({"w": gradient, "small": weights["small"]})
-        if kind_of(optimizer.driver.schedule, optimizer.engine.exchanges) is not Kind.LOCAL:
+        schedule, taken = optimizer.driver.schedule, optimizer.engine.exchanges
+        if taken == 0 or step_of(schedule, taken) is not Sends.NOTHING:
             synced.append(weights["w"].copy())
     return float(np.mean((synced[-1] - target) ** 2)), synced, optimizer
 
@@ -98,7 +99,7 @@ def test_zero_one_adam_sends_less_than_a_bit_for_each_parameter_and_step():
 def test_a_flush_brings_all_to_the_same_weights():
     def worker(collectives):
         _, _, optimizer = train(collectives, Adam(lr=0.05), steps=301, schedule=SCHEDULE)
-        assert optimizer.driver.schedule.kind(optimizer.engine.exchanges) is Kind.LOCAL
+        assert optimizer.driver.schedule.sends(optimizer.engine.exchanges) is Sends.NOTHING
         before = optimizer._large[0].weight.copy()
         optimizer.flush()
         after = optimizer._large[0].weight.copy()
@@ -141,7 +142,7 @@ def test_exact_steps_renew_the_second_moment():
             before = optimizer._large[0].variance.copy()
             optimizer.step({"w": np.where(cold & (step < 10), 0, g).astype(f32)})
             if step > schedule.var_update_scaler:
-                renewed = schedule.kind(step - schedule.var_update_scaler) is Kind.EXACT
+                renewed = schedule.sends(step - schedule.var_update_scaler) is Sends.MEAN
                 assert renewed != np.array_equal(before, optimizer._large[0].variance)
                 exact += renewed
         assert optimizer._large[0].variance_steps == exact > schedule.var_update_scaler + 3
@@ -153,12 +154,64 @@ def test_exact_steps_renew_the_second_moment():
     assert np.abs(weights - 1).mean() < 0.2
 
 
+@dataclasses.dataclass(frozen=True)
+class Said(Stepwise):
+    """Steps as they are given, over and over."""
+
+    said: tuple
+    exact_steps: int = 3
+
+    def sends(self, number):
+        return self.said[(number - 1) % len(self.said)]
+
+
+@pytest.mark.parametrize(
+    ("said", "text"),
+    [
+        (["one bit"], "sends\\(1\\) gave 'one bit': expected one of Sends"),
+        ([Sends.MEAN, Sends.NOTHING], "sends\\(3\\) gave .*MEAN.* and the step before sends nothing"),
+    ],
+)
+def test_steps_that_there_are_not(said, text):
+    with pytest.raises(ConfigurationError, match=text):
+        simulation.run(lambda c: train(c, Adam(lr=0.05), steps=9, schedule=Said(tuple(said))), 2)
+
+
+def test_workers_whose_schedules_say_different_things_are_told():
+    def worker(collectives):
+        said = Sends.CONTRIBUTION, Sends.MEAN if collectives.rank else Sends.CONTRIBUTION
+        train(collectives, Adam(lr=0.05), steps=9, schedule=Said(said))
+
+    with pytest.raises(DesyncError, match="what a step sends, by the schedule's own word differs"):
+        simulation.run(worker, 2)
+
+
+def test_a_schedule_is_compared_by_its_fields():
+    class Plain(Stepwise):
+        exact_steps = 3
+
+        def sends(self, number):
+            return Sends.CONTRIBUTION
+
+    with pytest.raises(ConfigurationError, match="expected a dataclass"):
+        simulation.run(lambda c: train(c, Adam(lr=0.05), schedule=Plain()), 1)
+
+
+def test_steps_of_all_kinds_in_any_order_train():
+    """Residuals of updates are not sent with displacements, which they would outweigh."""
+    said = Sends.CONTRIBUTION, Sends.MEAN, Sends.GRADIENT, Sends.NOTHING, Sends.DISPLACEMENT
+    results = simulation.run(lambda c: train(c, Adam(lr=0.05), steps=360, schedule=Said(said)), 3)
+    for loss, synced, _ in results:
+        assert loss < 0.05
+        np.testing.assert_array_equal(synced[-1], results[0][1][-1])
+
+
 @pytest.mark.parametrize(
     ("rule", "schedule", "text"),
     [
         (SGD(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
         (LAMB(lr=0.1), ZeroOne(), "0/1 Adam is Adam"),
-        (Adam(lr=0.1), "local", "expected a ZeroOne, a Local or a Gradients"),
+        (Adam(lr=0.1), "local", "expected a ZeroOne, a Local, a Gradients"),
     ],
 )
 def test_what_zero_one_adam_is_not(rule, schedule, text):

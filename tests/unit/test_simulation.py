@@ -29,7 +29,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
-from horovod_onebit.schedule import Kind, ZeroOne
+from horovod_onebit.schedule import Sends, ZeroOne
 from horovod_onebit.tasks import run
 from horovod_onebit.world import Weighing, total_residuals
 
@@ -195,7 +195,7 @@ def test_the_mean_less_what_is_predicted_moves_as_the_mean_does(rule, space):
 
 def test_what_is_not_predicted():
     context = Context(reference, Recipe(), 4)
-    for rule in (SGD(lr=0.1), of(Adam(lr=0.1), Kind.SYNC)):
+    for rule in (SGD(lr=0.1), of(Adam(lr=0.1), Sends.DISPLACEMENT)):
         assert rule.prediction(context) is None
 
 
@@ -264,7 +264,7 @@ def test_auto_follows_the_hosts():
     assert kinds(4, 1, 10_000) == kinds(4, 2, 10_000) == {"direct"}  # a small model
     assert kinds(4, 2) == {"direct"}
     assert kinds(4, 2, link=12.5e6) == kinds(16, 8) == kinds(32, 8) == {"hierarchical"}
-    assert kinds(16, 8, rules=[of(Adam(lr=0.01), Kind.SYNC)]) == {"two_stage"}  # 0/1 Adam
+    assert kinds(16, 8, rules=[of(Adam(lr=0.01), Sends.DISPLACEMENT)]) == {"two_stage"}  # 0/1 Adam
     with pytest.raises(ConfigurationError, match="hierarchical"):
         simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
 
