@@ -10,8 +10,10 @@ import numpy as np
 
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Lane
 from horovod_onebit.exchange import kind as way_named
+from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Layout
@@ -20,6 +22,7 @@ from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
+from horovod_onebit.world import Weighing
 
 FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
@@ -37,6 +40,16 @@ def codes(recipe: Recipe) -> bool:
 def own_recipe(recipe: Recipe) -> Recipe:
     """That of the gradients, in a run of ``recipe``."""
     return replace(recipe, space="update", scale="guarded", codec=CODECS[recipe.warmup], server_codec=SERVER)
+
+
+Learned = dict[str, Any]
+"""What is saved of the gradients of one worker: their ``units``, flat float32 by name; what each has ``seen``, which is
+the number of averages, and the floors of this step and the next; and ``Residuals``."""
+
+
+def _floors(tensor: Tensor) -> Array:
+    assert tensor.layer is not None
+    return tensor.layer
 
 
 class _Engine(Engine):
@@ -179,6 +192,42 @@ class CodedMean:
         ``grads``; nothing if there was none. Collective."""
         if (plan := self.begin(self.engine.tensors)) is not None:
             yield from self.engine.recall(dict(enumerate(grads)), plan)
+
+    def state(self) -> Learned | None:
+        """What was learned, which is the same on all workers, and this worker's residuals, to be saved; None if nothing
+        is known. The arrays are copies. Local."""
+        if self.fresh:
+            return None
+        host = self.engine.context.kernels.host
+        units = {name: np.array(host(tensor.variance)) for name, tensor in self._tensors.items()}
+        seen = {name: [t.variance_steps, *map(float, _floors(t))] for name, t in self._tensors.items()}
+        sent = {} if self.engine.weighing is not None else {"divisor": None}
+        return {"units": units, "seen": seen, **self.engine.residuals(), **sent}
+
+    def load(self, saved: Learned | None) -> None:
+        """Continue from what ``state`` of the same worker gave. Local; on all workers alike."""
+        self.forget()
+        if saved is None:
+            return
+        for name, values in saved["units"].items():
+            tensor = self.tensor(name, values.size)
+            self.engine.context.kernels.write(tensor.variance, values)
+            steps, *floors = saved["seen"][name]
+            tensor.step = tensor.variance_steps = int(steps)
+            _floors(tensor)[:] = floors
+        for name, values in saved["feedback"].items():
+            self.engine.feedback.put(name, values)
+        self.engine.weigh(Weighing.saved(saved))
+
+    def check(self, saved: Learned | None, sizes: Mapping[str, int]) -> None:
+        """Raise ``ConfigurationError`` unless ``load`` can take over ``saved``. ``sizes``: of all gradients that there
+        may be, the number of elements. Local."""
+        if saved is None:
+            return
+        for what in ("units", "feedback"):
+            ErrorFeedback().check(saved[what], sizes, "gradients in few bits, of tensors")
+        if saved["units"].keys() != saved["seen"].keys() or any(len(seen) != 3 for seen in saved["seen"].values()):
+            raise ConfigurationError("what was learned of gradients in few bits is not complete: the file is damaged")
 
     def forget_world(self) -> None:
         """There are other workers now, some of which know nothing: all begin anew. Local."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
@@ -107,14 +107,14 @@ class Face(ABC):
             return one
 
         total = total_residuals(map(noted, everybody))
-        return first | {"feedback": total, "divisor": None, "served": {}, "encodes": None}
+        return first | {"feedback": total, "divisor": None, "served": {}, "encodes": None, "gradients": None}
 
     @abstractmethod
     def read_shared(self, path: Path, first: Path, key: str) -> Shared:
         """Read what ``write_shared`` wrote; ``first`` is worker 0's own file."""
 
     @abstractmethod
-    def check(self, about: Any, feedback: Mapping[str, Any]) -> None:
+    def check(self, about: Any, own: Residuals) -> None:
         """Raise unless what was read fits this worker's model and optimizer; changes nothing."""
 
     def keep(self) -> Sequence[Callable[[], None]]:
@@ -173,10 +173,10 @@ def _write(face: Face, place: Path, key: str, extra: Any) -> dict[str, Digest]:
     """Write this worker's files, read them back as ``load`` does, and return their digests."""
     own, *shared = _own_files(face, place, key)
     files.replace(own, lambda path: face.write_own(path, key, extra if face.rank == 0 else None))
-    feedback = face.read_own(own, key)["feedback"]
+    saved = face.read_own(own, key)
     for path in shared:
         files.replace(path, lambda temporary: face.write_shared(temporary, key, extra))
-        face.check(face.read_shared(path, own, key).about, feedback)
+        face.check(face.read_shared(path, own, key).about, saved)
     return {path.name: Digest.of(path) for path in (own, *shared)}
 
 
@@ -225,7 +225,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
                 f"the checkpoint was saved {of_kind(saved)}, and this optimizer is {of_kind(face.kind)}: build it as "
                 "it was, or load the weights alone: load_weights()"
             )
-        face.check(about, own["feedback"])
+        face.check(about, own)
 
     _together(face, "load", "check", check)
     _take_over(face, shared, about)

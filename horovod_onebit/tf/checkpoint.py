@@ -39,6 +39,8 @@ logger = logging.getLogger("horovod_onebit")
 CALL = "a checkpoint, saved or loaded"
 NOT_BUILT = "the model is not built: model.build(shape)"
 OF_OPTIMIZER = "optimizer/"
+OF_GRADIENTS = {"units": "unit.", "feedback": "unit_error."}
+"""What the names of arrays begin with that were learned of gradients in few bits, or are lost of them."""
 NOT_LOADED = ".*(Skipping variable loading|could not be loaded|Skipping nested container)"
 """What Keras warns of when it leaves variables of the model or its optimizer as they are."""
 
@@ -164,6 +166,8 @@ class _Keras(checkpoints.Face):
         self._compressor.settle()
         with self._compressor.here():
             own = engine.residuals()
+        coded = self._compressor.coded
+        gradients = coded.state() if coded is not None else None
         blobs: list[np.ndarray] = []
 
         def put(data: np.ndarray) -> int:
@@ -181,9 +185,12 @@ class _Keras(checkpoints.Face):
             **self._compressor.counts(),
             "extra": packer.pack(extra, "extra"),
             "variables": _described(self.model, self.optimizer),
+            "gradients": gradients and {key: one for key, one in gradients.items() if key not in OF_GRADIENTS},
         }
         arrays = {"about": np.array(json.dumps(about)), **{f"error.{k}": v for k, v in own["feedback"].items()}}
         arrays |= {f"extra.{i}": blob for i, blob in enumerate(blobs)}
+        if gradients is not None:
+            arrays |= {start + name: one for key, start in OF_GRADIENTS.items() for name, one in gradients[key].items()}
         for i, variable in self._own_variables().items():  # NumPy's files have no bfloat16
             arrays[f"own.{i}"] = np.array(variable, np.float32 if variable.dtype == "bfloat16" else None)
         np.savez(path, **arrays)
@@ -210,8 +217,11 @@ class _Keras(checkpoints.Face):
             arrays = {name: file[name] for name in file.files if name != "about"}
         about["extra"] = unpack(about["extra"], lambda i: arrays[f"extra.{i}"])
         about["own"] = {int(name[4:]): value for name, value in arrays.items() if name.startswith("own.")}
-        feedback = {name[6:]: value for name, value in arrays.items() if name.startswith("error.")}
-        return about | {"feedback": feedback}
+        about["feedback"] = _beginning("error.", arrays)
+        gradients = about.setdefault("gradients", None)  # earlier versions did not write them
+        if gradients is not None:
+            gradients |= {key: _beginning(start, arrays) for key, start in OF_GRADIENTS.items()}
+        return about
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         # Of gradients that wait, the mean over the workers counts; random generators are left as they are.
@@ -261,9 +271,11 @@ class _Keras(checkpoints.Face):
 
     # -- loading --------------------------------------------------------------------------------------------------
 
-    def check(self, about: Any, feedback: Mapping[str, Any]) -> None:
+    def check(self, about: Any, own: Residuals) -> None:
         _compare(about["variables"], _described(self.model, self.optimizer))
-        self._compressor.check_feedback(feedback)
+        self._compressor.check_feedback(own["feedback"])
+        if self._compressor.coded is not None:
+            self._compressor.coded.check(own["gradients"], self._compressor.sizes())
 
     def take_over(self, shared: Shared | None, about: Any) -> None:
         if shared is not None:
@@ -278,6 +290,13 @@ class _Keras(checkpoints.Face):
         self._compressor.load_feedback(own["feedback"])
         self._compressor.engine.weigh(Weighing.saved(own))
         self._compressor.take_counts(about)
+        if self._compressor.coded is not None:
+            self._compressor.coded.load(own["gradients"])
+
+
+def _beginning(start: str, arrays: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """The ``arrays`` whose names begin so, by what follows."""
+    return {name.removeprefix(start): value for name, value in arrays.items() if name.startswith(start)}
 
 
 def _never(value: Any) -> bool:

@@ -650,9 +650,12 @@ class Compressor:
     def check_feedback(self, state: Mapping[str, Array]) -> None:
         """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""
         self.check_built()
+        self.engine.feedback.check(state, self.sizes(), "variables")
+
+    def sizes(self) -> dict[str, int]:
+        """The number of elements of each trained variable, by name."""
         variables = enumerate(self.optimizer._trainable_variables)
-        sizes = {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
-        self.engine.feedback.check(state, sizes, "variables")
+        return {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
 
 
 def _aligned(size: int) -> Array:

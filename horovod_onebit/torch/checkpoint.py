@@ -1,7 +1,5 @@
 """Checkpoints that lose nothing: weights and optimizer state once, the error feedback of every worker.
 
-What is known of gradients in few bits is learned again.
-
 The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them;
 what it does not know by itself (NumPy's values, paths) is stored in plain types by ``checkpoints.extra``.
 """
@@ -22,8 +20,10 @@ import torch
 from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints import FORMAT, Shared
 from horovod_onebit.checkpoints.extra import Packer, unpack
+from horovod_onebit.coded import Learned
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.agreement import meet
+from horovod_onebit.torch.coded import Coded
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
@@ -73,7 +73,7 @@ def load_checkpoint(
     """Load the last complete checkpoint of ``folder`` on all workers; returns ``extra``. Collective.
 
     With as many workers as saved it, the run continues bit for bit. With another number, the residuals of all workers
-    are redistributed. Where gradients travel in few bits (``Recipe.warmup``, ``Gradients``), ten steps are exact first.
+    are redistributed, and where gradients travel in few bits (``Recipe.warmup``, ``Gradients``), ten steps are exact.
 
     Args:
         folder: where ``save_checkpoint`` saved.
@@ -147,6 +147,11 @@ class _Torch(checkpoints.Face):
                 "checkpoints are of the whole world, and this optimizer's process_set or process_group is a part of it"
             )
 
+    @property
+    def _coded(self) -> Coded | None:
+        """Gradients in few bits."""
+        return self.optimizer._gradients.coded
+
     def gather(self, value: Any) -> list[Any]:
         return self.transport.allgather_object(value, "onebit.checkpoint")
 
@@ -178,7 +183,8 @@ class _Torch(checkpoints.Face):
         own = compressor.engine.residuals()
         feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         state = PACKER.pack(compressor.own_state(), "optimizer")
-        content = {**own, "feedback": feedback, "optimizer": state, "residuals": self.kind}
+        gradients = _converted(self._coded.state() if self._coded is not None else None, torch.from_numpy)
+        content = {**own, "feedback": feedback, "optimizer": state, "residuals": self.kind, "gradients": gradients}
         _write({"format": FORMAT, "key": key, "worker": self.rank, **content}, path)
 
     def write_shared(self, path: Path, key: str, extra: Any) -> None:
@@ -193,7 +199,9 @@ class _Torch(checkpoints.Face):
     def read_own(self, path: Path, key: str) -> Residuals:
         saved = _read(path, key)
         own = unpack(saved.get("optimizer"), torch.Tensor.numpy)  # earlier versions have none
-        return saved | {"feedback": {n: value.numpy() for n, value in saved["feedback"].items()}, "optimizer": own}
+        gradients = _converted(saved.get("gradients"), torch.Tensor.numpy)  # nor these
+        feedback = {n: value.numpy() for n, value in saved["feedback"].items()}
+        return saved | {"feedback": feedback, "optimizer": own, "gradients": gradients}
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         def shared(one: Residuals) -> Residuals:
@@ -206,11 +214,13 @@ class _Torch(checkpoints.Face):
         content = {"model": named_as_in(self.model, saved["model"]), "optimizer": saved["optimizer"]}
         return Shared(content, _take_out(content, []), saved["extra"])
 
-    def check(self, about: Any, feedback: Any) -> None:
+    def check(self, about: Any, own: Residuals) -> None:
         check_model(self.model, about["model"])
         check_optimizer(self.optimizer._parameters, about["optimizer"])
         parameters = self.optimizer._parameters
-        parameters.engine.feedback.check(feedback, parameters.residual_sizes(), "parameters")
+        parameters.engine.feedback.check(own["feedback"], parameters.residual_sizes(), "parameters")
+        if self._coded is not None:
+            self._coded.check(own["gradients"])
 
     def keep(self) -> Sequence[Callable[[], None]]:
         model, optimizer = self.model, self.optimizer
@@ -250,6 +260,15 @@ class _Torch(checkpoints.Face):
             {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
         )
         self.optimizer._compressor.weigh(Weighing.saved(own))
+        if self._coded is not None:
+            self._coded.load(own["gradients"])
+
+
+def _converted(saved: Learned | None, convert: Callable[[Any], Any]) -> Learned | None:
+    """``saved`` with its arrays converted."""
+    if saved is None:
+        return None
+    return saved | {key: {name: convert(one) for name, one in saved[key].items()} for key in ("units", "feedback")}
 
 
 def _check_kind(model: Any) -> None:

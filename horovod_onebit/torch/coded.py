@@ -1,8 +1,8 @@
 """Gradients that are averaged in few bits in the warm-up (``Recipe.warmup``), on their way during the backward pass.
 
-What they are in units of is not saved: a run that is resumed in its warm-up, or loads a state, takes the exact steps
-again of which it is learned. Gradients on a GPU are worked on there, where the CUDA kernels can; all others are float32
-in the host's memory.
+What they are in units of is saved in checkpoints, and not in the optimizer's state: a run that loads such a state takes
+the exact steps again of which it is learned. Gradients on a GPU are worked on there, where the CUDA kernels can; all
+others are float32 in the host's memory.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod_onebit.coded import FIRST, CodedMean
+from horovod_onebit.coded import FIRST, CodedMean, Learned
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
 from horovod_onebit.rules import Tensor
@@ -148,6 +148,21 @@ class Coded:
         self._mean.forget_world()
         self._averaged = []
         self.over()
+
+    def state(self) -> Learned | None:
+        """See ``CodedMean.state``."""
+        return self._mean.state() if self._loads == self._parameters.loads else None
+
+    def load(self, saved: Learned | None) -> None:
+        """See ``CodedMean.load``."""
+        self._mean.load(saved)
+        self._averaged, self._loads = [], self._parameters.loads
+        self.over()
+
+    def check(self, saved: Learned | None) -> None:
+        """See ``CodedMean.check``."""
+        parameters = self._parameters
+        self._mean.check(saved, {parameters.names[p]: p.numel() for p in parameters.ordered()})
 
     def _unit(self, p: torch.Tensor) -> Tensor:
         """What the core keeps of ``p``; nothing yet since a state was loaded."""

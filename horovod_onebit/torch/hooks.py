@@ -113,6 +113,11 @@ class Gradients:
         if codes(engine.recipe):
             self._coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
 
+    @property
+    def coded(self) -> Coded | None:
+        """Gradients in few bits."""
+        return self._coded
+
     # -- the hook -------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:

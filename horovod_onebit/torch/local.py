@@ -381,6 +381,7 @@ def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
 class OwnGradients:
     """Gradients that stay this worker's own: what ``Agreement`` and others ask of those that travel."""
 
+    coded = None
     where = Where.NOWHERE
     automatic = True
     generation = ""

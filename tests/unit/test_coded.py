@@ -78,6 +78,53 @@ def test_replicas_are_equal_and_both_kernels_agree(bits, exchange, workers):
     np.testing.assert_allclose(cpu[0][1], reference[0][1], atol=1e-4)
 
 
+@pytest.mark.parametrize("learned", [3, FIRST])
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_what_was_learned_is_saved(exchange, learned):
+    """While it learns, or after steps in few bits: another one goes on from there, bit for bit."""
+
+    def worker(collectives):
+        recipe, sizes = dataclasses.replace(TWO, exchange=exchange), {"long": 5003, "even": 2048}
+        first, again = (CodedMean(Engine(recipe, collectives, name=name)) for name in ("first", "again"))
+        rng = np.random.default_rng([3, collectives.rank])
+        assert first.state() is None
+        for _ in range(learned if learned < FIRST else FIRST + 5):
+            run(first.average(gradients(rng, sizes)))
+        saved = first.state()
+        again.check(saved, sizes)
+        again.load(saved)
+        for _ in range(20):
+            grads = gradients(rng, sizes)
+            found = [run(one.average(grads))[0] for one in (first, again)]
+            for name in sizes:
+                np.testing.assert_array_equal(found[0][name], found[1][name])
+        again.load(None)
+        assert again.fresh
+
+    simulation.run(worker, 3)
+
+
+@pytest.mark.parametrize(
+    ("damage", "text"),
+    [
+        (lambda saved: saved["units"].update(long=np.zeros(5, f32)), "'long': got 5 elements, expected 5003"),
+        (lambda saved: saved["units"]["long"].fill(np.nan), "NaN or Inf"),
+        (lambda saved: saved["feedback"].update(other=np.zeros(5, f32)), "does not have: .'other'"),
+        (lambda saved: saved["seen"].clear(), "not complete"),
+    ],
+)
+def test_what_was_learned_of_another_model_is_refused(damage, text):
+    def worker(collectives):
+        coded = CodedMean(Engine(TWO, collectives))
+        run(coded.average({"long": np.ones(5003, f32)}))
+        saved = coded.state()
+        damage(saved)
+        with pytest.raises(ConfigurationError, match=text):
+            coded.check(saved, {"long": 5003})
+
+    simulation.run(worker, 1)
+
+
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
     """The sum of the means that are given is that of the gradients, but for a few of them."""
