@@ -19,9 +19,12 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import get_args
 
 from rich.console import Console
 
+from horovod_onebit.coded import FIRST
+from horovod_onebit.recipe import WarmupName
 from jobs import link, report
 from jobs.options import TASKS
 from jobs.processes import ROOT, guarded, result, started
@@ -78,7 +81,7 @@ def _job(args: argparse.Namespace, compression: str, seed: int, metrics: Path) -
     return [
         sys.executable, str(ROOT / args.framework / "train.py"), "--task", args.task, "--compression", compression,
         "--seed", str(seed), "--steps", str(args.steps), "--warmup-steps", str(args.warmup_steps),
-        "--recipe", args.recipe, "--metrics", str(metrics), *often, *args.more,
+        "--warmup", args.warmup, "--recipe", args.recipe, "--metrics", str(metrics), *often, *args.more,
     ]  # fmt: skip
 
 
@@ -103,7 +106,8 @@ def network_of(args: argparse.Namespace) -> tuple[list[str], str]:
 def introduce(console: Console, args: argparse.Namespace, network: Sequence[str], reason: str) -> None:
     """Say what is going to happen, and for how long."""
     ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
-    exact = f" One bit begins after {args.warmup_steps} exact steps." if "onebit" in args.compressions else ""
+    few = "" if args.warmup == "exact" else f", all but the first {FIRST} in {args.warmup.replace('_', ' ')}s"
+    exact = f" One bit begins after {args.warmup_steps} steps{few}." if "onebit" in args.compressions else ""
     console.print(
         f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} over {LAUNCHERS[args.launcher]} on "
         f"{args.np} processes, for {args.steps} steps each time, with gradients of {ways}.{exact}",
@@ -181,6 +185,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="robust")
     add("--steps", type=int, default=STEPS)
     add("--warmup-steps", type=int, default=WARMUP)
+    add("--warmup", choices=get_args(WarmupName), default="three_bit", help="how gradients travel before one bit")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--np", type=int, default=2, help="processes")
     add("--backend", choices=("gloo", "mpi"), default="gloo")

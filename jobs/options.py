@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
+
+from horovod_onebit.recipe import Recipe, WarmupName, resolve
 
 
 @dataclass(frozen=True)
@@ -39,6 +42,7 @@ class Options:
     compression: str
     recipe: str
     warmup_steps: int
+    warmup: str
     steps: int
     batch_size: int
     lr: float
@@ -71,8 +75,9 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         "--warmup-steps",
         type=int,
         default=100,
-        help="for onebit: exact steps before it; for zero_one_adam: var_freeze_step",
+        help="for onebit: steps before it; for zero_one_adam: var_freeze_step",
     )
+    add("--warmup", choices=get_args(WarmupName), default="exact", help="for onebit: how their gradients travel")
     add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=0, help="for each worker; 0 is the task's own")
     add("--lr", type=float, default=0.0, help="0 is the task's and optimizer's own")
@@ -107,6 +112,11 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     if args["save_weights"] and "{rank}" not in args["save_weights"]:
         parser.error(f"--save-weights {args['save_weights']}: expected {{rank}} in the name, one file for each worker")
     return Options(**args)
+
+
+def recipe_of(options: Options) -> Recipe:
+    """The recipe of one bit, with its warm-up."""
+    return replace(resolve(options.recipe), warmup=options.warmup)
 
 
 def learning_rate(options: Options, step: int) -> float:

@@ -12,6 +12,7 @@ from typing import Any
 
 from rich.table import Table
 
+from horovod_onebit.coded import FIRST
 from horovod_onebit.recipe import resolve
 from horovod_onebit.tools import planner, show
 
@@ -138,12 +139,15 @@ def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
         )
     )  # fmt: skip
     exact, half = (next(e.step for e in plan.estimates if e.way == way) for way in planner.UNCOMPRESSED)
-    total, warmup = (int(final["config"][key]) for key in ("steps", "warmup_steps"))
-    warmup = min(warmup, total)
+    config = runs[-1].final["config"]
+    total = int(config["steps"])
+    warmup = min(int(config["warmup_steps"]), total)
+    few = 0.0 if plan.warmup is None or config["warmup"] == "exact" else plan.warmup.step
+    first = min(FIRST, warmup) if few else warmup
     seconds = {
         "none": total * exact,
         "fp16": total * half,
-        "onebit": warmup * exact + (total - warmup) * plan.unaware.step,
+        "onebit": first * exact + (warmup - first) * few + (total - warmup) * plan.unaware.step,
     }
     return [f"{seconds[kind]:.1f}" for kind in kinds(runs)]
 

@@ -27,7 +27,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, OnebitError, UnsupportedError
 from jobs.data import Task, load
 from jobs.metrics import Metrics
-from jobs.options import Options, learning_rate, parse
+from jobs.options import Options, learning_rate, parse, recipe_of
 from jobs.report import dense_bytes
 
 
@@ -43,7 +43,7 @@ def distributed_optimizer(options: Options) -> Any:
         kind(**arguments),
         compression=hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
         warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
-        recipe=options.recipe,
+        recipe=recipe_of(options),
     )
 
 

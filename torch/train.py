@@ -23,7 +23,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, OnebitError
 from jobs.data import Task, load
 from jobs.metrics import Metrics
-from jobs.options import Options, learning_rate, parse
+from jobs.options import Options, learning_rate, parse, recipe_of
 from jobs.report import dense_bytes
 
 
@@ -42,7 +42,7 @@ def distributed(options: Options, model: torch.nn.Module) -> tuple[torch.nn.Modu
         start: dict[str, Any] = {"warmup_steps": options.warmup_steps}
         if options.optimizer == "zero_one_adam":
             start = {"schedule": onebit.ZeroOne(options.warmup_steps, 4, max(options.steps // 10, 1), 16)}
-        optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), recipe=options.recipe, **start)
+        optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), recipe=recipe_of(options), **start)
         replica = model
     else:
         replica, optimizer = world.averaged(model, optimizer, half=options.compression == "fp16")
