@@ -1,5 +1,6 @@
 """What is about ``torch.distributed`` itself, on every rank of a torchrun job."""
 
+import gc
 import os
 import sys
 from contextlib import nullcontext, suppress
@@ -80,6 +81,25 @@ def test_wrong_groups_are_named():
         wrap(Net(), wrapping={"process_group": dist.group.WORLD, "process_set": 1})
     train(model := Net(), wrap(model, wrapping={"process_group": mesh["dp"]}), 2)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [("exact", 3), ("three_bit", 12)])
+def test_groups_of_optimizers_that_are_gone_are_destroyed(warmup, steps):
+    """Workers that collect garbage at different times destroy the same groups."""
+    counts = []
+    for number in range(20 if warmup == "exact" else 8):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=steps - 1, recipe=Recipe(bucket_size=2048, warmup=warmup))
+        train(model, optimizer, steps)
+        if number % SIZE == RANK:
+            left = optimizer, model  # until the next time, and in a circle
+            optimizer.left = left
+        else:
+            del model, optimizer
+            gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert max(counts) - counts[0] <= 30, counts
+    assert_replicas_equal(Net())
 
 
 # -- other averages ---------------------------------------------------------------------------------------------------
