@@ -173,7 +173,9 @@ class HorovodTransport:
     def lane(self) -> None:
         """None: messages are paired by their names, and may leave at any time."""
 
-    def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> Pending:
+    def allreduce(
+        self, tensor: torch.Tensor, name: str, *, in_place: bool, lane: None = None, **reduction: Any
+    ) -> Pending:
         check_memory(tensor)
         operation = hvd.allreduce_async_ if in_place else hvd.allreduce_async
         return Pending(operation(tensor, name=name, process_set=self.process_set, **reduction))
