@@ -155,7 +155,7 @@ class InOrder(ByName):
         """The next group does."""
         number = len(self._started)
         flat = torch.cat([gradient_of(p).reshape(-1) for p in self._groups[number]])
-        self._started[number] = self.allreduce(flat, f"{generation}.{number}", lane=self._lane)
+        self._started[number] = self.allreduce(flat, f"means.{generation}.{number}", lane=self._lane)
         start(self._started[number][0])
 
     def _arrive(self) -> Task[None]:
