@@ -82,7 +82,10 @@ class Gradients:
     Attributes:
         automatic: ``step()`` synchronizes.
         passes: backward passes that make a step.
+        recallable: see ``agreement.Compared``.
     """
+
+    recallable = True
 
     def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
         self._parameters = parameters
