@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError, TransportError
 from horovod_onebit.face import host_number
-from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
+from horovod_onebit.torch.collectives import Gathered, moved, reader, tensor_of
 from horovod_onebit.torch.private import timeout_of
 from horovod_onebit.torch.transport import Op
 
@@ -154,7 +154,7 @@ class DistributedCollectives:
             parts = list(result.split(tensor.numel())) if tensor.numel() else [result] * self.size
             return dist.all_gather(parts, tensor, group=self.groups.of(tensor), async_op=True), result
 
-        return self._held(name, begin, torch.Tensor.numpy if isinstance(array, np.ndarray) else Gathered)
+        return self._held(name, begin, reader(array, Gathered))
 
     def alltoall(self, array: Any, name: str) -> _Held:
         def begin() -> tuple[Any, Any]:
@@ -162,7 +162,7 @@ class DistributedCollectives:
             result = torch.empty_like(tensor)
             return dist.all_to_all_single(result, tensor, group=self.groups.of(tensor), async_op=True), result
 
-        return self._held(name, begin, torch.Tensor.numpy if isinstance(array, np.ndarray) else moved)
+        return self._held(name, begin, reader(array, moved))
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Held:
         def begin() -> tuple[Any, Any]:
