@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
-from tests.ranks.world import collectives, needs_horovod, world
+from tests.ranks.world import OVER_TORCH, collectives, needs_horovod, world
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -134,6 +134,8 @@ def test_a_broadcast_that_one_worker_makes_alone(call):
 @pytest.mark.parametrize("warmup", [2, 20])
 def test_two_optimizers_that_are_stepped_in_another_order(warmup):
     """The error is of both, on all workers; then training can continue."""
+    if warmup == 2 and not OVER_TORCH:
+        pytest.skip("Horovod waits for ever for the other workers' part of a message, and join() finds it")
     models = [Net(0), Net(1)]
     optimizers = [wrap(model, warmup_steps=warmup, recipe=Recipe(bucket_size=2048)) for model in models]
     for model, optimizer in zip(models, optimizers, strict=True):
