@@ -36,8 +36,13 @@ KEPT = 20
 
 # NAME:N takes part in N rounds at most: there a turn takes a minute or so.
 ALL = (
-    "no communication", "horovod fp32", "horovod fp16", "ddp fp32", "ddp fp16", "ddp powersgd 1", "ddp powersgd 4",
-    "onebit", "onebit no overlap", "onebit torch.distributed", "gradients in three bits",
+    "no communication", "horovod fp32", "horovod fp16", "ddp fp32", "ddp fp16", "ddp bf16", "ddp powersgd 1",
+    "ddp powersgd 4", "onebit", "onebit no overlap", "onebit torch.distributed", "exact torch.distributed",
+    "gradients in three bits",
+)  # fmt: skip
+BOTH = (
+    "no communication", "horovod fp32", "horovod fp16", "ddp fp32", "ddp fp16", "ddp bf16", "ddp powersgd 1", "onebit",
+    "onebit torch.distributed", "gradients in three bits",
 )  # fmt: skip
 FEW = (
     "no communication", "horovod fp32", "horovod fp16", "ddp powersgd 1", "onebit", "onebit torch.distributed",
@@ -95,9 +100,9 @@ SETTINGS = (
     Setting(2, "1gbit", "25M", ALL, seconds=180, exchange=40),
     Setting(2, "1gbit", "1M", ALL, steps=10, seconds=60),
     Setting(2, "1gbit", "110M", FEW, seconds=120, exchange=60),
-    Setting(2, "100mbit", "1M", FEW, steps=2, seconds=45),
-    Setting(2, "100mbit", "25M", FEW, seconds=150, exchange=60),
-    Setting(2, "10gbit", "25M", FEW, steps=2, seconds=60),
+    Setting(2, "100mbit", "1M", BOTH, steps=2, seconds=60),
+    Setting(2, "100mbit", "25M", BOTH, seconds=300, exchange=60),
+    Setting(2, "10gbit", "25M", BOTH, steps=2, seconds=90),
     Setting(3, "1gbit", "25M", MANY, seconds=60, yields=True),
     Setting(4, "1gbit", "25M", MANY, seconds=60, yields=True),
 )

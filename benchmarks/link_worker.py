@@ -34,6 +34,8 @@ def build(model: str) -> torch.nn.Module:
     return torch.nn.Sequential(*(torch.nn.Linear(width, width) for _ in range(layers)))
 
 
+AUTO = Recipe(exchange="auto")
+
 Make = Callable[[str, torch.Tensor, str], Way]
 """A way to train of the model's name, the data and the way's own name; its first steps are taken. Collective."""
 
@@ -91,12 +93,11 @@ def horovod(compression: Any) -> Make:
     return make
 
 
-def ours(*, over_torch: bool = False, **options: Any) -> Make:
+def ours(*, over_torch: bool = False, recipe: str | Recipe = AUTO, **options: Any) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
-        arguments = {"exchange": "auto", "warmup_steps": 1} | options
+        arguments = {"warmup_steps": 1} | options
         over = {"process_group": dist.group.WORLD} if over_torch else {"process_set": hvd.global_process_set}
-        recipe = Recipe(exchange=arguments.pop("exchange"))
         optimizer = onebit.DistributedOptimizer(adamw(model), named(way, model), recipe=recipe, **over, **arguments)
         return every_step(model, optimizer, data, first=3)  # of which one is exact
 
@@ -153,20 +154,27 @@ def powersgd(module: torch.nn.Module, rank: int, start: int) -> DistributedDataP
     return model
 
 
+HOOKS: dict[str | None, Any] = {
+    "fp16": default_hooks.fp16_compress_hook,
+    # Without NCCL, DistributedDataParallel refuses this hook by its name, although Gloo sums bfloat16.
+    "bf16": lambda state, bucket: default_hooks.bf16_compress_hook(state, bucket),
+}
+
+
 def ddp(hook: str | None, rank: int = 0) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         module = build(name)
         model = (
             powersgd(module, rank, start=2) if hook == "powersgd" else DistributedDataParallel(module, bucket_cap_mb=25)
         )
-        if hook == "fp16":
-            model.register_comm_hook(None, default_hooks.fp16_compress_hook)
+        if hook in HOOKS:
+            model.register_comm_hook(None, HOOKS[hook])
         return every_step(model, adamw(module), data, first=3)  # PowerSGD begins with the third
 
     return make
 
 
-OVER_TORCH = "onebit torch.distributed"
+OVER_TORCH = "torch.distributed"
 
 WAYS: dict[str, Make] = {
     "no communication": alone,
@@ -174,13 +182,15 @@ WAYS: dict[str, Make] = {
     "horovod fp16": horovod(hvd.Compression.fp16),
     "ddp fp32": ddp(None),
     "ddp fp16": ddp("fp16"),
+    "ddp bf16": ddp("bf16"),
     "ddp powersgd 1": ddp("powersgd", 1),
     "ddp powersgd 4": ddp("powersgd", 4),
-    "onebit": ours(exchange="auto"),
-    "onebit direct": ours(exchange="direct"),
-    "onebit two-stage": ours(exchange="two_stage"),
-    "onebit no overlap": ours(exchange="auto", overlap=False),
-    OVER_TORCH: ours(over_torch=True),
+    "onebit": ours(),
+    "onebit direct": ours(recipe=Recipe(exchange="direct")),
+    "onebit two-stage": ours(recipe=Recipe(exchange="two_stage")),
+    "onebit no overlap": ours(overlap=False),
+    f"onebit {OVER_TORCH}": ours(over_torch=True),
+    f"exact {OVER_TORCH}": ours(over_torch=True, recipe="exact"),
     "gradients in three bits": gradients,
     "onebit local 8": local(8),
     "onebit local 16": local(16),
@@ -223,7 +233,7 @@ def main() -> None:
     torch.set_num_threads(1)
     hvd.init()
     take_core(hvd.rank())
-    if any(way.startswith("ddp") or way == OVER_TORCH for way in options.ways):
+    if any(way.startswith("ddp") or way.endswith(OVER_TORCH) for way in options.ways):
         start_gloo(options.hosts)
     _, width, batch = MODELS[options.model]
     data = torch.randn(batch, width, generator=torch.Generator().manual_seed(hvd.rank()))

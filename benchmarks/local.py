@@ -3,7 +3,8 @@
     python -m benchmarks.local [--anyway] [--json benchmarks/results/local.json]
 
 Nanoseconds a parameter, two workers on this machine: Horovod's allreduce and reduce-scatter, and the alltoall that
-``hierarchical`` uses with the addition that follows it; an allgather of a bit a parameter for comparison.
+``hierarchical`` uses with the addition that follows it; an allgather of a bit a parameter for comparison. The same over
+``torch.distributed``, by Gloo in both jobs, with the sums in 16 bits of the hooks of ``DistributedDataParallel``.
 """
 
 from __future__ import annotations

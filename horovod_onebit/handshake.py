@@ -30,6 +30,7 @@ CALLS = (
     "flush",
     "save_checkpoint() or load_checkpoint",
     "broadcast_optimizer_state",
+    "broadcast_parameters",
 )
 """Calls of the PyTorch face that all workers must make together, in the same order."""
 

@@ -118,7 +118,7 @@ def apart(what):
 
 
 @pytest.mark.parametrize("phase", ["", "_in_warmup"])
-@pytest.mark.parametrize("what", ["dies", "sleeps"])
+@pytest.mark.parametrize("what", ["dies", "dies_in_backward", "sleeps"])
 def test_a_worker_that_is_missing_is_an_error_that_names_the_call(what, phase):
     first, _ = apart(what + phase)
     assert first.startswith("TransportError after")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import threading
 import weakref
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from itertools import chain
@@ -27,6 +28,15 @@ class _Threads:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._last: Any = None  # the last thread
+        self.agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
+
+    def refuse(self, agreement: Agreement | None = None) -> None:
+        """All workers have found that they disagree, in an ``agreement`` of an optimizer or without one. It need not be
+        of the same optimizer on all: what any optimizer has begun is dropped, so that all workers count alike. Local.
+        """
+        for each in list(self.agreements):
+            if each is agreement or each.gradients.recallable:
+                each.gradients.refuse()
 
     def enter(self, agreement: Agreement) -> None:
         """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
@@ -44,16 +54,26 @@ class _Threads:
         self._lock.release()
 
 
-_threads: dict[int, _Threads] = {}
+_threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
 
 def meet(call: str, transport: Transport) -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
-    run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, ""))
+    try:
+        run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, ""))
+    except DesyncError:
+        _threads[transport.number].refuse()
+        raise
 
 
 class Compared(Protocol):
-    """The gradients of one optimizer, as far as the workers' agreement is about them; see ``Gradients``."""
+    """The gradients of one optimizer, as far as the workers' agreement is about them; see ``Gradients``.
+
+    Attributes:
+        recallable: what was begun may be dropped at any time, if all workers do so.
+    """
+
+    recallable: bool
 
     def edited(self) -> bool: ...
 
@@ -84,7 +104,7 @@ class Agreement:
     ) -> None:
         self._engine = engine
         self._parameters = parameters
-        self._gradients = gradients
+        self.gradients = gradients
         self._options = options
         self._collectives = transport.agreement()
         self.name = agreement_name(transport.number)
@@ -93,7 +113,8 @@ class Agreement:
         self._begun = False  # since ``told``
         self._facts: Callable[[], handshake.Facts] = dict  # of the agreement that is under way
         self.thread: weakref.ref[threading.Thread] | None = None  # the one that used it last
-        self._threads = _threads.setdefault(transport.number, _Threads())
+        self._threads = _threads[transport.number]
+        self._threads.agreements.add(self)
 
     def start(
         self,
@@ -109,8 +130,8 @@ class Agreement:
         must be the same on all workers, ``gradients`` what averaged gradients are now,
         ``replicas`` checksums of weights and state, if they are compared now.
         """
-        edited = self._gradients.edited()
-        setup = f"{self._parameters.describe()} {self._gradients.describe()} {self._options}"
+        edited = self.gradients.edited()
+        setup = f"{self._parameters.describe()} {self.gradients.describe()} {self._options}"
         hyperparameters = f"{self._parameters.hyperparameters()} {options}"
         self._facts = functools.partial(self._in_words, call, options or {}, gradients, replicas or {})
         self._threads.enter(self)
@@ -137,7 +158,7 @@ class Agreement:
                 self._begun = True  # around this, nobody has to be told again
                 with suppress(DesyncError):
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
-                    self._gradients.refuse()  # all workers have found the same
+                    self._threads.refuse(self)  # all workers have found the same
             raise
 
     def finish(self) -> Verdict:
@@ -154,17 +175,17 @@ class Agreement:
             verdict = self._verdict = handshake.read_agreement(total, self._engine.collectives.size)
         except Mismatch as error:
             facts = self._facts()  # before what has been sent is taken back
-            self._gradients.refuse()
+            self._threads.refuse(self)
             raise (yield from handshake.named(error, facts, self._collectives, self.name)) from None
         except DesyncError:
-            self._gradients.refuse()
+            self._threads.refuse(self)
             raise
         finally:
             self._threads.leave()
         if verdict.edited:
-            self._gradients.send_late("gradients change between backward() and step()", averages=True)
+            self.gradients.send_late("gradients change between backward() and step()", averages=True)
             if self._parameters.phase is Phase.COMPRESSED:
-                self._gradients.refuse()
+                self.gradients.refuse()
                 raise ConfigurationError(
                     f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
                     "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
@@ -178,10 +199,10 @@ class Agreement:
     ) -> handshake.Facts:
         """What ``start`` has told the others."""
         arguments = {"check_replicas_every": self._options}
-        facts: dict[str, Any] = {"arguments": self._engine.arguments() | self._gradients.arguments() | arguments}
+        facts: dict[str, Any] = {"arguments": self._engine.arguments() | self.gradients.arguments() | arguments}
         for kind, found in chain(self._parameters.facts().items(), options.items()):
             facts[kind] = {**facts.get(kind, {}), **found}
-        facts["progress"] |= {"compressed steps": self._engine.exchanges, "steps given up": self._gradients.generation}
+        facts["progress"] |= {"compressed steps": self._engine.exchanges, "steps given up": self.gradients.generation}
         averaged = {"what was done to the averaged gradients": gradients}
         return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 
@@ -193,7 +214,7 @@ class Agreement:
             run(handshake.meet(self._collectives, self.name, call, engine.name if setup is None else setup))
         except DesyncError:
             self._begun = True  # nobody has to be told: all have found it
-            self._gradients.refuse()
+            self._threads.refuse(self)
             raise
         finally:
             self._threads.leave()

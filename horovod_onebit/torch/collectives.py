@@ -61,3 +61,8 @@ def tensor_of(array: Any) -> torch.Tensor:
     """What shares the memory of ``array``, which is in that of the host or of a GPU."""
     there = hasattr(array, "__cuda_array_interface__")
     return torch.as_tensor(array, device="cuda") if there else torch.from_numpy(np.asarray(array))
+
+
+def reader(array: Any, there: Callable[[torch.Tensor], Any]) -> Callable[[torch.Tensor], Any]:
+    """What makes of the tensor that has arrived for ``array`` what the core reads: ``there`` if that is on a GPU."""
+    return torch.Tensor.numpy if isinstance(array, np.ndarray) else there

@@ -12,9 +12,11 @@ from __future__ import annotations
 import atexit
 import functools
 import time
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -24,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError, TransportError
 from horovod_onebit.face import host_number
-from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
+from horovod_onebit.torch.collectives import Gathered, moved, reader, tensor_of
 from horovod_onebit.torch.private import timeout_of
 from horovod_onebit.torch.transport import Op
 
@@ -50,13 +52,16 @@ def _named(call: str) -> Iterator[None]:
         ) from error
 
 
-class _Held:
-    """A collective that ``begin`` starts, which returns its work and its result. PyTorch pairs by order: whether a
-    worker continues must not depend on when messages arrive."""
+Begin = Callable[[], tuple[Any, Any]]
 
-    def __init__(self, name: str, begin: Callable[[], tuple[Any, Any]]) -> None:
-        self._name = name
-        self._begin: Callable[[], tuple[Any, Any]] | None = begin
+
+class _Held:
+    """A collective that ``begin`` starts, which returns its work and its result; ``finish`` makes of that what ``wait``
+    gives. PyTorch pairs by order: whether a worker continues must not depend on when messages arrive."""
+
+    def __init__(self, name: str, begin: Begin, finish: Callable[[Any], Any] = lambda result: result) -> None:
+        self._name, self._finish = name, finish
+        self._begin: Begin | None = begin
 
     def ready(self) -> bool:
         return False
@@ -72,35 +77,6 @@ class _Held:
         with _named(self._name):
             self._work.wait()
         return self._finish(self._result)
-
-    def _finish(self, result: Any) -> Any:
-        return result
-
-
-class _Array(_Held):
-    def _finish(self, result: torch.Tensor) -> Any:
-        return result.numpy()
-
-
-class _Gathering(_Held):
-    def _finish(self, result: torch.Tensor) -> Any:
-        return Gathered(result)
-
-
-class _Moving(_Held):
-    def _finish(self, result: torch.Tensor) -> Any:
-        return moved(result)
-
-
-class _Scaled(_Held):
-    """A sum that is multiplied by ``factor``."""
-
-    def __init__(self, name: str, begin: Callable[[], tuple[Any, Any]], factor: float) -> None:
-        super().__init__(name, begin)
-        self._factor = factor
-
-    def _finish(self, result: torch.Tensor) -> torch.Tensor:
-        return result if self._factor == 1.0 else result.mul_(self._factor)
 
 
 @dataclass(frozen=True)
@@ -118,76 +94,88 @@ class _Groups:
     nccl: bool
 
     @classmethod
-    def of(cls, group: Any) -> _Groups:
+    def given(cls, group: Any) -> _Groups:
         """For the workers of ``group``. Collective: the whole world's are made; other ranks would have to call this,
         too, to make groups of a part of it, so that this part shares ``group``."""
         _wait_at_the_end()
         ranks, backends = dist.get_process_group_ranks(group), str(dist.get_backend_config(group))
-        nccl = "cuda:nccl" in backends
+        shared = cls(ranks, group, group, "cuda:nccl" in backends)
         if len(ranks) == dist.get_world_size():
-            return cls.make([ranks], timeout_of(group), nccl=nccl)
+            return shared.others([ranks])
         if "cpu:gloo" not in backends:
             raise ConfigurationError(
                 f"process_group is a part of all workers, over {backends}; what is in the host's memory needs Gloo: "
                 "make it by torch.distributed.new_group(ranks, backend='cpu:gloo,cuda:nccl')"
             )
-        return cls(ranks, group, group, nccl)
+        return shared
 
-    @classmethod
-    def make(cls, all_ranks: Sequence[Sequence[int]], timeout: Any, *, nccl: bool) -> _Groups:
-        """That of ``all_ranks`` which this worker is in; all workers of the world make the same. Collective."""
+    def others(self, all_ranks: Sequence[Sequence[int]], *, nccl: bool = True) -> _Groups:
+        """New ones with this timeout: those of ``all_ranks`` which this worker is in; with ``nccl`` if these have it.
+        Collective: all workers of the world make the same."""
+        timeout, nccl = timeout_of(self.host), nccl and self.nccl
 
-        def group(backend: str) -> Any:
+        def made(backend: str) -> Any:
             with _named(f"new groups over {backend}"):
-                made = [dist.new_group(sorted(ranks), timeout=timeout, backend=backend) for ranks in all_ranks]
-            return next(one for one in made if one != dist.GroupMember.NON_GROUP_MEMBER)
+                all_of_them = [dist.new_group(sorted(r), timeout=timeout, backend=backend) for r in all_ranks]
+            return next(one for one in all_of_them if one != dist.GroupMember.NON_GROUP_MEMBER)
 
         own = next(sorted(ranks) for ranks in all_ranks if dist.get_rank() in ranks)
-        host = group("gloo")
-        return cls(own, host, group("nccl") if nccl else host, nccl)
+        host = made("gloo")
+        return _Groups(own, host, made("nccl") if nccl else host, nccl)
+
+    def of(self, tensor: torch.Tensor) -> Any:
+        """The one that carries ``tensor``."""
+        return self.device if tensor.is_cuda else self.host
+
+    def destroy(self) -> None:
+        """Drop what is under way: another worker would wait for what this one will not start. Local."""
+        for group in {self.host, self.device}:
+            group.abort()
+            dist.destroy_process_group(group)
 
 
 class DistributedCollectives:
-    """One process's view of the workers of ``groups``; what they exchange is started when it is released or waited for.
+    """One process's view of the workers of ``groups``; what they exchange is started when it is released or waited for,
+    or at once if it is ``eager``: what every worker starts, whatever it believes. ``host``: see ``Collectives``."""
 
-    ``own`` is the group that carries what is in the host's memory; ``number`` and ``many``: see ``host``.
-    """
-
-    def __init__(self, groups: _Groups, own: Any, number: int = 0, many: int = 1) -> None:
-        self._groups, self._own, self._host = groups, own, (number, many)
+    def __init__(self, groups: _Groups, host: tuple[int, int] = (0, 1), *, eager: bool = False) -> None:
+        self.groups, self._host, self._eager = groups, host, eager
         self._by_host: dict[str, tuple[DistributedCollectives, DistributedCollectives]] = {}
-        self.rank, self.size = dist.get_rank(own), dist.get_world_size(own)
+        self.rank, self.size = dist.get_rank(groups.host), len(groups.ranks)
 
     @property
     def takes_device_memory(self) -> bool:
-        return self._groups.nccl
-
-    def _group(self, array: Any) -> Any:
-        return self._own if isinstance(array, np.ndarray) else self._groups.device
+        return self.groups.nccl
 
     def allgather(self, array: Any, name: str) -> _Held:
         def begin() -> tuple[Any, Any]:
             tensor = tensor_of(array)
             result = tensor.new_empty(self.size * tensor.numel())
             parts = list(result.split(tensor.numel())) if tensor.numel() else [result] * self.size
-            return dist.all_gather(parts, tensor, group=self._group(array), async_op=True), result
+            return dist.all_gather(parts, tensor, group=self.groups.of(tensor), async_op=True), result
 
-        return (_Array if isinstance(array, np.ndarray) else _Gathering)(name, begin)
+        return self._held(name, begin, reader(array, Gathered))
 
     def alltoall(self, array: Any, name: str) -> _Held:
         def begin() -> tuple[Any, Any]:
             tensor = tensor_of(array)
             result = torch.empty_like(tensor)
-            return dist.all_to_all_single(result, tensor, group=self._group(array), async_op=True), result
+            return dist.all_to_all_single(result, tensor, group=self.groups.of(tensor), async_op=True), result
 
-        return (_Array if isinstance(array, np.ndarray) else _Moving)(name, begin)
+        return self._held(name, begin, reader(array, moved))
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Held:
         def begin() -> tuple[Any, Any]:
             result = torch.from_numpy(array.copy())
-            return dist.all_reduce(result, group=self._own, async_op=True), result
+            return dist.all_reduce(result, group=self.groups.host, async_op=True), result
 
-        return _Array(name, begin)
+        return self._held(name, begin, torch.Tensor.numpy)
+
+    def _held(self, name: str, begin: Begin, finish: Callable[[Any], Any]) -> _Held:
+        handle = _Held(name, begin, finish)
+        if self._eager:
+            handle.start()
+        return handle
 
     def host(self) -> tuple[int, int]:
         return self._host
@@ -197,10 +185,8 @@ class DistributedCollectives:
             return None
         key = str(places)
         if key not in self._by_host:
-            timeout, nccl = timeout_of(self._own), self._groups.nccl
-            own = _Groups.make(places, timeout, nccl=nccl)
-            cross = _Groups.make(list(zip(*places, strict=True)), timeout, nccl=nccl)
-            self._by_host[key] = DistributedCollectives(own, own.host), DistributedCollectives(cross, cross.host)
+            own, cross = (self.groups.others(ranks) for ranks in (places, list(zip(*places, strict=True))))
+            self._by_host[key] = DistributedCollectives(own), DistributedCollectives(cross)
         return self._by_host[key]
 
 
@@ -213,42 +199,54 @@ class DistributedTransport:
 
     def __init__(self, group: Any) -> None:
         self.world = dist.get_rank(), dist.get_world_size()
-        self._groups = _Groups.of(group)
+        self._groups = _Groups.given(group)
         self.ranks = self._groups.ranks
         self._whole = len(self.ranks) == self.world[1]
-        self._control = self._groups
-        if self._whole:
-            self._control = _Groups.make([self.ranks], timeout_of(self._groups.host), nccl=False)
+        self._control = self._groups.others([self.ranks], nccl=False) if self._whole else self._groups
         self.number = 0 if self._whole else 1 + sum(2**rank for rank in self.ranks)
         self.rank, self.size = dist.get_rank(self._groups.host), len(self.ranks)
         hosts = self.allgather_object(host_number(), "the workers' hosts")
-        self._collectives = DistributedCollectives(
-            self._groups, self._groups.host, hosts[self.rank], hosts.count(hosts[self.rank])
-        )
-        self._agreement = _Eager(self._control, self._control.host)
+        self._collectives = DistributedCollectives(self._groups, (hosts[self.rank], hosts.count(hosts[self.rank])))
+        self._agreement = DistributedCollectives(self._control, eager=True)
+        self._lanes: dict[int, tuple[weakref.ref[_Lane], _Groups]] = {}  # by number, alike on all workers
+        self._numbers = count()
 
     def collectives(self) -> DistributedCollectives:
         return self._collectives
 
     def lane(self) -> _Lane | None:
-        return _Lane(self._groups) if self._whole else None
+        return _Lane(self) if self._whole else None
 
     def agreement(self) -> DistributedCollectives:
         return self._agreement
 
-    def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> _Held:
+    def groups_for(self, lane: _Lane) -> _Groups:
+        """New ones, in which nothing is under way. Those of before, and those of lanes that no worker has any more, are
+        destroyed: workers collect garbage at different times. Collective."""
+        unused = [number for number, (other, _) in self._lanes.items() if other() in (None, lane)]
+        everywhere = set(unused).intersection(*self.allgather_object(unused, "lanes that are not used any more"))
+        for number in sorted(everywhere):
+            self._lanes.pop(number)[1].destroy()
+        groups = self._groups.others([self.ranks])
+        self._lanes[next(self._numbers)] = weakref.ref(lane), groups
+        return groups
+
+    def allreduce(
+        self, tensor: torch.Tensor, name: str, *, in_place: bool, lane: _Lane | None = None, **reduction: Any
+    ) -> _Held:
         divisor = self.size if reduction["op"] == Op.Average else 1
+        factor, groups = reduction["postscale_factor"] / divisor, self._groups if lane is None else lane.groups
 
         def begin() -> tuple[Any, Any]:
             result = tensor if in_place else tensor.clone()
             if reduction["prescale_factor"] != 1.0:
                 result.mul_(reduction["prescale_factor"])
-            return dist.all_reduce(result, group=self._of(tensor), async_op=True), result
+            return dist.all_reduce(result, group=groups.of(tensor), async_op=True), result
 
-        return _Scaled(name, begin, reduction["postscale_factor"] / divisor)
+        return _Held(name, begin, lambda result: result if factor == 1.0 else result.mul_(factor))
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int, name: str) -> _Held:
-        group = self._of(tensor)
+        group = self._groups.of(tensor)
         handle = _Held(name, lambda: (dist.broadcast(tensor, root_rank, group=group, async_op=True), tensor))
         handle.start()
         return handle
@@ -265,34 +263,16 @@ class DistributedTransport:
             dist.all_gather_object(found, value, group=self._control.host)
         return found
 
-    def _of(self, tensor: torch.Tensor) -> Any:
-        return self._groups.device if tensor.is_cuda else self._groups.host
-
-
-class _Eager(DistributedCollectives):
-    """For agreements: what every worker starts, whatever it believes, need not be held."""
-
-    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Held:
-        handle = super().allreduce(array, name)
-        handle.start()
-        return handle
-
 
 class _Lane(DistributedCollectives):
     """A ``Lane``; its groups are made by the first ``renew``."""
 
-    def __init__(self, groups: _Groups) -> None:
-        super().__init__(groups, groups.host)
-        self._ranks, self._timeout = groups.ranks, timeout_of(groups.host)
-        self._renewed = False
+    def __init__(self, transport: DistributedTransport) -> None:
+        super().__init__(transport.collectives().groups)
+        self._transport = transport
 
     def renew(self) -> None:
-        if self._renewed:
-            for group in {self._groups.host, self._groups.device}:
-                group.abort()  # or another worker would wait for what this one will not start
-                dist.destroy_process_group(group)
-        self._groups = _Groups.make([self._ranks], self._timeout, nccl=self._groups.nccl)
-        self._own, self._renewed = self._groups.host, True
+        self.groups = self._transport.groups_for(self)
 
 
 class Outside:
@@ -315,8 +295,8 @@ class Outside:
     takes_device_memory = False
 
 
-_known: dict[Any, DistributedTransport] = {}
-"""By process group; that of all workers by the world, since its groups are made here."""
+_known: dict[Any, tuple[Any, DistributedTransport]] = {}
+"""By process group, with the world of then; that of all workers by the world, since its groups are made here."""
 
 
 def of(process_group: Any) -> Any:
@@ -344,5 +324,7 @@ def of(process_group: Any) -> Any:
     whole = dist.get_world_size(group) == dist.get_world_size()
     key = (dist.group.WORLD, dist.get_backend_config(group)) if whole else group
     if key not in _known:
-        _known[key] = DistributedTransport(group)
-    return _known[key]
+        for old in [old for old, (world, _) in _known.items() if world != dist.group.WORLD]:
+            del _known[old]  # they keep the groups of a world that was destroyed
+        _known[key] = dist.group.WORLD, DistributedTransport(group)
+    return _known[key][1]

@@ -16,6 +16,7 @@ from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import ask
 from horovod_onebit.tasks import run
+from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 from horovod_onebit.torch.transport import Transport, choose
@@ -56,6 +57,8 @@ def broadcast_optimizer_state(
     if isinstance(optimizer, _DistributedOptimizer) and transport == own:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
         optimizer._compressor.interrupt()
+    else:
+        meet("broadcast_optimizer_state", transport)
     is_root = transport.world[0] == root_rank
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}
@@ -102,6 +105,7 @@ def broadcast_parameters(
     if not transport.included:
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
+    meet("broadcast_parameters", transport)
     items = sorted(params.items() if isinstance(params, Mapping) else params, key=lambda item: item[0])
     own = [(name, *(_about(value))) for name, value in items]
     everywhere = transport.allgather_object(own, "onebit.parameters.names")

@@ -1,12 +1,12 @@
 """The gradients of one optimizer, from the hook that sees them to where they are averaged or sent.
 
-In warm-up this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter starts its allreduce when its
-gradient is ready. Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, ``synchronize`` or
+In warm-up this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter lets its gradient leave when it is
+final (``exact``). Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, ``synchronize`` or
 ``clip_grad_norm_``, so that it can be changed in between. Afterwards the hook counts down to buckets, which are encoded
 and sent when their last gradient is there.
 
 When to send is each worker's own affair: a message that leaves during backward and one that leaves in ``step`` are the
-same collective by the same name. What must not happen is that something changes after it was sent. So every gradient
+same collective. What must not happen is that something changes after it was sent. So every gradient
 is remembered as it was when it was final; ``step`` compares, and tells all workers.
 """
 
@@ -15,7 +15,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any
@@ -28,8 +28,8 @@ from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule
-from horovod_onebit.stats import allreduce_bytes
-from horovod_onebit.tasks import Handle, Task, start
+from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.torch import exact
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
 from horovod_onebit.torch.coded import Coded
@@ -42,8 +42,6 @@ logger = logging.getLogger("horovod_onebit")
 
 SAMPLE = 16
 """Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
-FUSED = 25 * 2**20
-"""Bytes of gradients that are averaged together, where they have to be averaged in one order."""
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
@@ -83,7 +81,10 @@ class Gradients:
     Attributes:
         automatic: ``step()`` synchronizes.
         passes: backward passes that make a step.
+        recallable: see ``agreement.Compared``.
     """
+
+    recallable = True
 
     def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
         self._parameters = parameters
@@ -94,13 +95,12 @@ class Gradients:
         self.passes = arguments.backward_passes_per_step
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
-        self._averaging: dict[torch.Tensor, tuple[Handle, Any]] = {}  # and the context of Horovod's compression
+        self._means = exact.means(arguments, engine, parameters.names)
         # Names of averages that were abandoned under way are not free yet.
         self._refused = 0  # times that all workers abandoned them together
         self._abandoned = 0  # times that this one did so since
         self._sends_early = overlap
         self._averages_early = overlap
-        self._starts_averages = not arguments.transport.in_order  # when gradients are computed, one by one
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
@@ -141,10 +141,10 @@ class Gradients:
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
         self._lost -= parameters
-        self.start_compression(parameters)
+        self._forget_coded(parameters)
         for p in parameters:
             self._watched.pop(p, None)
-            self._averaging.pop(p, None)
+            self._means.forget(p)
             if p in _owners and _owners[p][1]() is self:
                 _owners.pop(p)[0].remove()
 
@@ -176,11 +176,11 @@ class Gradients:
         if p.grad is None or left:
             return
         if self._parameters.phase is Phase.WARMUP:
-            coded = self._takes_coded(p)
-            if self._averages_early and (coded or self._starts_averages):
+            if self._averages_early:
                 self._marks[p] = _Mark.of(p.grad)
-                if not coded:
-                    self._averaging[p] = self._start(p, in_place=False)
+                if not self._takes_coded(p):
+                    self._means.begin(self._exact, self.generation)
+                    self._means.computed(p, self.generation)
                 elif self._coded is not None and self._proven:
                     self._coded.computed(p, self._in_few_bits)
         elif self._sends_early and p in self._parameters.bindings:
@@ -242,7 +242,8 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
-            return bool(changed) or (self._coded is not None and self._coded.stale(self._in_few_bits))
+            stale = self._means.stale(self._exact)
+            return bool(changed) or stale or (self._coded is not None and self._coded.stale(self._in_few_bits))
         if plan is None:
             if changed:
                 self.send_late("gradients change between backward() and step()")
@@ -275,20 +276,12 @@ class Gradients:
         ``again``: on some worker gradients were changed after their averages had left. What left is dropped, and the
         gradients of now are averaged.
         """
+        exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
-            self._start_rest(in_place=False)
-            for handle, _ in self._averaging.values():
-                yield handle
-            self._averaging.clear()
+            yield from self._means.recall(exact, self.generation)
             if self._coded is not None:
                 yield from self._coded.recall(self._overwritten())
-        in_few_bits = self._in_few_bits()
-        exact = [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
-        if self._arguments.transport.in_order:
-            arrive = self._average_fused(exact)
-        else:
-            self._start_rest(in_place=True)
-            arrive = self._arrive()
+        arrive = self._finite(self._means.start(exact, self.generation), exact)
         if (coded := self._coded) is None:
             yield from arrive
         else:
@@ -298,6 +291,15 @@ class Gradients:
                 coded.observe(learning)
         self.drop()
 
+    def _finite(self, arrive: Task[None], exact: Sequence[torch.Tensor]) -> Task[bool]:
+        """Whether the means of ``exact`` are finite when they have arrived, where somebody asks."""
+        yield from arrive
+        return self._coded is None or all_finite(exact)
+
+    def _exact(self) -> list[torch.Tensor]:
+        """What is averaged as it is."""
+        return [p for p in self._watched if p.requires_grad and not self._takes_coded(p)]
+
     def _in_few_bits(self) -> list[torch.Tensor]:
         """What is averaged so."""
         return [p for p in self._watched if p.requires_grad and self._takes_coded(p)]
@@ -305,49 +307,8 @@ class Gradients:
     def _takes_coded(self, p: torch.Tensor) -> bool:
         return self._coded is not None and self._coded.takes(p)
 
-    def _start_rest(self, *, in_place: bool) -> None:
-        for p in self._watched:
-            if p.requires_grad and p not in self._averaging and not self._takes_coded(p):
-                self._averaging[p] = self._start(p, in_place=in_place)
-
-    def _arrive(self) -> Task[bool]:
-        """Wait for the exact averages; whether they are finite, where somebody asks."""
-        for p, (handle, context) in self._averaging.items():
-            result = self._arguments.compression.decompress((yield handle), context)
-            assert p.grad is not None
-            if result.data_ptr() != p.grad.data_ptr():
-                p.grad.copy_(result)
-        return self._coded is None or all_finite(list(self._averaging))
-
-    def _start(self, p: torch.Tensor, *, in_place: bool) -> tuple[Handle, Any]:
-        return self._allreduce(_gradient(p), f"{self._engine.name}.{self.generation}.{self._name(p)}", in_place)
-
-    def _average_fused(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
-        """``_start_rest`` and ``_arrive`` where collectives pair by order: that of the parameters, and few of them."""
-        waiting = []
-        for number, group in enumerate(_fused(exact)):
-            flat = torch.cat([_gradient(p).reshape(-1) for p in group])
-            waiting.append((group, *self._allreduce(flat, f"{self._engine.name}.{self.generation}.{number}")))
-            start(waiting[-1][1])
-        for group, handle, context in waiting:
-            flat = self._arguments.compression.decompress((yield handle), context)
-            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                assert p.grad is not None
-                p.grad.copy_(part.view(p.shape))
-        return self._coded is None or all_finite(exact)
-
     def _name(self, p: torch.Tensor) -> str:
         return self._parameters.names[p]
-
-    def _allreduce(self, values: torch.Tensor, name: str, in_place: bool = True) -> tuple[Handle, Any]:
-        """Start it, by Horovod's arguments; its handle, and what decompresses the result."""
-        arguments, transport = self._arguments, self._arguments.transport
-        workers = transport.size
-        # Horovod reduces no bfloat16.
-        tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
-        sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
-        self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
-        return transport.allreduce(tensor, name, in_place=in_place, **arguments.reduction), context
 
     def start_fused(self, parameters: Sequence[torch.Tensor]) -> Task[bool]:
         """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
@@ -359,16 +320,15 @@ class Gradients:
             by_dtype.setdefault(p.dtype, []).append(p)
         waiting = []
         for dtype, group in by_dtype.items():
-            fused = torch.cat([_gradient(p).reshape(-1) for p in group])
-            name = f"{self._engine.name}.exact.{self.generation}.{dtype}"
-            waiting.append((group, *self._allreduce(fused, name)))
+            fused = torch.cat([exact.gradient_of(p).reshape(-1) for p in group])
+            waiting.append((group, *self._means.allreduce(fused, f"exact.{self.generation}.{dtype}")))
 
         return self._store(waiting)
 
     def _store(self, waiting: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
         finite = True
         for group, handle, context in waiting:
-            flat = self._arguments.compression.decompress((yield handle), context)
+            flat = self._means.decompress((yield handle), context)
             for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
                 p.grad = part.view(p.shape).to(p.dtype)
             finite &= bool(torch.isfinite(flat).all())
@@ -403,7 +363,7 @@ class Gradients:
 
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)
-        self._abandoned += bool(self._averaging)
+        self._abandoned += self._means.begun
         with torch.no_grad():
             self._engine.withdraw()  # the gradients stay, and are sent in ``step``
             if self._coded is not None:
@@ -414,7 +374,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget gradients that were computed and not yet used."""
-        self._averaging.clear()
+        self._means.drop()
         self._watched = dict.fromkeys(self._watched, self.passes)
         if self.where is Where.LOCAL:
             self.where = Where.NOWHERE
@@ -428,7 +388,7 @@ class Gradients:
 
     def abandon(self) -> None:
         """This worker drops what is under way: it has loaded another state."""
-        self._abandoned += bool(self._averaging)
+        self._abandoned += self._means.begun
         self._engine.forget_sent()
         if self._coded is not None:
             self._coded.withdraw()
@@ -467,6 +427,10 @@ class Gradients:
 
     def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are averaged no more."""
+        self._means.rest()
+        self._forget_coded(parameters)
+
+    def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
         if self._coded is not None:
             self._coded.forget([self._name(p) for p in parameters])
 
@@ -483,28 +447,6 @@ def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
         handle.remove()
         if owner() not in (None, successor):
             owner()._lost.add(p)
-
-
-def _fused(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
-    """``parameters`` in groups of one dtype and device, whose gradients have at most ``FUSED`` bytes or are one."""
-    group: list[torch.Tensor] = []
-    size = 0
-    for p in parameters:
-        own = p.numel() * p.element_size()
-        if group and (size + own > FUSED or (p.dtype, p.device) != (group[0].dtype, group[0].device)):
-            yield group
-            group, size = [], 0
-        group.append(p)
-        size += own
-    if group:
-        yield group
-
-
-def _gradient(p: torch.Tensor) -> torch.Tensor:
-    """The contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    return p.grad.contiguous()
 
 
 def _sample(grad: torch.Tensor) -> bytes:

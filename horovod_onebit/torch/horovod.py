@@ -7,7 +7,7 @@ a host where they are.
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import check_process_set, host_number
-from horovod_onebit.torch.collectives import Gathered, moved, tensor_of
+from horovod_onebit.torch.collectives import Gathered, moved, reader, tensor_of
 
 
 def check_memory(tensor: Any) -> None:
@@ -33,37 +33,19 @@ def check_memory(tensor: Any) -> None:
 
 
 class Pending:
-    """A collective under way; its result is a tensor."""
+    """A collective under way; ``finish`` makes of the tensor that arrives what ``wait`` gives."""
 
-    def __init__(self, handle: Any, source: Any = None) -> None:
+    def __init__(self, handle: Any, source: Any = None, finish: Callable[[Any], Any] = lambda result: result) -> None:
         self.handle = handle
         self.source = source  # Horovod reads it until the collective is done
+        self._finish = finish
 
     def ready(self) -> bool:
         return bool(hvd.poll(self.handle))
 
     def wait(self) -> Any:
-        return hvd.synchronize(self.handle)
-
-
-class _Handle(Pending):
-    def wait(self) -> Any:
         result = hvd.synchronize(self.handle)
-        return (result[0] if isinstance(result, tuple) else result).numpy()
-
-
-class _Gathering(_Handle):
-    """On a GPU."""
-
-    def wait(self) -> Any:
-        return Gathered(hvd.synchronize(self.handle))
-
-
-class _Moving(_Handle):
-    """On a GPU."""
-
-    def wait(self) -> Any:
-        return moved(hvd.synchronize(self.handle)[0])
+        return self._finish(result[0] if isinstance(result, tuple) else result)
 
 
 class HorovodCollectives:
@@ -84,14 +66,14 @@ class HorovodCollectives:
     def takes_device_memory(self) -> bool:
         return bool(hvd.nccl_built())
 
-    def allgather(self, array: Any, name: str) -> _Handle:
+    def allgather(self, array: Any, name: str) -> Pending:
         handle = hvd.allgather_async(tensor_of(array), name=name, process_set=self.process_set)
-        return (_Handle if isinstance(array, np.ndarray) else _Gathering)(handle, array)
+        return Pending(handle, array, reader(array, Gathered))
 
-    def alltoall(self, array: Any, name: str) -> _Handle:
+    def alltoall(self, array: Any, name: str) -> Pending:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
         handle = hvd.alltoall_async(tensor_of(array), splits, name=name, process_set=self.process_set)
-        return (_Handle if isinstance(array, np.ndarray) else _Moving)(handle, array)
+        return Pending(handle, array, reader(array, moved))
 
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())
@@ -102,10 +84,10 @@ class HorovodCollectives:
         groups = _host_groups(places)
         return groups and (HorovodCollectives(groups[0]), HorovodCollectives(groups[1]))
 
-    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Handle:
+    def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Pending:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
-        return _Handle(handle, array)
+        return Pending(handle, array, torch.Tensor.numpy)
 
 
 def _host_groups(places: Sequence[Sequence[int]]) -> tuple[Any, Any] | None:
@@ -173,7 +155,9 @@ class HorovodTransport:
     def lane(self) -> None:
         """None: messages are paired by their names, and may leave at any time."""
 
-    def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> Pending:
+    def allreduce(
+        self, tensor: torch.Tensor, name: str, *, in_place: bool, lane: None = None, **reduction: Any
+    ) -> Pending:
         check_memory(tensor)
         operation = hvd.allreduce_async_ if in_place else hvd.allreduce_async
         return Pending(operation(tensor, name=name, process_set=self.process_set, **reduction))

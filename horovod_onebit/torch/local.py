@@ -385,6 +385,7 @@ class OwnGradients:
     where = Where.NOWHERE
     automatic = True
     generation = ""
+    recallable = False
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
         self._engine = engine

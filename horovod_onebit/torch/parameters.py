@@ -453,7 +453,7 @@ class Parameters:
 
     def describe(self) -> str:
         """What is trained and how far it is, in one text that is the same on all workers."""
-        key = (self.version, len(self.names), [p.requires_grad for p in self.ordered()])
+        key = (self.version, len(self.names), [(p.requires_grad, p.dtype, p.shape) for p in self.ordered()])
         if key != self._described[0]:
             known = [(p, self.names[p]) for p in self.ordered() if p in self.names]
             rows = [
@@ -471,7 +471,7 @@ class Parameters:
     def facts(self) -> dict[str, dict[str, object]]:
         """What ``describe`` and ``hyperparameters`` are made of, in words."""
         trained, counts = dict[str, object](), dict[str, object]()
-        for p, name in ((p, self.names[p]) for p in self.ordered() if p in self.names):
+        for place, (p, name) in enumerate((p, self.names[p]) for p in self.ordered() if p in self.names):
             never = ", and never compressed" if p in self.never else ""
             trained |= {
                 f"the shape of {name}": tuple(p.shape),
@@ -479,6 +479,7 @@ class Parameters:
                 f"the memory order of {name}": p.stride(),
                 f"whether {name} is frozen": not p.requires_grad,
                 f"how {name} travels": "compressed" if p in self.bindings else f"exact{never}",
+                f"the place of {name} among the optimizer's parameters": place,
             }
             counts[f"the number of exact steps of {name}"] = self.exact_steps.get(p, 0)
         return {

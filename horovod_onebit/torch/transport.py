@@ -73,7 +73,7 @@ class Transport(Protocol):
         rank, size: in the group.
         world: this worker's rank in the world, and the size of that.
         in_order: collectives are paired by the order of calls, and not by name. What is started before the workers
-            have agreed is then held (``tasks.Held``), but for messages in a ``lane``, and exact means are fused.
+            have agreed is then held (``tasks.Held``), but for what travels in a ``lane``, and exact means are fused.
     """
 
     in_order: bool
@@ -106,15 +106,18 @@ class Transport(Protocol):
         ...
 
     def lane(self) -> Lane | None:
-        """For the messages of one more optimizer, if they may leave before the workers have agreed only there."""
+        """For messages or exact means of one optimizer, if they may leave before the workers have agreed only there."""
         ...
 
     def agreement(self) -> Collectives:
         """For the agreements, which are not kept waiting by messages that other workers do not send."""
         ...
 
-    def allreduce(self, tensor: torch.Tensor, name: str, *, in_place: bool, **reduction: Any) -> Handle:
-        """Start to reduce ``tensor`` as ``face.Arguments.reduction`` says; ``wait`` gives a tensor."""
+    def allreduce(
+        self, tensor: torch.Tensor, name: str, *, in_place: bool, lane: Any = None, **reduction: Any
+    ) -> Handle:
+        """Start to reduce ``tensor`` as ``face.Arguments.reduction`` says, in a ``lane()`` if one is given; ``wait``
+        gives a tensor."""
         ...
 
     def broadcast(self, tensor: torch.Tensor, root_rank: int, name: str) -> Handle:

@@ -1,4 +1,4 @@
-"""``python -m tests.clients``: transformers' Trainer, accelerate, Lightning and Ignite train with our optimizer,
+"""``python -m tests.clients``: transformers' Trainer, accelerate, Lightning, Ray and Ignite train with our optimizer,
 unmodified; Ignite by ``horovod_onebit.install``.
 
 They are installed into an environment of their own, which sees the packages of this one. Each program of this folder is
@@ -26,12 +26,14 @@ REQUIREMENTS = (
     "accelerate>=1.15,<2",
     "lightning>=2.6,<3",
     "pytorch-ignite>=0.5.5,<0.6",
+    "ray[train]>=2.60,<3",
 )
 PROGRAMS = {
     "hf_trainer": ("clip", "tight", "norm", "accumulate", "resume"),
     "lightning_trainer": ("clip", "tight", "value", "accumulate", "bf16", "manual", "resume"),
     "accelerate_loop": ("clip", "tight", "value", "accumulate", "resume"),
     "ignite_auto": ("plain", "accumulate"),
+    "ray_trainer": ("plain", "prepared"),
 }
 EXAMPLES = {"with_trainer": "horovodrun", "with_lightning": "horovodrun", "with_accelerate": "torchrun"}
 """Programs of examples/, and what starts them."""
@@ -60,6 +62,8 @@ def launchers(python: Path, program: str) -> dict[str, list[str]]:
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", str(python)]
     if program == "ignite_auto":
         return {"horovodrun": [*horovodrun, "-m", "horovod_onebit.install", "--warmup-steps", "4"]}
+    if program == "ray_trainer":
+        return {"Ray": [str(python)]}
     torchrun = [str(python), "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     return {"horovodrun": horovodrun, "torchrun": torchrun}
 

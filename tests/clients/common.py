@@ -65,13 +65,14 @@ class Watch:
         if isinstance(module, DistributedDataParallel):
             self.averaging.append(module.require_backward_grad_sync)
 
-    def finish(self, steps=STEPS):
-        """Raise unless ``steps`` steps were taken, some of them compressed, and the replicas were equal after each."""
+    def finish(self, steps=STEPS, averages=frozenset({False} if OVER_TORCH else ())):
+        """Raise unless ``steps`` steps were taken, some of them compressed, and the replicas were equal after each.
+        ``averages``: whether ``DistributedDataParallel`` averaged, if it was there, in any forward pass."""
         if self.apart:
             raise AssertionError(f"the replicas differ after steps {self.apart} of {len(self.steps)}")
         if len(self.steps) != steps or self.steps[-1] != "compressed":
             raise AssertionError(f"{steps} steps were expected, compressed in the end, but they were {self.steps}")
-        if set(self.averaging) != ({False} if OVER_TORCH else set()):
+        if set(self.averaging) != averages:
             raise AssertionError(f"DistributedDataParallel averages, by forward pass: {self.averaging}")
         print(f"worker {RANK}: {len(self.steps)} steps, replicas equal", flush=True)
 

@@ -34,7 +34,7 @@ if "ONEBIT_PTX" in os.environ:
     machine.install(os.environ["ONEBIT_PTX"])
 DEVICE = "cpu" if config.ENABLE_CUDASIM else "cuda"
 COLLECTIVES = type(collectives())  # of the transport
-Moving = sys.modules[COLLECTIVES.__module__]._Moving
+TRANSPORT = sys.modules[COLLECTIVES.__module__]
 RECIPE = Recipe(block_size=64, min_compressed_size=100, bucket_size=2**20)
 ADAM = (torch.optim.AdamW, {"lr": 1e-2})
 OPTIMIZERS = [
@@ -91,7 +91,7 @@ def uses_kernels(optimizer):
 
 
 def count_calls(monkeypatch, owner, name):
-    """Counts the calls of a method of what is on the device."""
+    """Counts the calls of a method, or of a function, for what is on the device."""
     counts, method = Counter(), getattr(owner, name)
 
     def counted(*arguments):
@@ -214,7 +214,7 @@ def test_the_workers_of_a_host_add_up_where_the_gradients_are(between, dtype, ga
     monkeypatch.setattr(COLLECTIVES, "host", lambda self: (RANK // 2, 2))
     monkeypatch.setattr(hierarchical.Exchange, "between", between)
     recipe = dataclasses.replace(RECIPE, exchange="hierarchical", bucket_size=100)
-    moved = count_calls(monkeypatch, Moving, "wait")
+    moved = count_calls(monkeypatch, TRANSPORT, "moved")
     trained, residuals = [], []
     for kernels in ("cpu", "cuda"):
         model = Small(dtype)

@@ -1,5 +1,6 @@
 """What is about ``torch.distributed`` itself, on every rank of a torchrun job."""
 
+import gc
 import os
 import sys
 from contextlib import nullcontext, suppress
@@ -13,6 +14,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit.torch import exact
 from horovod_onebit.torch.distributed import DistributedCollectives
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import OVER_TORCH, collectives, world
@@ -80,6 +82,25 @@ def test_wrong_groups_are_named():
         wrap(Net(), wrapping={"process_group": dist.group.WORLD, "process_set": 1})
     train(model := Net(), wrap(model, wrapping={"process_group": mesh["dp"]}), 2)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(("warmup", "steps"), [("exact", 3), ("three_bit", 12)])
+def test_groups_of_optimizers_that_are_gone_are_destroyed(warmup, steps):
+    """Workers that collect garbage at different times destroy the same groups."""
+    counts = []
+    for number in range(20 if warmup == "exact" else 8):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=steps - 1, recipe=Recipe(bucket_size=2048, warmup=warmup))
+        train(model, optimizer, steps)
+        if number % SIZE == RANK:
+            left = optimizer, model  # until the next time, and in a circle
+            optimizer.left = left
+        else:
+            del model, optimizer
+            gc.collect()
+        counts.append(len(os.listdir("/proc/self/fd")))
+    assert max(counts) - counts[0] <= 30, counts
+    assert_replicas_equal(Net())
 
 
 # -- other averages ---------------------------------------------------------------------------------------------------
@@ -194,6 +215,81 @@ def test_messages_leave_during_the_backward_pass(exchange, monkeypatch):
     assert len(left) == len(optimizer._compressor.engine.layout.buckets) - 1 > 1  # that of ``unused`` waits
     optimizer.step()
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_exact_means_leave_during_the_backward_pass(passes, monkeypatch):
+    """From the second step on; means are those of gradients that are averaged one by one afterwards."""
+    monkeypatch.setattr(exact, "FUSED", 2**14)
+    left, start = [], dist.all_reduce
+    model, twin = Net(), Net()
+    optimizer = wrap(model, recipe="exact", wrapping={"backward_passes_per_step": passes})
+    plain = torch.optim.AdamW(twin.parameters(), lr=1e-3)
+    monkeypatch.setattr(dist, "all_reduce", lambda *args, **options: left.append(1) or start(*args, **options))
+    for step in range(4):
+        for k in range(passes):
+            x, y = batch(7919 * k + step)
+            for trained in (model, twin):
+                left.clear()
+                (cross_entropy(trained(x), y) / passes).backward()
+                if trained is model:
+                    early = len(left)
+        groups = optimizer._gradients._means._groups
+        assert (early > 2) == (step > 0)  # those before ``unused``, which has no gradient
+        optimizer.step()
+        assert len(groups) > early or step == 0
+        for p in twin.parameters():
+            if p.requires_grad:
+                p.grad = world.allreduce(torch.zeros_like(p) if p.grad is None else p.grad)
+        plain.step()
+        optimizer.zero_grad()
+        plain.zero_grad()
+        assert_replicas_equal(model)
+        if SIZE == 2:
+            assert torch.equal(weights(model), weights(twin))
+
+
+@pytest.mark.parametrize("end", ["disagreement", "a state is loaded", "NaN", "an edit", "frozen", "taken out"])
+@pytest.mark.parametrize("late", [False, True])
+@pytest.mark.parametrize("what", ["all", "some", "raises"])
+def test_training_continues_after_exact_means_were_dropped(end, late, what, monkeypatch):
+    """Of which the workers have let different numbers leave, and worker 1 none if it is ``late``."""
+    monkeypatch.setattr(exact, "FUSED", 2**14)
+    model = Net()
+    optimizer = wrap(model, warmup_steps=9)
+    train(model, optimizer, 3)
+    if late and RANK == 1:
+        optimizer._gradients.send_late("a test", averages=True)
+    for step in range(3, 6):
+        optimizer.zero_grad()
+        before = weights(model)
+        if end == "NaN" and RANK == 0:
+            spoil(model.last.weight, "nan")
+        backward(model, step, what)
+        refused = nullcontext()
+        if end == "disagreement":
+            optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
+            refused = pytest.raises(DesyncError, match="learning rate of group 0 differs")
+        elif end == "a state is loaded":
+            optimizer.load_state_dict(optimizer.state_dict())
+            refused = suppress(DesyncError)  # workers of which different numbers had something to forget
+        elif end == "an edit" and RANK == 0:
+            model.last.weight.grad.fill_(1.0)
+        elif end == "frozen":
+            model.second.bias.requires_grad_(step % 2 == 0)
+        elif end == "taken out" and step == 4:
+            optimizer.param_groups[0]["params"] = [
+                p for p in optimizer.param_groups[0]["params"] if p is not model.second.bias
+            ]
+        with refused:
+            optimizer.step()
+        if end in ("disagreement", "NaN"):
+            assert torch.equal(weights(model), before)
+        optimizer.param_groups[0]["lr"] = 1e-3
+        assert_replicas_equal(model)
+    train(model, optimizer, 6, start=8)
+    assert_replicas_equal(model)
+    assert optimizer.phase.value == "compressed"
 
 
 class Raises(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
-from tests.ranks.world import collectives, needs_horovod, world
+from tests.ranks.world import OVER_TORCH, collectives, needs_horovod, world
 
 # -- faults -----------------------------------------------------------------------------------------------------------
 
@@ -88,6 +88,69 @@ def test_ranks_that_disagree_are_told_at_once(what):
         optimizer.step()
     if built and not odd:
         wrap(built[1])  # all workers have built as many again
+
+
+def test_parameters_in_another_order_are_named():
+    model = Net()
+    parameters = list(model.parameters())
+    plain = torch.optim.AdamW(parameters[::-1] if RANK == SIZE - 1 else parameters)
+    optimizer = onebit.DistributedOptimizer(plain, model.named_parameters(), warmup_steps=4)
+    for p in parameters:
+        p.grad = torch.ones_like(p)
+    with pytest.raises(DesyncError, match=r"the place of unused among the optimizer's parameters differs .*: 0 on"):
+        optimizer.step()
+
+
+def test_a_dtype_that_changes_on_one_worker_is_named():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=20)
+    train(model, optimizer, 3)
+    for p in model.parameters():
+        if RANK == SIZE - 1:
+            p.data, p.grad = p.data.double(), None
+        p.grad = torch.ones_like(p)
+    with pytest.raises(DesyncError, match=r"the dtype of unused differs between workers: torch.float32 on worker 0"):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("call", ["broadcast_parameters", "broadcast_optimizer_state"])
+def test_a_broadcast_that_one_worker_makes_alone(call):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 4)
+    given = {
+        "broadcast_parameters": model.state_dict(),
+        "broadcast_optimizer_state": torch.optim.Adam(Net().parameters()),
+    }
+    odd = RANK == SIZE - 1
+    for _ in range(2):
+        odd = not odd
+        with pytest.raises(DesyncError, match=rf"worker \[[01]\] {call}\(\)"):
+            getattr(onebit, call)(given[call]) if odd else train(model, optimizer, 1, start=4)
+    train(model, optimizer, 2, start=4)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("warmup", [2, 20])
+def test_two_optimizers_that_are_stepped_in_another_order(warmup):
+    """The error is of both, on all workers; then training can continue."""
+    if warmup == 2 and not OVER_TORCH:
+        pytest.skip("Horovod waits for ever for the other workers' part of a message, and join() finds it")
+    models = [Net(0), Net(1)]
+    optimizers = [wrap(model, warmup_steps=warmup, recipe=Recipe(bucket_size=2048)) for model in models]
+    for model, optimizer in zip(models, optimizers, strict=True):
+        train(model, optimizer, 4)
+    for model, optimizer in zip(models, optimizers, strict=True):
+        x, y = batch(4)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+    with pytest.raises(DesyncError, match="the optimizer's number differs between workers"):
+        optimizers[RANK % 2].step()
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.step()
+        train(model, optimizer, 3, start=5)
+        assert_replicas_equal(model)
+        optimizer.check_replicas()
 
 
 @needs_horovod

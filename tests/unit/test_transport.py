@@ -1,6 +1,8 @@
 """Which transport the PyTorch face takes, and that it needs no Horovod."""
 
 import copy
+import gc
+import os
 import pickle
 import subprocess
 import sys
@@ -110,6 +112,18 @@ def test_one_transport_serves_all_optimizers_until_the_world_is_another(process_
     with tempfile.TemporaryDirectory() as folder:
         dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
         assert transport.choose(call="a test") is not first
+
+
+def test_nothing_is_left_open_of_worlds_that_were_destroyed():
+    opened = []
+    for _ in range(5):
+        with tempfile.TemporaryDirectory() as folder:
+            dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=0, world_size=1)
+            transport.choose(call="a test")
+            dist.destroy_process_group()
+        gc.collect()
+        opened.append(len(os.listdir("/proc/self/fd")))
+    assert opened[-1] == opened[0]
 
 
 def test_a_model_whose_own_averages_are_switched_off_can_be_copied():

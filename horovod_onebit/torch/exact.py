@@ -1,0 +1,207 @@
+"""Exact means of gradients, most of which leave during the backward pass.
+
+Horovod pairs allreduces by name: that of each gradient is started as soon as it is final (``ByName``).
+``torch.distributed`` pairs them by order (``InOrder``): gradients travel together, those of the last layers first, as
+soon as all of them are final and all before them have left. They have a group of their own, a ``Lane``, since they
+leave before the workers have agreed on the step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+
+from horovod_onebit.engine import Engine
+from horovod_onebit.exchange import Lane
+from horovod_onebit.stats import allreduce_bytes
+from horovod_onebit.tasks import Handle, Task, start
+from horovod_onebit.torch.arguments import Arguments
+
+FUSED = 25 * 2**20
+"""Bytes of gradients that travel together, where they have to leave in one order."""
+
+
+class ByName:
+    """The exact means of one ``DistributedOptimizer``, as Horovod's own takes them.
+
+    A step is ``begin`` at the first gradient, ``computed`` for each one that is final, and ``start`` for all when the
+    workers have agreed. ``exact`` are the parameters that it is about. ``generation``, in names of collectives, is
+    another one after what has left was dropped.
+    """
+
+    def __init__(self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str]) -> None:
+        self._arguments, self._engine, self._names = arguments, engine, names
+        self._started: dict[Any, tuple[Handle, Any]] = {}  # and what ``decompress`` needs
+
+    @property
+    def begun(self) -> bool:
+        """Whether something has left, and has not arrived or been dropped."""
+        return bool(self._started)
+
+    def stale(self, exact: Callable[[], Sequence[torch.Tensor]]) -> bool:
+        """Whether something has left that is not of use for the means of ``exact``."""
+        return False
+
+    def begin(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+        """A gradient of a step is there, perhaps the first. Local."""
+
+    def computed(self, p: torch.Tensor, generation: str) -> None:
+        """The gradient of ``p`` is final: let it leave, if it may. Local."""
+        self._start(p, generation, in_place=False)
+
+    def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+        """Drop what some workers have let leave. Collective."""
+        for p in exact:
+            self._start(p, generation, in_place=False)
+        for handle, _ in self._started.values():
+            yield handle
+        self.drop()
+
+    def start(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+        """Let all leave that has not. The task waits, and the gradients are then means, or sums. Collective."""
+        for p in exact:
+            self._start(p, generation, in_place=True)
+        return self._arrive()
+
+    def _start(self, p: torch.Tensor, generation: str, *, in_place: bool) -> None:
+        if p not in self._started:
+            name = f"{generation}.{self._names[p]}"
+            self._started[p] = self.allreduce(gradient_of(p), name, in_place=in_place)
+
+    def _arrive(self) -> Task[None]:
+        for p, (handle, context) in self._started.items():
+            result = self.decompress((yield handle), context)
+            assert p.grad is not None
+            if result.data_ptr() != p.grad.data_ptr():
+                p.grad.copy_(result)
+
+    def drop(self) -> None:
+        """The step is over, or given up. Local."""
+        self._started = {}
+
+    def forget(self, p: torch.Tensor) -> None:
+        """``p`` was taken out of the optimizer. Local."""
+        self._started.pop(p, None)
+
+    def rest(self) -> None:
+        """There will be no means in the next steps. Local."""
+
+    def allreduce(
+        self, values: torch.Tensor, name: str, *, in_place: bool = True, lane: Lane | None = None
+    ) -> tuple[Handle, Any]:
+        """Start it, by Horovod's arguments; its handle, and what ``decompress`` needs."""
+        arguments, transport = self._arguments, self._arguments.transport
+        workers = transport.size
+        # Horovod reduces no bfloat16.
+        tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
+        sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
+        self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
+        name = f"{self._engine.name}.{name}"
+        return transport.allreduce(tensor, name, in_place=in_place, lane=lane, **arguments.reduction), context
+
+    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
+        """What has arrived, as it was compressed."""
+        found: torch.Tensor = self._arguments.compression.decompress(tensor, context)
+        return found
+
+
+class InOrder(ByName):
+    """Where collectives pair by their order. Gradients leave before ``start`` if the last means were of the same
+    parameters: then all workers have the same groups of them, of the same sizes."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self._lane = self._arguments.transport.lane()
+        self._renewed: str | None = None  # the generation when the lane was renewed
+        self._last: list[object] = []  # what decides how the parameters of the last means travel
+        self._groups: list[list[torch.Tensor]] = []  # of these, in the order in which they leave
+        self._of: dict[torch.Tensor, int] = {}  # the number of each one's group
+        self._missing: list[int] | None = None  # gradients that each group waits for; none if nothing may leave
+
+    def stale(self, exact: Callable[[], Sequence[torch.Tensor]]) -> bool:
+        return self.begun and _layout(exact()) != self._last
+
+    def begin(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+        if self._missing is None:
+            may = self._renewed == generation and _layout(exact()) == self._last
+            self._missing = [len(group) for group in self._groups] if may else []
+
+    def computed(self, p: torch.Tensor, generation: str) -> None:
+        if self._missing and p in self._of:
+            self._missing[self._of[p]] -= 1
+            while len(self._started) < len(self._groups) and not self._missing[len(self._started)]:
+                self._leave(generation)
+
+    def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+        self.drop()
+        self._renewed = None  # ``start`` gives the lane new groups, in which nothing is under way
+        yield from ()
+
+    def start(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+        if self._lane is not None and self._renewed != generation:
+            self._lane.renew()
+            self._renewed = generation
+        if not self.begun:
+            self._last, self._groups = _layout(exact), list(_fused(exact))[::-1]
+            self._of = {p: number for number, group in enumerate(self._groups) for p in group}
+        while len(self._started) < len(self._groups):
+            self._leave(generation)
+        return self._arrive()
+
+    @torch.no_grad()
+    def _leave(self, generation: str) -> None:
+        """The next group does."""
+        number = len(self._started)
+        flat = torch.cat([gradient_of(p).reshape(-1) for p in self._groups[number]])
+        self._started[number] = self.allreduce(flat, f"means.{generation}.{number}", lane=self._lane)
+        start(self._started[number][0])
+
+    def _arrive(self) -> Task[None]:
+        for number, (handle, context) in self._started.items():
+            group, flat = self._groups[number], self.decompress((yield handle), context)
+            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+                assert p.grad is not None
+                p.grad.copy_(part.view(p.shape))
+
+    def drop(self) -> None:
+        super().drop()
+        self._missing = None
+
+    def forget(self, p: torch.Tensor) -> None:
+        """What has left of it is stale."""
+
+    def rest(self) -> None:
+        self._lane, self._renewed = self._arguments.transport.lane(), None  # nothing is open for the new one
+
+
+def means(arguments: Arguments, *more: Any) -> ByName:
+    """As the transport of ``arguments`` pairs collectives."""
+    return (InOrder if arguments.transport.in_order else ByName)(arguments, *more)
+
+
+def gradient_of(p: torch.Tensor) -> torch.Tensor:
+    """The contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    return p.grad.contiguous()
+
+
+def _layout(exact: Sequence[torch.Tensor]) -> list[Any]:
+    return [(id(p), p.shape, p.dtype, p.device) for p in exact]
+
+
+def _fused(parameters: Sequence[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+    """``parameters`` in groups of one dtype and device, whose gradients have at most ``FUSED`` bytes or are one."""
+    group: list[torch.Tensor] = []
+    size = 0
+    for p in parameters:
+        own = p.numel() * p.element_size()
+        if group and (size + own > FUSED or (p.dtype, p.device) != (group[0].dtype, group[0].device)):
+            yield group
+            group, size = [], 0
+        group.append(p)
+        size += own
+    if group:
+        yield group
