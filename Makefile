@@ -142,6 +142,10 @@ package: setup ## wheel and sdist in dist/, checked, and installed into an empty
 image: ## build the CPU image with no Docker daemon (root, buildah, mmdebstrap), and train in it
 	docker/build_without_docker.sh
 
+.PHONY: resolve
+resolve: | $(BIN)/python ## what pip would install in the GPU images, for each framework: versions that go together, of one CUDA
+	$(BIN)/python docker/resolve.py
+
 .PHONY: setup
 setup: $(if $(filter horovodrun,$(LAUNCHER)),$(HOROVOD_DONE)) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library; with LAUNCHER=torchrun, build/torchrun without Horovod
 

@@ -15,20 +15,39 @@ from horovod_onebit import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.gpu")
+FRAMEWORKS = ("torch", "tensorflow")
 
 
 def pins(name):
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+    text = (ROOT / "requirements" / name).read_text()
+    return dict(re.findall(r"^([\w-]+)(?:\[[\w-]+\])?==([\w.]+)", text, re.MULTILINE))
 
 
 def test_the_images_have_the_versions_that_the_tests_ran_with():
     tested = pins("dev.txt")
-    image = pins("image.txt")
-    assert image.items() <= tested.items()
-    for name in DOCKERFILES:
-        text = (ROOT / "docker" / name).read_text()
-        for argument, package in (("TORCH", "torch"), ("TENSORFLOW", "tensorflow-cpu"), ("KERAS", "keras")):
-            assert f"ARG {argument}={tested[package]}\n" in text
+    tested["tensorflow"] = tested["tensorflow-cpu"]
+    assert pins("image.txt").items() <= tested.items()
+    text = (ROOT / "docker" / "Dockerfile.cpu").read_text()
+    for argument, package in (("TORCH", "torch"), ("TENSORFLOW", "tensorflow"), ("KERAS", "keras")):
+        assert f"ARG {argument}={tested[package]}\n" in text
+    for framework in FRAMEWORKS:
+        gpu = pins(f"gpu-{framework}.txt")
+        assert framework in gpu
+        assert {name: version for name, version in gpu.items() if name != "nvtx"}.items() <= tested.items()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_gpu_image_has_one_cuda(framework):
+    text = (ROOT / "docker" / "Dockerfile.gpu").read_text()
+    assert 'pip install -r "/build/requirements/gpu-${FRAMEWORK}.txt"' in text
+    argument = f"CUDA_OF_{framework.upper()}"
+    for kind in ("base", "devel"):
+        assert f"FROM nvidia/cuda:${{{argument}}}-{kind}-${{OS}} AS {kind}-{framework}\n" in text
+    (cuda,) = re.findall(rf"^ARG {argument}=(\d+)", text, re.MULTILINE)
+    packages = (ROOT / "requirements" / f"gpu-{framework}.txt").read_text()
+    assert f"numba-cuda[cu{cuda}]==" in packages
+    # constraints.txt has the packages of CUDA 13.
+    assert ("-c constraints.txt" in packages) == (cuda == "13")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
