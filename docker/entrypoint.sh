@@ -1,6 +1,7 @@
 #!/bin/sh
 # `entrypoint host` makes the container a host of a cluster: an ssh server on port 2222, without root.
 # `entrypoint COMMAND ...` runs a command. Both know the cluster's key: ~/.ssh, a volume that its hosts share.
+# `entrypoint healthy` fails where a host's ssh server does not answer. A command is healthy while it runs.
 set -eu
 
 keys=$HOME/.ssh
@@ -42,6 +43,10 @@ host)
     exec /usr/sbin/sshd -D -e -p 2222 -h "$host_key" \
         -o "AuthorizedKeysFile=$keys/authorized_keys" -o PasswordAuthentication=no -o UsePAM=no \
         -o StrictModes=no -o PidFile=/tmp/sshd.pid -o "SetEnv=PATH=$PATH"
+    ;;
+healthy)
+    [ ! -e "$host_key" ] || ssh-keyscan -T 5 -t ed25519 -p 2222 127.0.0.1 2>/dev/null | grep -q ssh-ed25519
+    exit
     ;;
 esac
 [ -z "${ONEBIT_CLUSTER:-}" ] || share_key

@@ -5,6 +5,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -78,3 +79,28 @@ def test_a_volume_that_an_earlier_image_left_half_way_is_used(tmp_path):
     (tmp_path / ".ssh" / "making").mkdir(parents=True)
     output = shown(start(tmp_path, *SHOW))
     assert public(tmp_path) in output
+
+
+def test_a_command_is_healthy_while_it_runs(tmp_path):
+    shown(start(tmp_path, "healthy"))
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not shutil.which("ip"), reason="a network of its own needs root and iproute2")
+def test_a_host_is_healthy_when_its_ssh_server_answers(tmp_path):
+    (tmp_path / "ssh_host_key").write_text("of a host whose server has ended")
+    assert start(tmp_path, "healthy").wait(60) == 1
+    Path("/run/sshd").mkdir(exist_ok=True)
+    inside = ["unshare", "--net", "sh", "-c", f'ip link set lo up; "{ENTRYPOINT}" host & exec sleep 60']
+    host = subprocess.Popen(inside, env=environment(tmp_path), stderr=subprocess.DEVNULL, start_new_session=True)
+    try:
+        enter = ["nsenter", "--net", f"--target={host.pid}"]
+        deadline = time.monotonic() + 30
+        while subprocess.run([*enter, ENTRYPOINT, "healthy"], env=environment(tmp_path)).returncode:
+            assert time.monotonic() < deadline
+            time.sleep(0.2)
+        key = ["ssh", "-F", str(tmp_path / ".ssh" / "config"), "-i", str(tmp_path / ".ssh" / "id_ed25519")]
+        login = subprocess.run([*enter, *key, "127.0.0.1", "echo", "in"], capture_output=True, text=True, timeout=30)
+        assert login.stdout == "in\n", login.stderr
+    finally:
+        os.killpg(host.pid, signal.SIGTERM)
+        host.wait()

@@ -57,7 +57,7 @@ def test_what_an_image_copies_is_there_and_its_user_is_not_root(name):
         *sources, _ = [word for word in line.split() if not word.startswith("--")]
         assert all((ROOT / source).exists() for source in sources)
     assert re.findall(r"^USER (\w+)$", text, re.MULTILINE)[-1] == "1000"
-    assert "HEALTHCHECK" in text
+    assert re.findall(r"^HEALTHCHECK .*CMD (.+)$", text, re.MULTILINE) == ['["entrypoint", "healthy"]']
     assert text.count("install_horovod.py") >= 2
 
 
