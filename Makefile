@@ -87,7 +87,7 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, 
 	$(BIN)/python -m benchmarks.gpu_training
 
 .PHONY: clients
-clients: setup ## transformers, accelerate, Lightning and Ignite, unmodified, and the examples with them
+clients: setup ## transformers, accelerate, Lightning, Ignite, itwinai and MLRun, unmodified, and the examples with them
 	$(BIN)/python -m tests.clients
 
 .PHONY: soak
