@@ -102,12 +102,31 @@ def test_settings_are_yaml(name):
 def test_what_workflows_make_are_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     nightly = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
-    assert set(nightly["jobs"]["long"]["strategy"]["matrix"]["target"]) <= targets
+    nights = set(nightly["jobs"]["long"]["strategy"]["matrix"]["target"])
+    nights |= {word for job in nightly["jobs"].values() for step in job["steps"]
+               for word in re.findall(r"make ([\w-]+)", step.get("run", ""))}  # fmt: skip
+    assert nights <= targets
+    assert nights >= {
+        "test-all",
+        "docs-check",
+        "package",
+        "clients",
+        "horovod-suite",
+        "newest",
+        "test-newest",
+        "resolve",
+    }
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert set(re.findall(r"run: make (\S+)", release)) <= targets
     version = re.search(r"sed -n '(s/.*)' (horovod_onebit/_version.py)", release)
     found = subprocess.run(["sed", "-n", version[1], version[2]], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == __version__
+
+
+def test_the_pythons_of_the_package_are_those_of_the_workflow():
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text())
+    assert ci["jobs"]["test"]["strategy"]["matrix"]["python"] == named
 
 
 def test_a_wheel_has_this_package_and_nothing_else(tmp_path):
