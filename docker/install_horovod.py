@@ -85,6 +85,9 @@ PYBIND11_MODULE(mpi_lib_v2, module) {
     ),
 )
 
+# PyTorch has headers in C++20 since 2.14.
+CXX20 = ("horovod/torch/CMakeLists.txt", "set(CMAKE_CXX_STANDARD 17)", "set(CMAKE_CXX_STANDARD 20)")
+
 # Horovod's build goes by PyTorch, which may be built for CUDA and find some part of a toolkit, though Horovod is to
 # carry nothing from a GPU's memory.
 WITHOUT_CUDA = (
@@ -271,19 +274,21 @@ def find_cuda(env: dict[str, str]) -> Path:
     raise Failure("No CUDA toolkit: install it (`nvcc` on PATH), or let HOROVOD_CUDA_HOME name its folder.")
 
 
-def edits_of(args: argparse.Namespace, env: dict[str, str]) -> Edits:
+def edits_of(args: argparse.Namespace, env: dict[str, str], versions: dict[str, str]) -> Edits:
     """What is changed in Horovod's sources: CUDA is left out, unless it is asked for, or there are a GPU and a
     toolkit."""
+    major, minor = map(int, versions.get("torch", "0.0").split(".")[:2])
+    edits = (*EDITS, CXX20) if (major, minor) >= (2, 14) else EDITS
     if args.gpu_operations or any(name.startswith("HOROVOD_GPU") for name in env):
-        return EDITS
+        return edits
     if Path("/dev/nvidiactl").exists():
         try:
             find_cuda(env)
         except Failure:
             print(NO_TOOLKIT, flush=True)
         else:
-            return EDITS
-    return (*EDITS, WITHOUT_CUDA)
+            return edits
+    return (*edits, WITHOUT_CUDA)
 
 
 def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
@@ -467,7 +472,7 @@ def main() -> int:
         versions = framework_versions(args.frameworks)
         mpi = find_mpi(path)
         env = build_environment(args, path)
-        edits = edits_of(args, env)
+        edits = edits_of(args, env, versions)
         key = cache_key(versions, mpi, env, edits)
         cache = args.cache_dir.absolute() / "wheels" / key
         cache.mkdir(parents=True, exist_ok=True)

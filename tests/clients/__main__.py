@@ -1,5 +1,5 @@
-"""``python -m tests.clients``: transformers' Trainer, accelerate, Lightning, Ray and Ignite train with our optimizer,
-unmodified; Ignite by ``horovod_onebit.install``.
+"""``python -m tests.clients``: transformers' Trainer, accelerate, Lightning, Ray, Ignite, itwinai and MLRun train with
+our optimizer, unmodified; the last three by ``horovod_onebit.install``.
 
 They are installed into an environment of their own, which sees the packages of this one. Each program of this folder is
 run in all its cases on two processes with other data each, one of them late, and compares the replicas after each step.
@@ -28,13 +28,20 @@ REQUIREMENTS = (
     "pytorch-ignite>=0.5.5,<0.6",
     "ray[train]>=2.60,<3",
 )
+ALONE = ROOT / "requirements" / "clients.txt"
+"""What is installed without the packages that it asks for."""
 PROGRAMS = {
     "hf_trainer": ("clip", "tight", "norm", "accumulate", "resume"),
     "lightning_trainer": ("clip", "tight", "value", "accumulate", "bf16", "manual", "resume"),
     "accelerate_loop": ("clip", "tight", "value", "accumulate", "resume"),
     "ignite_auto": ("plain", "accumulate"),
     "ray_trainer": ("plain", "prepared"),
+    "itwinai_strategy": ("plain", "fp16", "predivide", "resume"),
+    "mlrun_torch": ("plain", "scheduled"),
+    "mlrun_keras": ("plain", "validated"),
 }
+BY_INSTALL = {"ignite_auto", "itwinai_strategy", "mlrun_torch", "mlrun_keras"}
+"""Programs that know Horovod alone."""
 EXAMPLES = {"with_trainer": "horovodrun", "with_lightning": "horovodrun", "with_accelerate": "torchrun"}
 """Programs of examples/, and what starts them."""
 
@@ -43,15 +50,16 @@ def python_with_clients(folder: Path) -> Path:
     """The interpreter of an environment with these libraries, made in ``folder`` if need be."""
     python = folder / "bin" / "python"
     done = folder / "requirements.txt"
-    wanted = "\n".join((*REQUIREMENTS, sysconfig.get_path("purelib")))
+    wanted = "\n".join((*REQUIREMENTS, ALONE.read_text(), sysconfig.get_path("purelib")))
     if done.exists() and done.read_text() == wanted:
         return python
-    print(f"Installing {', '.join(REQUIREMENTS)} in {folder} ...", flush=True)
+    print(f"Installing {', '.join(REQUIREMENTS)}, itwinai and MLRun in {folder} ...", flush=True)
     venv.create(folder, with_pip=True, clear=True)
     packages = next(folder.glob("lib/python*/site-packages"))
     (packages / "of_the_project.pth").write_text(f"{sysconfig.get_path('purelib')}\n")
     pip = [str(python), "-m", "pip", "--disable-pip-version-check", "install", "--quiet"]
     subprocess.run([*pip, *REQUIREMENTS], check=True)
+    subprocess.run([*pip, "--no-deps", "--requirement", str(ALONE)], check=True)
     done.write_text(wanted)
     return python
 
@@ -60,7 +68,7 @@ def launchers(python: Path, program: str) -> dict[str, list[str]]:
     """The beginnings of the commands that start ``program``, by the launcher."""
     # Under MPI, accelerate and Lightning take the processes for their own.
     horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", str(python)]
-    if program == "ignite_auto":
+    if program in BY_INSTALL:
         return {"horovodrun": [*horovodrun, "-m", "horovod_onebit.install", "--warmup-steps", "4"]}
     if program == "ray_trainer":
         return {"Ray": [str(python)]}

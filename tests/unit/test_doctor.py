@@ -1,5 +1,6 @@
 """The doctor: this environment is well, and ill ones are told what to do."""
 
+import importlib.util
 import json
 
 import pytest
@@ -70,7 +71,9 @@ def test_a_horovod_of_others_is_worth_a_note(edited, monkeypatch, tmp_path):
     assert edited != any(level == "note" and "when a worker dies" in what for level, what in told)
 
 
-def test_kernels_that_do_not_work_are_worth_a_note():
+def test_kernels_that_do_not_work_are_worth_a_note(monkeypatch):
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "numba_cuda" or there(name))
     without_horovod = {"python": "3.12.3", "torch": "2.13.0"}
     for found in (HERE, without_horovod):
         told = levels(found, {"built": ["gloo", "nccl"]}, gpus=8)

@@ -81,6 +81,19 @@ def test_cuda_is_left_out_where_nothing_asks_for_it(
         return gpu if str(path) == "/dev/nvidiactl" else path.is_relative_to(tmp_path) and there(path)
 
     monkeypatch.setattr(script.Path, "exists", exists)
-    edits = script.edits_of(script.argparse.Namespace(gpu_operations=operations), env)
+    edits = script.edits_of(script.argparse.Namespace(gpu_operations=operations), env, {"torch": "2.13.0"})
     assert (script.WITHOUT_CUDA in edits) is without
     assert ("no CUDA toolkit" in capsys.readouterr().out) is (gpu and not toolkit)
+
+
+@pytest.mark.parametrize(
+    ("version", "standard"), [("2.13.0+cpu", 17), ("2.14.1", 20), ("2.15.0+cu132", 20), ("3.0.0a0", 20), (None, 17)]
+)
+def test_the_standard_of_cpp_is_that_of_pytorchs_headers(version, standard, script, tmp_path):
+    args, versions = script.argparse.Namespace(gpu_operations="NCCL"), {"torch": version} if version else {}
+    name = "horovod/torch/CMakeLists.txt"
+    (tmp_path / name).parent.mkdir(parents=True)
+    (tmp_path / name).write_text("set(CMAKE_CXX_STANDARD 14)")
+    edits = [edit for edit in script.edits_of(args, {"PATH": ""}, versions) if edit[0] == name]
+    script.apply_edits(tmp_path, "", edits)
+    assert (tmp_path / name).read_text() == f"set(CMAKE_CXX_STANDARD {standard})"

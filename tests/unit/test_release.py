@@ -15,20 +15,39 @@ from horovod_onebit import __version__
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCKERFILES = ("Dockerfile.cpu", "Dockerfile.gpu")
+FRAMEWORKS = ("torch", "tensorflow")
 
 
 def pins(name):
-    return dict(re.findall(r"^([\w-]+)==([\w.]+)", (ROOT / "requirements" / name).read_text(), re.MULTILINE))
+    text = (ROOT / "requirements" / name).read_text()
+    return dict(re.findall(r"^([\w-]+)(?:\[[\w-]+\])?==([\w.]+)", text, re.MULTILINE))
 
 
 def test_the_images_have_the_versions_that_the_tests_ran_with():
     tested = pins("dev.txt")
-    image = pins("image.txt")
-    assert image.items() <= tested.items()
-    for name in DOCKERFILES:
-        text = (ROOT / "docker" / name).read_text()
-        for argument, package in (("TORCH", "torch"), ("TENSORFLOW", "tensorflow-cpu"), ("KERAS", "keras")):
-            assert f"ARG {argument}={tested[package]}\n" in text
+    tested["tensorflow"] = tested["tensorflow-cpu"]
+    assert pins("image.txt").items() <= tested.items()
+    text = (ROOT / "docker" / "Dockerfile.cpu").read_text()
+    for argument, package in (("TORCH", "torch"), ("TENSORFLOW", "tensorflow"), ("KERAS", "keras")):
+        assert f"ARG {argument}={tested[package]}\n" in text
+    for framework in FRAMEWORKS:
+        gpu = pins(f"gpu-{framework}.txt")
+        assert framework in gpu
+        assert {name: version for name, version in gpu.items() if name != "nvtx"}.items() <= tested.items()
+
+
+@pytest.mark.parametrize("framework", FRAMEWORKS)
+def test_a_gpu_image_has_one_cuda(framework):
+    text = (ROOT / "docker" / "Dockerfile.gpu").read_text()
+    assert 'pip install -r "/build/requirements/gpu-${FRAMEWORK}.txt"' in text
+    argument = f"CUDA_OF_{framework.upper()}"
+    for kind in ("base", "devel"):
+        assert f"FROM nvidia/cuda:${{{argument}}}-{kind}-${{OS}} AS {kind}-{framework}\n" in text
+    (cuda,) = re.findall(rf"^ARG {argument}=(\d+)", text, re.MULTILINE)
+    packages = (ROOT / "requirements" / f"gpu-{framework}.txt").read_text()
+    assert f"numba-cuda[cu{cuda}]==" in packages
+    # constraints.txt has the packages of CUDA 13.
+    assert ("-c constraints.txt" in packages) == (cuda == "13")
 
 
 @pytest.mark.parametrize("name", DOCKERFILES)
@@ -38,7 +57,7 @@ def test_what_an_image_copies_is_there_and_its_user_is_not_root(name):
         *sources, _ = [word for word in line.split() if not word.startswith("--")]
         assert all((ROOT / source).exists() for source in sources)
     assert re.findall(r"^USER (\w+)$", text, re.MULTILINE)[-1] == "1000"
-    assert "HEALTHCHECK" in text
+    assert re.findall(r"^HEALTHCHECK .*CMD (.+)$", text, re.MULTILINE) == ['["entrypoint", "healthy"]']
     assert text.count("install_horovod.py") >= 2
 
 
@@ -83,12 +102,31 @@ def test_settings_are_yaml(name):
 def test_what_workflows_make_are_targets():
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text(), re.MULTILINE))
     nightly = yaml.safe_load((ROOT / ".github" / "workflows" / "nightly.yml").read_text())
-    assert set(nightly["jobs"]["long"]["strategy"]["matrix"]["target"]) <= targets
+    nights = set(nightly["jobs"]["long"]["strategy"]["matrix"]["target"])
+    nights |= {word for job in nightly["jobs"].values() for step in job["steps"]
+               for word in re.findall(r"make ([\w-]+)", step.get("run", ""))}  # fmt: skip
+    assert nights <= targets
+    assert nights >= {
+        "test-all",
+        "docs-check",
+        "package",
+        "clients",
+        "horovod-suite",
+        "newest",
+        "test-newest",
+        "resolve",
+    }
     release = (ROOT / ".github" / "workflows" / "release.yml").read_text()
     assert set(re.findall(r"run: make (\S+)", release)) <= targets
     version = re.search(r"sed -n '(s/.*)' (horovod_onebit/_version.py)", release)
     found = subprocess.run(["sed", "-n", version[1], version[2]], cwd=ROOT, capture_output=True, text=True, check=True)
     assert found.stdout.strip() == __version__
+
+
+def test_the_pythons_of_the_package_are_those_of_the_workflow():
+    ci = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    named = re.findall(r"Python :: (3\.\d+)", (ROOT / "setup.py").read_text())
+    assert ci["jobs"]["test"]["strategy"]["matrix"]["python"] == named
 
 
 def test_a_wheel_has_this_package_and_nothing_else(tmp_path):
