@@ -58,7 +58,7 @@ class _Engine(Engine):
 
     def clear(self) -> None:
         """Keep nothing, neither memory nor servers' errors. Local."""
-        self.forget_sent()
+        self.cancel(restore=False)
         self._discard_servers()
         self.tensors, self._messages = [], []
         self.layout = self.weighing = None
@@ -163,7 +163,7 @@ class CodedMean:
             finite = yield from beside
             taken = yield from engine.receive(numbered, plan, finite=finite)
         except BaseException:  # the caller may close this task, too
-            engine.withdraw()
+            engine.cancel()
             raise
         if not taken:
             return False

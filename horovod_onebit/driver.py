@@ -272,7 +272,7 @@ class Driver:
         try:
             verdict = yield from face.agreed()
         except (DesyncError, ConfigurationError):
-            engine.withdraw()
+            engine.cancel()
             raise
         engine.release()
         finite = (yield from averaged) and verdict.finite

@@ -63,6 +63,29 @@ class Plan:
         return self.sends in (Sends.CONTRIBUTION, Sends.GRADIENT)
 
 
+class Generation:
+    """In the names of messages, which workers can exchange only if it is the same: the names of those that were
+    cancelled under way are not free yet. It counts the times that all workers have cancelled together, and the times
+    that this one has since."""
+
+    def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """There are other workers now, which have cancelled nothing."""
+        self._by_all = self._by_me = 0
+
+    def cancelled(self, *, by_all: bool, under_way: bool) -> None:
+        """Something was, if there was anything ``under_way``."""
+        if by_all:
+            self._by_all, self._by_me = self._by_all + 1, 0
+        else:
+            self._by_me += under_way
+
+    def __str__(self) -> str:
+        return f"{self._by_all}.{self._by_me}"
+
+
 class _Sent:
     """A bucket under way, with all that is needed to apply it or to take it back.
 
@@ -149,7 +172,7 @@ class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
     ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
-    workers (``withdraw`` or ``abandon_step`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
+    workers (``cancel`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
     collectives.
 
@@ -184,9 +207,7 @@ class Engine:
         self._messages: list[wire.Message] = []
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
-        # Names of messages that were forgotten under way are not free yet.
-        self._refused = 0  # times that all workers took them back together
-        self._forgotten = 0  # times that this one forgot them since
+        self._generation = Generation()
         self._renewed = ""  # the generation when the lane was renewed
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
 
@@ -383,8 +404,8 @@ class Engine:
 
     @property
     def generation(self) -> str:
-        """In the names of messages; workers of which it differs must not exchange any."""
-        return f"{self._refused}.{self._forgotten}"
+        """See ``Generation``."""
+        return str(self._generation)
 
     def end_step(self) -> None:
         """Close this step's accounts."""
@@ -513,28 +534,21 @@ class Engine:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""
         self._send_all(grads, plan)
         yield from self.travel(self._sent)
-        self.exchange.settle(False)
-        self.restore_all()
+        self.rollback()
 
-    def forget_sent(self) -> None:
-        """The step that messages were sent for will not be taken, by no worker. Local, not collective."""
-        self._forgotten += bool(self._sent)
-        self._drop()
-
-    def withdraw(self) -> None:
-        """This worker alone takes back what it has sent; nothing is left of it where all have. Local."""
-        self._forgotten += bool(self._sent)
-        self.restore_all()
-
-    def abandon_step(self) -> None:
-        """Take back what was sent for a step that all workers refuse alike. Local, not collective."""
-        self.restore_all()
-        self._refused, self._forgotten = self._refused + 1, 0
+    def cancel(self, *, by_all: bool = False, restore: bool = True) -> None:
+        """Take back what was sent and has not arrived: all workers do so together (``by_all``), or this one alone.
+        Without ``restore`` residuals stay as encoding has left them: they are replaced, or not wanted. Local."""
+        self._generation.cancelled(by_all=by_all, under_way=bool(self._sent))
+        if restore:
+            self.rollback()
+        else:
+            self._drop()
 
     def forget_world(self) -> None:
         """There are other workers now (Horovod was restarted): lay out and shake hands again. Local."""
         self.layout, self.weighing, self._sent = None, None, {}
-        self._refused = self._forgotten = 0
+        self._generation.reset()
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 
     def _send_all(self, grads: Mapping[int, Array], plan: Plan) -> None:
@@ -620,8 +634,8 @@ class Engine:
         for item in items:
             item.leave()
 
-    def restore_all(self) -> None:
-        """Take back what was encoded, without waiting for anything."""
+    def rollback(self) -> None:
+        """Residuals are what they were before the step. Messages that have not arrived keep their names. Local."""
         for item in self._sent.values():
             self._restore(item)
         self._drop()
@@ -652,7 +666,7 @@ class Engine:
             yield from self.travel(list(self._sent), land)
         except Exception:
             # Others may have taken this step: their count of steps is then another, which the next agreement finds.
-            self.withdraw()
+            self.cancel()
             raise
         self.waited(start, decoded)
         self.exchanges += 1
@@ -692,8 +706,7 @@ class Engine:
             if finite and not where:
                 self.tensors = list(tensors)
                 return self._finish(rules)
-            self.exchange.settle(False)
-            self.restore_all()
+            self.rollback()
         self.say_skipped(f"the {self.sent} of worker {where or 'unknown'}")
         return False
 
@@ -707,12 +720,11 @@ class Engine:
     def refuse(self) -> None:
         """All messages of a step have arrived, and no worker takes it, which is no fault of the gradients. Local."""
         self.exchanges += 1
-        self.exchange.settle(False)
-        self.restore_all()
+        self.rollback()
 
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}
-        self.exchange.settle(True)
+        self.exchange.commit()
         finish_step(rules, self.tensors, self.context)
         return True
 

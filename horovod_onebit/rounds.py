@@ -217,7 +217,7 @@ class Rounds:
 
     def cancel(self) -> None:
         """The workers do not agree: forget the exchange that is under way. Local."""
-        self.engine.withdraw()
+        self.engine.cancel()
         self._under_way = None
 
     def _start(self, *, hidden: bool) -> Task[None]:
@@ -255,7 +255,7 @@ class Rounds:
                 "to pass over such steps"
             ) from error
         except BaseException:
-            engine.restore_all()
+            engine.rollback()
             self.fold(sent.rates)
             raise
         if not taken:
@@ -310,7 +310,7 @@ class Rounds:
         rates, self._rates = rates + self._rates, 0.0
         if self._under_way is not None:
             rates += self._under_way.rates
-            self.engine.withdraw()
+            self.engine.cancel()
             self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
         moved = self._moved(self.tensors)

@@ -102,11 +102,11 @@ class Workers:
     def _compressed(self, grads: list[Mapping[str, Array]]) -> bool:
         arrived = [self._bucket(number, grads) for number in range(len(self.layout.buckets))]
         taken = all(bool(np.all(messages.finite)) for messages in arrived)
-        for one in self._exchanges:
-            one.settle(taken)
         if not taken:
             self._take_back(grads)
             return False
+        for one in self._exchanges:
+            one.commit()
         rules = [self.rule] * len(self.tensors)
         for messages in arrived:
             apply(messages, rules, self.tensors, self.context)

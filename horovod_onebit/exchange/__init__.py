@@ -166,8 +166,8 @@ class Exchange:
         """Bring a bucket to everybody: ``encode`` its gradients, now or when they are summed. Messages are checked."""
         raise NotImplementedError
 
-    def settle(self, taken: bool) -> None:
-        """The step is over: keep what the exchange changed of its own state, or take it back."""
+    def commit(self) -> None:
+        """The step was taken: keep what the exchange has changed of its own state since the last one."""
 
     def encodes(self) -> Sequence[Bucket] | None:
         """The parts of the buckets that this worker encodes; None if all."""

@@ -121,7 +121,7 @@ class Exchange(exchange.Exchange):
         kernels, size = self.context.kernels, self._local.size * shared.part
         if on_device and shared.parts is None:
             shared.parts = kernels.zeros(size)
-        # An exchange that was withdrawn may still read what is overwritten here: nobody reads what comes of it.
+        # An exchange that was cancelled may still read what is overwritten here: nobody reads what comes of it.
         parts = shared.parts if on_device else np.zeros(size, np.float32)
         with kernels.batch():
             for number, share in enumerate(shared.shares):
@@ -143,8 +143,8 @@ class Exchange(exchange.Exchange):
         self.context.kernels.mean(arrived, mean)
         return mean
 
-    def settle(self, taken: bool) -> None:
-        self._between.settle(taken)
+    def commit(self) -> None:
+        self._between.commit()
 
     def encodes(self) -> Sequence[Bucket]:
         return [shared.own.bucket for shared in self._shared.values()]

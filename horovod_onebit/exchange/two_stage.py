@@ -125,10 +125,9 @@ class Exchange(exchange.Exchange):
                 )
             start = stop
 
-    def settle(self, taken: bool) -> None:
-        if taken:
-            for served in self._served.values():
-                served.error[:] = served.next_error
+    def commit(self) -> None:
+        for served in self._served.values():
+            served.error[:] = served.next_error
 
     def bytes_sent(self, bucket: Bucket) -> int:
         served = self._served[bucket.index]

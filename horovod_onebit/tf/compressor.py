@@ -569,7 +569,7 @@ class Compressor:
         self.engine.end_step()
 
     def _take_back(self) -> None:
-        self.engine.restore_all()
+        self.engine.rollback()
         if self.place is not None:
             self.place.wait()
 

@@ -276,7 +276,7 @@ class LocalSteps(Compressor):
         except NonFiniteError as error:
             self._error = error
         except BaseException:
-            self.engine.restore_all()
+            self.engine.rollback()
             raise
         finally:
             self._values = ()

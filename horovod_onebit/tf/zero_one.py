@@ -82,7 +82,7 @@ class ZeroOneSteps(Compressor):
                 taken = yield from self.driver.compressed()
             self._done = taken, factors
         except BaseException:
-            engine.restore_all()
+            engine.rollback()
             raise
         finally:
             self._now = None
@@ -132,7 +132,7 @@ class ZeroOneSteps(Compressor):
                 "the optimizer's state was changed after local steps, when workers' weights differ: call "
                 "optimizer.flush() on all workers before the change (or now, and continue)"
             )
-        engine.restore_all()
+        engine.rollback()
         raise _GivenUp
 
     def moved(self, sends: Sends) -> None:

@@ -30,13 +30,13 @@ class _Threads:
         self._last: Any = None  # the last thread
         self.agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
 
-    def refuse(self, agreement: Agreement | None = None) -> None:
+    def cancel(self, agreement: Agreement | None = None) -> None:
         """All workers have found that they disagree, in an ``agreement`` of an optimizer or without one. It need not be
         of the same optimizer on all: what any optimizer has begun is dropped, so that all workers count alike. Local.
         """
         for each in list(self.agreements):
             if each is agreement or each.gradients.recallable:
-                each.gradients.refuse()
+                each.gradients.cancel(by_all=True)
 
     def enter(self, agreement: Agreement) -> None:
         """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
@@ -62,7 +62,7 @@ def meet(call: str, transport: Transport) -> None:
     try:
         run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, ""))
     except DesyncError:
-        _threads[transport.number].refuse()
+        _threads[transport.number].cancel()
         raise
 
 
@@ -86,7 +86,7 @@ class Compared(Protocol):
 
     def send_late(self, reason: str, *, averages: bool = False) -> None: ...
 
-    def refuse(self) -> None: ...
+    def cancel(self, *, by_all: bool) -> None: ...
 
 
 class Agreement:
@@ -158,7 +158,7 @@ class Agreement:
                 self._begun = True  # around this, nobody has to be told again
                 with suppress(DesyncError):
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
-                    self._threads.refuse(self)  # all workers have found the same
+                    self._threads.cancel(self)  # all workers have found the same
             raise
 
     def finish(self) -> Verdict:
@@ -175,17 +175,17 @@ class Agreement:
             verdict = self._verdict = handshake.read_agreement(total, self._engine.collectives.size)
         except Mismatch as error:
             facts = self._facts()  # before what has been sent is taken back
-            self._threads.refuse(self)
+            self._threads.cancel(self)
             raise (yield from handshake.named(error, facts, self._collectives, self.name)) from None
         except DesyncError:
-            self._threads.refuse(self)
+            self._threads.cancel(self)
             raise
         finally:
             self._threads.leave()
         if verdict.edited:
             self.gradients.send_late("gradients change between backward() and step()", averages=True)
             if self._parameters.phase is Phase.COMPRESSED:
-                self.gradients.refuse()
+                self.gradients.cancel(by_all=True)
                 raise ConfigurationError(
                     f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
                     "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
@@ -214,7 +214,7 @@ class Agreement:
             run(handshake.meet(self._collectives, self.name, call, engine.name if setup is None else setup))
         except DesyncError:
             self._begun = True  # nobody has to be told: all have found it
-            self._threads.refuse(self)
+            self._threads.cancel(self)
             raise
         finally:
             self._threads.leave()

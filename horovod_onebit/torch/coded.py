@@ -108,14 +108,9 @@ class Coded:
         """The errors of ``changed``, which cannot be restored, are zero."""
         self._mean.engine.feedback.reset([self._parameters.names[p] for p in changed])
 
-    def withdraw(self) -> None:
-        """This worker alone takes back what it has sent. Local."""
-        self._mean.engine.withdraw()
-        self.over()
-
-    def refuse(self) -> None:
-        """All workers take back what they have sent. Local."""
-        self._mean.engine.abandon_step()
+    def cancel(self, *, by_all: bool) -> None:
+        """See ``Engine.cancel``."""
+        self._mean.engine.cancel(by_all=by_all)
         self.over()
 
     def over(self) -> None:

@@ -106,7 +106,7 @@ class Compressor(Steps):
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
         if self.parameters.adopt():
-            self.gradients.abandon()
+            self.gradients.cancel(by_all=False)
 
     def check_groups(self) -> None:
         """Take notice of parameters that are new, newly trained, or gone, and of other workers."""
@@ -344,15 +344,15 @@ class Compressor(Steps):
             with torch.no_grad():
                 self.flush()
 
-    def interrupt(self) -> None:
-        """All workers together forget what is under way: they will have another state."""
-        self.gradients.refuse()
+    def cancel(self) -> None:
+        """All workers together drop what is under way: they will have another state. Local."""
+        self.gradients.cancel(by_all=True)
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
         with torch.no_grad():
-            self.engine.withdraw()  # or residuals that are kept would lack what was sent
-        self.gradients.abandon()
+            self.engine.cancel()  # or residuals that are kept would lack what was sent
+        self.gradients.cancel(by_all=False)
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
 
     def own_state(self) -> Any:

@@ -56,7 +56,7 @@ def broadcast_optimizer_state(
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
     if isinstance(optimizer, _DistributedOptimizer) and transport == own:
         optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
-        optimizer._compressor.interrupt()
+        optimizer._compressor.cancel()
     else:
         meet("broadcast_optimizer_state", transport)
     is_root = transport.world[0] == root_rank

@@ -25,7 +25,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
 from horovod_onebit.coded import codes
-from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.engine import Engine, Generation, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule
 from horovod_onebit.tasks import Handle, Task
@@ -96,9 +96,7 @@ class Gradients:
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self._means = exact.means(arguments, engine, parameters.names)
-        # Names of averages that were abandoned under way are not free yet.
-        self._refused = 0  # times that all workers abandoned them together
-        self._abandoned = 0  # times that this one did so since
+        self._generation = Generation()  # of averages
         self._sends_early = overlap
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
@@ -339,7 +337,7 @@ class Gradients:
     @property
     def generation(self) -> str:
         """In the names of averages; the same on all workers after each step that all of them refuse."""
-        return f"{self._refused}.{self._abandoned}"
+        return str(self._generation)
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
@@ -363,12 +361,7 @@ class Gradients:
 
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)
-        self._abandoned += self._means.begun
-        with torch.no_grad():
-            self._engine.withdraw()  # the gradients stay, and are sent in ``step``
-            if self._coded is not None:
-                self._coded.withdraw()
-        self._lose_overwritten()
+        self._cancel(by_all=False, restore=True)  # the gradients stay, and are sent in ``step``
         self.drop()
         self.forget_marks()
 
@@ -386,14 +379,19 @@ class Gradients:
         self._bindings = []
         self._decided, self._plan = False, None
 
-    def abandon(self) -> None:
-        """This worker drops what is under way: it has loaded another state."""
-        self._abandoned += self._means.begun
-        self._engine.forget_sent()
-        if self._coded is not None:
-            self._coded.withdraw()
-        self._lose_overwritten()
+    def cancel(self, *, by_all: bool) -> None:
+        """What is under way is dropped: by all workers, which refuse the step that was begun and keep their gradients;
+        or by this one, which has loaded another state. Local."""
+        self._cancel(by_all=by_all, restore=by_all)
         self._clear()
+
+    @torch.no_grad()
+    def _cancel(self, *, by_all: bool, restore: bool) -> None:
+        self._generation.cancelled(by_all=by_all, under_way=self._means.begun)
+        self._engine.cancel(by_all=by_all, restore=restore)
+        if self._coded is not None:
+            self._coded.cancel(by_all=by_all)
+        self._lose_overwritten()
 
     def _overwritten(self) -> list[torch.Tensor]:
         """The parameters whose gradients have changed in place since they were final."""
@@ -408,19 +406,9 @@ class Gradients:
         if self._coded is not None:
             self._coded.lose(lost)
 
-    def refuse(self) -> None:
-        """All workers refuse the step that was begun: what is under way is dropped, gradients stay as they are."""
-        with torch.no_grad():
-            self._engine.abandon_step()
-            if self._coded is not None:
-                self._coded.refuse()
-        self._lose_overwritten()
-        self._refused, self._abandoned = self._refused + 1, 0
-        self._clear()
-
     def forget_world(self) -> None:
-        """Horovod was restarted: nothing is under way, and new workers have abandoned nothing."""
-        self._refused = self._abandoned = 0
+        """Horovod was restarted: nothing is under way."""
+        self._generation.reset()
         if self._coded is not None:
             self._coded.forget_world()
         self._clear()

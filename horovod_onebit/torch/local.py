@@ -407,9 +407,9 @@ class OwnGradients:
     def send_late(self, reason: str, *, averages: bool = False) -> None:
         """Nothing is sent early."""
 
-    def refuse(self) -> None:
-        """All workers refuse the exchange that was begun."""
-        self._engine.abandon_step()
+    def cancel(self, *, by_all: bool) -> None:
+        """The exchange that was begun is not ended."""
+        self._engine.cancel(by_all=by_all)
 
 
 PATIENCE = 30.0
@@ -674,15 +674,15 @@ class LocalSteps(Steps):
         else:
             super().check_replicas()
 
-    def interrupt(self) -> None:
-        """All workers together continue from other weights, or another state: the next step begins a round."""
-        self.engine.abandon_step()
+    def cancel(self) -> None:
+        """All workers together continue from other weights, or another state: the next step begins a round. Local."""
+        self.engine.cancel(by_all=True)
         self._thaw()
         self.parameters.unbind()
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
-        self.engine.forget_sent()
+        self.engine.cancel(restore=False)
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
         self._checked = self.parameters.steps
 
