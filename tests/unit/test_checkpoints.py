@@ -199,7 +199,7 @@ def test_the_files_of_other_workers_are_read_one_by_one(of_three):
     w, late = sum(one[0] for one in saved) / 3 + served[0], (saved[1][1] + saved[2][1]) / 3 + served[1]
     np.testing.assert_allclose(own["feedback"].pop("w"), w, rtol=1e-5)
     np.testing.assert_allclose(own["feedback"].pop("late"), late, rtol=1e-5)
-    assert own == {"feedback": {}, "divisor": None, "served": {}, "encodes": None, "number": 0}
+    assert own == {"feedback": {}, "divisor": None, "served": {}, "encodes": None, "gradients": None, "number": 0}
 
 
 @pytest.mark.parametrize("damaged", range(3))
