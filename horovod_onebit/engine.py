@@ -407,6 +407,11 @@ class Engine:
         """See ``Generation``."""
         return str(self._generation)
 
+    @property
+    def under_way(self) -> bool:
+        """Whether messages are."""
+        return bool(self._sent)
+
     def end_step(self) -> None:
         """Close this step's accounts."""
         self.traffic.end_step()

@@ -78,8 +78,8 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) ->
     check(schedule)
     if steps is not None:
         raise ConfigurationError(
-            f"schedule={schedule!r}, warmup_steps={steps!r}: leave warmup_steps out: a ZeroOne's first steps are the "
-            "warm-up, a Gradients does not leave it, and a Local has none"
+            f"schedule={schedule!r}, warmup_steps={steps!r}: expected no warmup_steps with a ZeroOne, whose first "
+            "steps are the warm-up, a Gradients, which does not leave it, or a Local, which has none"
         )
     if total_steps is not None:
         raise ConfigurationError(

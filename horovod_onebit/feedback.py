@@ -17,6 +17,7 @@ from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.schedule import ZeroOne
 
 T = TypeVar("T")
 
@@ -27,14 +28,16 @@ MARK = "onebit.residuals."
 """Begins the name of an empty entry that tells of what kind saved residuals are, and of how many workers."""
 
 
-def kind(space: str, *, divides: bool, stepwise: bool = False) -> str:
+def kind(space: str, *, divides: bool, schedule: object = None) -> str:
     """What the residuals of a run are of, other than local steps: of updates, or of momenta, which are smaller by
-    orders of magnitude; of ``stepwise`` runs, 0/1 Adam's, of moved weights as well.
+    orders of magnitude; with a ``schedule``, a ``Stepwise``, of what its steps send.
 
     ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
     """
     found = "momentum" if divides and space == "momentum" else "step"
-    return f"0/1 {found}" if stepwise else found
+    if schedule is None:
+        return found
+    return f"{'0/1' if type(schedule) is ZeroOne else type(schedule).__name__} {found}"
 
 
 def of_kind(kind: str) -> str:
@@ -42,7 +45,8 @@ def of_kind(kind: str) -> str:
     if kind == "local":
         return "with schedule=Local(...)"
     space = "momentum" if kind.endswith("momentum") else "update"
-    schedule = "schedule=ZeroOne(...)" if kind.startswith("0/1") else "no schedule"
+    name = kind.rpartition(" ")[0]
+    schedule = f"schedule={'ZeroOne' if name == '0/1' else name}(...)" if name else "no schedule"
     return f"with {schedule} and a recipe of space={space!r}"
 
 

@@ -41,9 +41,9 @@ class NumpyOptimizer:
         recipe: a preset's name, a ``Recipe``, or ``"exact"``, which never compresses.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam, and another ``Stepwise`` says what its steps are;
-            with ``Local`` each worker takes the steps of any
-            rule alone, and the changes of the weights are exchanged; with ``Gradients``, all steps are exact ones of
-            the mean gradient, which travels in few bits. ``warmup_steps`` then has no effect.
+            with ``Local`` each worker takes the steps of any rule alone, and the changes of the weights are exchanged;
+            with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits.
+            ``warmup_steps`` then has no effect. Workers are not asked whether their schedules are the same.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
             gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.

@@ -51,8 +51,12 @@ class Stepwise(ABC):
 
     @abstractmethod
     def sends(self, number: int) -> Sends:
-        """What step ``number`` (from 1) after the warm-up is. After one that sends nothing, others move alone, too,
-        until one sends the displacement."""
+        """What step ``number`` (from 1) after the warm-up is. After a step alone, all are."""
+
+
+LEAVES = (Sends.CONTRIBUTION, Sends.GRADIENT, Sends.DISPLACEMENT)
+"""Steps that leave residuals, each in a unit of its own: of updates; of gradients, of which less goes into an update;
+of moved weights."""
 
 
 def step_of(schedule: Stepwise | None, number: int) -> Sends:
@@ -62,18 +66,20 @@ def step_of(schedule: Stepwise | None, number: int) -> Sends:
     found = schedule.sends(number)
     if not isinstance(found, Sends):
         raise ConfigurationError(f"schedule={schedule!r}: sends({number}) gave {found!r}: expected one of Sends")
-    if number > 1 and not found.alone and schedule.sends(number - 1) is Sends.NOTHING:
+    if number > 1 and not found.alone and schedule.sends(number - 1).alone:
         raise ConfigurationError(
-            f"schedule={schedule!r}: sends({number}) gave {found!r}, and the step before sends nothing, so that "
-            "workers' weights differ: the last step alone has to send the displacement"
+            f"schedule={schedule!r}: sends({number}) gave {found!r}, and workers move alone in the step before: "
+            "expected NOTHING or DISPLACEMENT from there on, as weights may differ"
         )
     return found
 
 
 def changes_unit(schedule: Stepwise | None, number: int) -> bool:
-    """Whether residuals of the steps before ``number`` are of another unit: of updates, or of moved weights, which are
-    smaller by orders of magnitude."""
-    return number > 1 and schedule is not None and schedule.sends(number).alone is not schedule.sends(number - 1).alone
+    """Whether residuals, before step ``number`` that will leave others, are of another unit."""
+    if schedule is None or (now := schedule.sends(number)) not in LEAVES:
+        return False
+    before = (schedule.sends(earlier) for earlier in range(number - 1, 0, -1))
+    return next((sends for sends in before if sends in LEAVES), now) is not now
 
 
 @dataclass(frozen=True)
@@ -200,13 +206,15 @@ def check(schedule: object) -> None:
     """Raise ``ConfigurationError`` unless it is one."""
     if not isinstance(schedule, Schedule):
         raise ConfigurationError(
-            f"schedule={schedule!r}: expected a ZeroOne, a Local, a Gradients, or a Stepwise of your own"
+            f"schedule={schedule!r}: expected a ZeroOne, another Stepwise, a Gradients, or a Local"
         )
     if not is_dataclass(schedule):
         raise ConfigurationError(
             f"schedule={schedule!r}: expected a dataclass, so that workers can compare it; write "
             f"@dataclass(frozen=True) above class {type(schedule).__name__}"
         )
+    if isinstance(schedule, Stepwise):
+        whole(f"exact_steps of {type(schedule).__name__}", getattr(schedule, "exact_steps", None))
 
 
 def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:

@@ -106,8 +106,10 @@ def network_of(args: argparse.Namespace) -> tuple[list[str], str]:
 def introduce(console: Console, args: argparse.Namespace, network: Sequence[str], reason: str) -> None:
     """Say what is going to happen, and for how long."""
     ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
-    few = "" if args.warmup == "exact" else f", all but the first {FIRST} in {args.warmup.replace('_', ' ')}s"
-    exact = f" One bit begins after {args.warmup_steps} steps{few}." if "onebit" in args.compressions else ""
+    how = (
+        "exact steps" if args.warmup == "exact" else f"steps, {FIRST} exact ones and others of {args.warmup[:-4]} bits"
+    )
+    exact = f" One bit begins after {args.warmup_steps} {how}." if "onebit" in args.compressions else ""
     console.print(
         f"This trains the network `{args.task}` in {FRAMEWORKS[args.framework]} over {LAUNCHERS[args.launcher]} on "
         f"{args.np} processes, for {args.steps} steps each time, with gradients of {ways}.{exact}",
@@ -185,13 +187,14 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="robust")
     add("--steps", type=int, default=STEPS)
     add("--warmup-steps", type=int, default=WARMUP)
-    add("--warmup", choices=get_args(WarmupName), default="three_bit", help="how gradients travel before one bit")
+    add("--warmup", choices=get_args(WarmupName), help="before one bit (three_bit; exact for zero_one_adam)")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--np", type=int, default=2, help="processes")
     add("--backend", choices=("gloo", "mpi"), default="gloo")
     add("--link", choices=("auto", "none", *RATES), default="auto", help="auto is 100mbit where that is possible")
     add("--output", type=Path, default=ROOT / "build" / "demo")
     args, args.more = parser.parse_known_args(argv)
+    args.warmup = args.warmup or ("exact" if "zero_one_adam" in args.more else "three_bit")
     if args.np < 2:
         parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
     if args.launcher == "torchrun" and args.framework == "tf":

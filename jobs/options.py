@@ -105,6 +105,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in ("momentum", "weight_decay", "seed"):
         if args[name] < 0:
             parser.error(f"--{name.replace('_', '-')} {args[name]}: expected zero or more")
+    if args["warmup"] != "exact" and args["optimizer"] == "zero_one_adam":
+        parser.error(f"--warmup {args['warmup']}: the warm-up of zero_one_adam is exact; leave one of both out")
     if args["data_dir"] is not None and not (args["data_dir"] / "cifar-10-batches-py").is_dir():
         parser.error(f"--data-dir {args['data_dir']}: expected a folder that holds cifar-10-batches-py")
     if args["metrics"] is not None and not args["metrics"].absolute().parent.is_dir():
@@ -114,8 +116,10 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     return Options(**args)
 
 
-def recipe_of(options: Options) -> Recipe:
-    """The recipe of one bit, with its warm-up."""
+def recipe_of(options: Options) -> str | Recipe:
+    """The recipe, with the warm-up of one bit."""
+    if options.warmup == "exact" or options.compression != "onebit":
+        return options.recipe
     return replace(resolve(options.recipe), warmup=options.warmup)
 
 

@@ -102,7 +102,7 @@ def conclusion(runs: Sequence[Run]) -> str:
     speed = f"{ratio:.1f} times as fast as" if ratio > 1 else f"{1 / ratio:.1f} times as long as"
     return (
         f"With one bit, training {'was' if ratio > 1 else 'took'} {speed} with float32. Each worker sent "
-        f"{exact['bytes_sent'] / onebit['bytes_sent']:.1f} times fewer bytes (after the exact steps: "
+        f"{exact['bytes_sent'] / onebit['bytes_sent']:.1f} times fewer bytes (after the warm-up: "
         f"{exact['last_step_bytes'] / onebit['last_step_bytes']:.1f} times fewer). The test loss "
         f"is {onebit['test_loss']:.3f} (float32: {exact['test_loss']:.3f})."
     )

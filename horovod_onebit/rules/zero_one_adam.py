@@ -1,7 +1,7 @@
 """0/1 Adam (Lu et al. 2022, "Maximizing Communication Efficiency for Large-scale Training via 0/1 Adam").
 
-Algorithm 1 of that paper, with its lines; g_i is worker i's gradient, D = sqrt(v) + eps. What each step sends says a
-``schedule.Stepwise``, which is ``ZeroOne`` for the paper's own: T_v and T_u there.
+Algorithm 1 of that paper, with its lines; g_i is worker i's gradient, D = sqrt(v) + eps. A ``schedule.Stepwise`` says
+what each step sends: ``ZeroOne`` for the paper's own, with its T_v and T_u.
 
     MEAN, k in T_v         v <- beta2 v + (1 - beta2) mean(g)^2, and Adam's step with mean(g)             lines 3, 10-13
     GRADIENT               g^ = 1bit(g), an exchange with error feedback; m <- beta1 m + (1 - beta1) g^;
@@ -87,8 +87,8 @@ def take_over_scaled(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Nu
 
 @dataclass(frozen=True)
 class ZeroOneAdam(Adam):
-    """Adam's hyperparameters, and what this step sends. ``Tensor.anchor`` holds the weights at the last exchange of
-    displacements."""
+    """Adam's hyperparameters, and what this step sends. ``Tensor.anchor`` holds the weights that all had when
+    the first step alone since the last exchange began."""
 
     sends: Sends = Sends.GRADIENT
     name: str = "zero_one_adam"

@@ -125,9 +125,10 @@ class Compressor:
         self.collectives = HorovodCollectives(self.process_set, name)
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        stepwise, divides = isinstance(wrapping.schedule, Stepwise), adapter.wraps.variance is not None
+        schedule = wrapping.schedule if isinstance(wrapping.schedule, Stepwise) else None
+        divides = adapter.wraps.variance is not None
         local = wrapping.local is not None
-        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, stepwise=stepwise)
+        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, schedule=schedule)
         self.errand = Errand(self.collectives, self.compute)
         self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []

@@ -560,10 +560,10 @@ def DistributedOptimizer(
             but at most 200 steps after that rise. (A model that was saved by Keras before that looks at both afresh
             once it is loaded; ``save_checkpoint`` saves what was seen.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
-        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.tf.Gradients()``,
-            ``optimizer`` may be any; its steps are its own, with mean gradients that travel in three bits an element.
-            With ``horovod_onebit.tf.Local(...)``, too; each worker takes its steps alone, and what all have moved is
-            exchanged after some. None has ``warmup_steps``.
+        schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam; a ``Stepwise`` of your own says what Adam's
+            steps send. With ``horovod_onebit.tf.Gradients()``, ``optimizer`` may be any; its steps are its own, with
+            mean gradients that travel in three bits an element. With ``horovod_onebit.tf.Local(...)``, too; each worker
+            takes its steps alone, and what all have moved is exchanged after some. None has ``warmup_steps``.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``. ``"exact"`` never compresses:
             each step is the optimizer's own with the mean gradient, float32 or as ``compression`` says, and what this
             one checks is checked; ``warmup_steps`` then has no effect.

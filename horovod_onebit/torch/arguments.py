@@ -67,7 +67,10 @@ def check_interval(every: int | None, schedule: Schedule | None) -> None:
     """``check_replicas_every``."""
     replica_interval(every)
     if every and isinstance(schedule, Stepwise):
-        raise UnsupportedError("0/1 Adam's workers differ between exchanges: call flush() and check_replicas() instead")
+        raise UnsupportedError(
+            f"check_replicas_every={every} with {schedule}: 0/1 Adam's workers, and those of other such schedules, may "
+            "differ between exchanges: call flush() and check_replicas() instead"
+        )
 
 
 def names_of(

@@ -156,8 +156,7 @@ class Coded:
 
     def check(self, saved: Learned | None) -> None:
         """See ``CodedMean.check``."""
-        parameters = self._parameters
-        self._mean.check(saved, {parameters.names[p]: p.numel() for p in parameters.ordered()})
+        self._mean.check(saved, self._parameters.residual_sizes())
 
     def _unit(self, p: torch.Tensor) -> Tensor:
         """What the core keeps of ``p``; nothing yet since a state was loaded."""

@@ -84,7 +84,7 @@ class Compressor(Steps):
         self._now = _Now()
         self._compares = True  # weights and state, in the next step
         divides = parameters.adapter.variance_key is not None
-        self.kind = feedback.kind(recipe.space, divides=divides, stepwise=self._stepwise)
+        self.kind = feedback.kind(recipe.space, divides=divides, schedule=self.parameters.schedule)
         if self.workers > 1 and not self._stepwise:
             self._compile_ahead(optimizer.param_groups, divides=divides)
 

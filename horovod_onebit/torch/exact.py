@@ -171,6 +171,8 @@ class InOrder(ByName):
 
     def forget(self, p: torch.Tensor) -> None:
         """What has left of it is stale."""
+        if not self.begun:
+            self._last, self._groups, self._of = [], [], {}
 
     def rest(self) -> None:
         self._lane, self._renewed = self._arguments.transport.lane(), None  # nothing is open for the new one

@@ -176,13 +176,19 @@ class Gradients:
         if self._parameters.phase is Phase.WARMUP:
             if self._averages_early:
                 self._marks[p] = _Mark.of(p.grad)
-                if not self._takes_coded(p):
-                    self._means.begin(self._exact, self.generation)
-                    self._means.computed(p, self.generation)
-                elif self._coded is not None and self._proven:
-                    self._coded.computed(p, self._in_few_bits)
+                self._leave(p)
         elif self._sends_early and p in self._parameters.bindings:
             self._count_down(p)
+
+    def _leave(self, p: torch.Tensor) -> None:
+        """In the warm-up the gradient of ``p`` is final. Beside messages in few bits, exact means that are paired by
+        order wait for ``step``: NCCL wants what two groups carry in one order on all workers."""
+        if self._takes_coded(p):
+            if self._coded is not None and self._proven:
+                self._coded.computed(p, self._in_few_bits)
+        elif self._coded is None or not self._arguments.transport.in_order:
+            self._means.begin(self._exact, self.generation)
+            self._means.computed(p, self.generation)
 
     def _densify(self, p: torch.Tensor) -> None:
         if p.grad is None or not p.grad.is_sparse:
@@ -279,7 +285,7 @@ class Gradients:
             yield from self._means.recall(exact, self.generation)
             if self._coded is not None:
                 yield from self._coded.recall(self._overwritten())
-        arrive = self._finite(self._means.start(exact, self.generation), exact)
+        arrive = self._mean(exact)
         if (coded := self._coded) is None:
             yield from arrive
         else:
@@ -289,9 +295,10 @@ class Gradients:
                 coded.observe(learning)
         self.drop()
 
-    def _finite(self, arrive: Task[None], exact: Sequence[torch.Tensor]) -> Task[bool]:
-        """Whether the means of ``exact`` are finite when they have arrived, where somebody asks."""
-        yield from arrive
+    def _mean(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
+        """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
+        they are finite when they have arrived, where somebody asks."""
+        yield from self._means.start(exact, self.generation)
         return self._coded is None or all_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:

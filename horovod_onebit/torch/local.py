@@ -385,12 +385,15 @@ class OwnGradients:
     where = Where.NOWHERE
     automatic = True
     generation = ""
-    recallable = False
 
     def __init__(self, engine: Engine, arguments: Arguments) -> None:
         self._engine = engine
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
+
+    @property
+    def recallable(self) -> bool:
+        return not self._engine.under_way
 
     def edited(self) -> bool:
         return False

@@ -396,10 +396,11 @@ def DistributedOptimizer(
         warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
             A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
             learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
-        schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam. With ``horovod_onebit.torch.Local(...)``,
-            ``optimizer`` may be any; each worker takes its steps alone, and the changes of the weights are exchanged
-            after some. With ``horovod_onebit.torch.Gradients()``, ``optimizer`` may be any, too, and takes its own
-            step with the mean gradient, which travels in three bits an element. None has ``warmup_steps``.
+        schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam; a ``Stepwise`` of your own says what Adam's
+            steps send. With ``horovod_onebit.torch.Local(...)``, ``optimizer`` may be any; each worker takes its steps
+            alone, and the changes of the weights are exchanged after some. With ``horovod_onebit.torch.Gradients()``,
+            ``optimizer`` may be any, too, and takes its own step with the mean gradient, which travels in three bits an
+            element. None has ``warmup_steps``.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``horovod_onebit.Recipe``. ``"exact"`` never compresses:
             each step is the optimizer's own with the mean gradient, as with Horovod's ``DistributedOptimizer``, and

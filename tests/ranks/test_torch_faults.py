@@ -114,9 +114,11 @@ def test_a_dtype_that_changes_on_one_worker_is_named():
 
 
 @pytest.mark.parametrize("call", ["broadcast_parameters", "broadcast_optimizer_state"])
-def test_a_broadcast_that_one_worker_makes_alone(call):
+@pytest.mark.parametrize("rounds", [False, True])
+def test_a_broadcast_that_one_worker_makes_alone(call, rounds):
     model = Net()
-    optimizer = wrap(model, warmup_steps=2)
+    local = {"schedule": onebit.Local(every=1)}
+    optimizer = wrap(model, warmup_steps=None, wrapping=local) if rounds else wrap(model, warmup_steps=2)
     train(model, optimizer, 4)
     given = {
         "broadcast_parameters": model.state_dict(),

@@ -20,7 +20,7 @@ from rich.console import Console
 from jobs import demo, link, report
 from jobs.data import SEQUENCE, load
 from jobs.metrics import Metrics
-from jobs.options import TASKS, learning_rate, parse
+from jobs.options import TASKS, learning_rate, parse, recipe_of
 from jobs.processes import ROOT, guarded, started
 from jobs.view import View
 
@@ -175,6 +175,16 @@ def test_the_demo_hands_what_it_does_not_know_to_the_job(tmp_path):
     job = demo._job(args, "onebit", 3, tmp_path / "metrics.jsonl")
     options = parse(job[2:])
     assert (options.optimizer, options.width, options.seed, options.warmup_steps) == ("lamb", 64, 3, 20)
+
+
+def test_three_bits_are_the_warm_up_of_one_bit_alone(tmp_path):
+    """In Keras float32 is our own optimizer, too, which never leaves the warm-up."""
+    args = demo.parse(["--output", str(tmp_path / "new")])
+    found = {kind: recipe_of(parse(demo._job(args, kind, 0, tmp_path / "m.jsonl")[2:])) for kind in report.NAMES}
+    assert found["none"] == found["fp16"] == "robust"
+    assert found["onebit"].warmup == "three_bit"
+    zero_one = demo.parse(["--output", str(tmp_path / "new"), "--optimizer", "zero_one_adam"])
+    assert parse(demo._job(zero_one, "onebit", 0, tmp_path / "m.jsonl")[2:]).warmup == "exact"
 
 
 @pytest.mark.parametrize("wrong", ["--np 1", "--steps -1", "--warmup-steps 0", "--link 10mbit", "--compressions int8"])

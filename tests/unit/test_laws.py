@@ -26,7 +26,7 @@ ALLOWED = {
     "warmup": set(),
     "layout": {"codecs", "kernels", "recipe"},
     "wire": {"kernels", "layout"},
-    "feedback": {"kernels", "recipe"},
+    "feedback": {"kernels", "recipe", "schedule"},
     "schedule": {"recipe"},
     "rules": {"codecs", "formulas", "kernels", "recipe", "schedule"},
     "costs": {"codecs", "recipe"},
