@@ -264,6 +264,19 @@ def test_a_checkpoint(steps, exchange, tmp_path):
     assert torch.equal(weights(model), weights(again))
 
 
+def test_a_checkpoint_with_a_parameter_that_was_added_frozen(tmp_path):
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model = Net()
+    optimizer = wrap(model, warmup_steps=40, recipe=THREE)
+    train(model, optimizer, FIRST + 2)
+    optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2000), requires_grad=False)]})
+    onebit.save_checkpoint(folder, model, optimizer)
+    onebit.load_checkpoint(folder, model, optimizer)
+    train(model, optimizer, 3, start=20)
+    assert set(seen(optimizer).values()) == {FIRST + 5}
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
 @pytest.mark.parametrize("steps", [3, FIRST + 5])
 def test_a_broadcast_in_the_middle(steps, broadcast):
