@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from horovod_onebit.averages import second_moments
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import Verdict, ask
+from horovod_onebit.handshake import STEP, Answers, Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor
@@ -262,6 +262,14 @@ class Driver:
             self.engine.feedback.reset()
         plan: Plan = yield from self.face.prepare(sends)
         return plan
+
+    def ask_before_step(self, **said: bool) -> Task[Answers]:
+        """Before a step that cannot be taken back: what all workers say of it, which send the same in it, or an error
+        on all. Collective."""
+        name, sends = f"{self.engine.name}.finite", str(self.sends)
+        answers = yield from ask(self.engine.collectives, name, sends=sends, **said)
+        answers.compare(STEP)
+        return answers
 
     def compressed(self) -> Task[bool]:
         """A compressed step; whether it was taken. Collective."""

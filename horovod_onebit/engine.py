@@ -392,7 +392,7 @@ class Engine:
             setup=f"{self.name} {self.recipe} {setup} {self.generation}",
             options=options,
             step=self.exchanges,
-            early=bool(self._sent),
+            early=self.under_way,
             edited=edited,
             **own,
         )
@@ -544,7 +544,7 @@ class Engine:
     def cancel(self, *, by_all: bool = False, restore: bool = True) -> None:
         """Take back what was sent and has not arrived: all workers do so together (``by_all``), or this one alone.
         Without ``restore`` residuals stay as encoding has left them: they are replaced, or not wanted. Local."""
-        self._generation.cancelled(by_all=by_all, under_way=bool(self._sent))
+        self._generation.cancelled(by_all=by_all, under_way=self.under_way)
         if restore:
             self.rollback()
         else:

@@ -18,7 +18,7 @@ from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import STEP, Verdict, ask
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -155,9 +155,7 @@ class NumpyOptimizer:
         if not (self._stepwise and self.phase is Phase.COMPRESSED):
             return Verdict()
         # A step that cannot be taken back.
-        bad, sends = not all_finite(self._grads.values()), str(self.driver.sends)
-        answers = yield from ask(self.engine.collectives, f"{self.engine.name}.finite", bad=bad, sends=sends)
-        answers.compare(STEP)
+        answers = yield from self.driver.ask_before_step(bad=not all_finite(self._grads.values()))
         return Verdict(finite=not answers.any("bad"))
 
     def average(self, verdict: Verdict) -> Task[bool]:

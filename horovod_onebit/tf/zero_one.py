@@ -18,7 +18,7 @@ import tensorflow as tf
 from horovod_onebit.averages import all_finite
 from horovod_onebit.driver import Compresses, Driver, Together
 from horovod_onebit.errors import ConfigurationError, DesyncError
-from horovod_onebit.handshake import STEP, Verdict, ask, workers
+from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.zero_one_adam import COUNT
@@ -111,13 +111,11 @@ class ZeroOneSteps(Compressor):
         and on which of them moments were edited: a local step sends nothing else that would tell, and cannot be taken
         back."""
         step, engine, size = self._step, self.engine, self.collectives.size
-        bad, sends = not all_finite(step.grads), str(self.driver.sends)
+        bad = not all_finite(step.grads)
         start, decoded = time.perf_counter(), engine.times.decode
-        answers = yield from ask(
-            self.collectives, f"{engine.name}.finite", bad=bad, edited=bool(step.edited), sends=sends
-        )
+        # A whole round, messages and all.
+        answers = yield from self.driver.ask_before_step(bad=bad, edited=bool(step.edited))
         engine.waited(start, decoded)
-        answers.compare(STEP)
         on = answers.where("edited")
         if not on:
             return Verdict(finite=not answers.any("bad"))

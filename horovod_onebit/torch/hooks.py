@@ -82,6 +82,7 @@ class Gradients:
         automatic: ``step()`` synchronizes.
         passes: backward passes that make a step.
         recallable: see ``agreement.Compared``.
+        coded: averages gradients of the warm-up in few bits; None if they are averaged exactly.
     """
 
     recallable = True
@@ -107,14 +108,9 @@ class Gradients:
         self._bindings: list[Binding] = []  # by number, in this step
         self._version = -1  # of the parameters, when the first message of this step was sent
         self._buckets = Countdown()
-        self._coded: Coded | None = None
+        self.coded: Coded | None = None
         if codes(engine.recipe):
-            self._coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
-
-    @property
-    def coded(self) -> Coded | None:
-        """Gradients in few bits."""
-        return self._coded
+            self.coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
 
     # -- the hook -------------------------------------------------------------------------------------------------
 
@@ -184,9 +180,9 @@ class Gradients:
         """In the warm-up the gradient of ``p`` is final. Beside messages in few bits, exact means that are paired by
         order wait for ``step``: NCCL wants what two groups carry in one order on all workers."""
         if self._takes_coded(p):
-            if self._coded is not None and self._proven:
-                self._coded.computed(p, self._in_few_bits)
-        elif self._coded is None or not self._arguments.transport.in_order:
+            if self.coded is not None and self._proven:
+                self.coded.computed(p, self._in_few_bits)
+        elif self.coded is None or not self._arguments.transport.in_order:
             self._means.begin(self._exact, self.generation)
             self._means.computed(p, self.generation)
 
@@ -247,7 +243,7 @@ class Gradients:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
             stale = self._means.stale(self._exact)
-            return bool(changed) or stale or (self._coded is not None and self._coded.stale(self._in_few_bits))
+            return bool(changed) or stale or (self.coded is not None and self.coded.stale(self._in_few_bits))
         if plan is None:
             if changed:
                 self.send_late("gradients change between backward() and step()")
@@ -283,10 +279,10 @@ class Gradients:
         exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
             yield from self._means.recall(exact, self.generation)
-            if self._coded is not None:
-                yield from self._coded.recall(self._overwritten())
+            if self.coded is not None:
+                yield from self.coded.recall(self._overwritten())
         arrive = self._mean(exact)
-        if (coded := self._coded) is None:
+        if (coded := self.coded) is None:
             yield from arrive
         else:
             yield from coded.average(in_few_bits, arrive) if in_few_bits else arrive
@@ -299,7 +295,7 @@ class Gradients:
         """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
         they are finite when they have arrived, where somebody asks."""
         yield from self._means.start(exact, self.generation)
-        return self._coded is None or all_finite(exact)
+        return self.coded is None or all_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:
         """What is averaged as it is."""
@@ -310,7 +306,7 @@ class Gradients:
         return [p for p in self._watched if p.requires_grad and self._takes_coded(p)]
 
     def _takes_coded(self, p: torch.Tensor) -> bool:
-        return self._coded is not None and self._coded.takes(p)
+        return self.coded is not None and self.coded.takes(p)
 
     def _name(self, p: torch.Tensor) -> str:
         return self._parameters.names[p]
@@ -348,12 +344,12 @@ class Gradients:
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
-        coded = "" if self._coded is None else f"{self._coded.describe()} {self._coded.generation}"
+        coded = "" if self.coded is None else f"{self.coded.describe()} {self.coded.generation}"
         return f"{self._arguments} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
         """What ``describe`` is made of, by name."""
-        coded = {} if self._coded is None else self._coded.describe()
+        coded = {} if self.coded is None else self.coded.describe()
         seen = {f"averages of the gradient of {name} before": count for name, count in coded.items()}
         return {**self._arguments.named(), "backward_passes_per_step": self.passes, **seen}
 
@@ -396,8 +392,8 @@ class Gradients:
     def _cancel(self, *, by_all: bool, restore: bool) -> None:
         self._generation.cancelled(by_all=by_all, under_way=self._means.begun)
         self._engine.cancel(by_all=by_all, restore=restore)
-        if self._coded is not None:
-            self._coded.cancel(by_all=by_all)
+        if self.coded is not None:
+            self.coded.cancel(by_all=by_all)
         self._lose_overwritten()
 
     def _overwritten(self) -> list[torch.Tensor]:
@@ -410,14 +406,14 @@ class Gradients:
         restored, that is zero."""
         lost = self._overwritten()
         self._engine.feedback.reset([self._name(p) for p in lost])
-        if self._coded is not None:
-            self._coded.lose(lost)
+        if self.coded is not None:
+            self.coded.lose(lost)
 
     def forget_world(self) -> None:
         """Horovod was restarted: nothing is under way."""
         self._generation.reset()
-        if self._coded is not None:
-            self._coded.forget_world()
+        if self.coded is not None:
+            self.coded.forget_world()
         self._clear()
 
     def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -426,8 +422,8 @@ class Gradients:
         self._forget_coded(parameters)
 
     def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
-        if self._coded is not None:
-            self._coded.forget([self._name(p) for p in parameters])
+        if self.coded is not None:
+            self.coded.forget([self._name(p) for p in parameters])
 
     def _clear(self) -> None:
         self.drop()

@@ -155,7 +155,7 @@ def test_other_dtypes(dtype):
 
 
 def uses_kernels_for_gradients(optimizer):
-    engine = optimizer._gradients._coded._mean.engine
+    engine = optimizer._gradients.coded._mean.engine
     places = {not isinstance(array, np.ndarray) for t in engine.tensors for array in (t.weight, t.variance, t.residual)}
     places |= {message.on_device for message in engine._messages}
     assert len(places) == 1
@@ -187,7 +187,7 @@ def test_gradients_in_few_bits_move_with_the_model(monkeypatch):
     model = Small()
     optimizer = wrap(model, "cuda", recipe=dataclasses.replace(RECIPE, warmup="two_bit"), warmup_steps=100)
     train(model, optimizer, 12)
-    before = optimizer._gradients._coded.describe()
+    before = optimizer._gradients.coded.describe()
     for host in (True, False):
         with monkeypatch.context() as patch:
             if host:
@@ -195,7 +195,7 @@ def test_gradients_in_few_bits_move_with_the_model(monkeypatch):
             train(model, optimizer, 2, start=12 + 2 * (not host))
         assert uses_kernels_for_gradients(optimizer) != host
         assert_replicas_equal(model)
-    assert {name: count + 4 for name, count in before.items()} == optimizer._gradients._coded.describe()
+    assert {name: count + 4 for name, count in before.items()} == optimizer._gradients.coded.describe()
 
 
 def test_direct_messages_stay_where_they_are(gathered):

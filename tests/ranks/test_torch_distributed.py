@@ -249,6 +249,16 @@ def test_exact_means_leave_during_the_backward_pass(passes, monkeypatch):
             assert torch.equal(weights(model), weights(twin))
 
 
+def begin(model, optimizer, step, what, end):
+    """A step's gradients are there, NaN among those of worker 0 if it is to ``end`` by that; the weights before."""
+    optimizer.zero_grad()
+    before = weights(model)
+    if end == "NaN" and RANK == 0:
+        spoil(model.last.weight, "nan")
+    backward(model, step, what)
+    return before
+
+
 @pytest.mark.parametrize("end", ["disagreement", "a state is loaded", "NaN", "an edit", "frozen", "taken out"])
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("what", ["all", "some", "raises"])
@@ -261,11 +271,7 @@ def test_training_continues_after_exact_means_were_dropped(end, late, what, monk
     if late and RANK == 1:
         optimizer._gradients.send_late("a test", averages=True)
     for step in range(3, 6):
-        optimizer.zero_grad()
-        before = weights(model)
-        if end == "NaN" and RANK == 0:
-            spoil(model.last.weight, "nan")
-        backward(model, step, what)
+        before = begin(model, optimizer, step, what, end)
         refused = nullcontext()
         if end == "disagreement":
             optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
@@ -340,11 +346,7 @@ def test_training_continues_after_messages_were_taken_back(end, exchange, late, 
     if late and RANK == 1:
         optimizer._gradients.send_late("a test")
     for step in range(5, 8):
-        optimizer.zero_grad()
-        before = weights(model)
-        if end == "NaN" and RANK == 0:
-            spoil(model.last.weight, "nan")
-        backward(model, step, what)
+        before = begin(model, optimizer, step, what, end)
         if end == "disagreement":
             optimizer.param_groups[0]["lr"] = 1e-3 * (1 + RANK)
             with pytest.raises(DesyncError, match="learning rate of group 0 differs"):

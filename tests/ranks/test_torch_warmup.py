@@ -31,7 +31,7 @@ THREE = Recipe(warmup="three_bit")
 
 def seen(optimizer):
     """How many averages of each gradient there were that was not zero."""
-    found = optimizer._compressor.gradients._coded.describe()
+    found = optimizer._compressor.gradients.coded.describe()
     assert not found.pop("unused", 0)
     return found
 
@@ -480,7 +480,7 @@ def test_wrapped_again_without_the_schedule_a_one_bit_run_begins():
 
 def under_way(optimizer):
     """How many messages of this step have been sent."""
-    return len(optimizer._gradients._coded._mean.engine._sent)
+    return len(optimizer._gradients.coded._mean.engine._sent)
 
 
 def computed(model, optimizer, step):
@@ -609,7 +609,7 @@ def test_nan_written_over_a_gradient_that_has_left_does_no_lasting_harm(warmup, 
     optimizer = wrap(model, warmup_steps=60 if warmup == "three_bit" else 2, recipe=recipe)
     train(model, optimizer, FIRST + 5)
     computed(model, optimizer, FIRST + 5)
-    engine = optimizer._gradients._coded._mean.engine if warmup == "three_bit" else optimizer._compressor.engine
+    engine = optimizer._gradients.coded._mean.engine if warmup == "three_bit" else optimizer._compressor.engine
     assert len(engine._sent) > 1
     if RANK == 0:
         model.first.weight.grad.fill_(float("nan"))
