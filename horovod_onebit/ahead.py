@@ -106,7 +106,9 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
         rule.observe([tensor], [np.zeros_like(zeros[3])], engine.context)
         engine.context.kernels.move(*rule.rescale(tensor), Arrays(None, zeros[3], zeros[2], zeros[0], None))
     run(engine.prepare([tensor], [rule]))
+    engine.exchanges = 1  # after one the workers ``look``
     plan = engine.plan(Sends.CONTRIBUTION, [rule])
+    run(engine.look(plan.rules))
     engine.send_rest(grads, plan)
     if lent in ("nothing", "gradients"):
         run(engine.receive(grads, plan))

@@ -159,6 +159,7 @@ class CodedMean:
         rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors} if served else {}
         try:
             engine.send_rest(numbered, plan)
+            moves = yield from engine.look(rules)
             engine.release()
             finite = yield from beside
             taken = yield from engine.receive(numbered, plan, finite=finite)
@@ -175,6 +176,8 @@ class CodedMean:
                 arrays = Arrays(None, error[at:end], host(part.variance), host(part.weight), None)
                 engine.context.kernels.move(*rescales[part.name], arrays)
                 at = end
+        for number, second in engine.awaken(moves, rules).items():
+            engine.context.kernels.write(tensors[number].variance, second)
         return True
 
     def begin(self, tensors: Sequence[Tensor]) -> Plan | None:

@@ -61,6 +61,11 @@ class Compresses(Prepares, Protocol):
         """The wrapped optimizer's own step, of what was averaged, and of nothing else. Local."""
         ...
 
+    def awakened(self, seconds: Mapping[int, Array]) -> None:
+        """Elements of what is compressed have got their first second moment: take over ``seconds``, by number, flat
+        float32 in host memory. Local."""
+        ...
+
 
 class Together(Compresses, Protocol):
     """What a framework gives the driver for steps that all workers take together.
@@ -279,6 +284,7 @@ class Driver:
         engine.send_rest(gradients, plan)
         try:
             verdict = yield from face.agreed()
+            moves = yield from engine.look(plan.rules)
         except (DesyncError, ConfigurationError):
             engine.cancel()
             raise
@@ -288,6 +294,8 @@ class Driver:
             return False
         face.moved(plan.sends)
         face.exact_step()
+        if moves:
+            face.awakened(engine.awaken(moves, plan.rules))
         return True
 
     # -- alone ----------------------------------------------------------------------------------------------------

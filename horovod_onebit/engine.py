@@ -22,7 +22,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit import handshake, wire
+from horovod_onebit import handshake, rest, wire
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
@@ -682,6 +682,21 @@ class Engine:
                 for messages in opened:
                     apply(messages, rules, self.tensors, self.context)
         return self._conclude(rules, self.tensors, finite=finite)
+
+    def look(self, rules: Sequence[Rule]) -> Task[rest.Moves]:
+        """The workers have agreed on a step: look for elements that have rested and are to move from the next one on,
+        where it is time to. Collective."""
+        if not rest.looks(self.exchanges):
+            return {}
+        pairs = enumerate(zip(self.tensors, rules, strict=True))
+        tensors = {number: tensor for number, (tensor, rule) in pairs if rule.rests(tensor, self.context)}
+        if not tensors:
+            return {}
+        return (yield from rest.wanted(tensors, self.context, self.collectives, self.name, self.traffic))
+
+    def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
+        """See ``rest.awaken``; the step in which they were found is over. Local."""
+        return rest.awaken(moves, self.tensors, rules, self.context)
 
     def waited(self, start: float, decoded: float) -> None:
         """Account for what was spent since ``start``, when decoding had taken ``decoded`` seconds, on anything else."""

@@ -22,7 +22,7 @@ Number = Any
 Formula = Callable[..., Any]
 
 f32, u32 = np.float32, np.uint32
-TINY = np.float32(np.finfo(np.float32).tiny)
+TINY, ZERO = np.float32(np.finfo(np.float32).tiny), f32(0)
 
 absolute, maximum, minimum, sign, sqrt, where = np.abs, np.maximum, np.minimum, np.sign, np.sqrt, np.where
 NAMES = ("absolute", "maximum", "minimum", "sign", "sqrt", "where")
@@ -52,6 +52,23 @@ OF_ONE: dict[str, Formula] = {"maximum": _maximum, "minimum": _minimum, "sign": 
 def denominator(p: Any, v: Number) -> Number:
     """``D``: what Adam divides by, the bias of ``v`` corrected, never zero. One of the two epsilons in ``p`` is 0."""
     return maximum(sqrt(v * p.correction + p.eps_inside) + p.eps, TINY)
+
+
+def rests(formula: Formula) -> Formula:
+    """Says of a contribution, by a rule that divides by a second moment, that elements whose second moment is 0 rest:
+    what they would send stays in their residuals, and the rule's motion leaves them where they are (``moving``)."""
+    formula.rests = True  # type: ignore[attr-defined]
+    return formula
+
+
+def resting(formula: Formula) -> bool:
+    """Whether elements rest: see ``rests``."""
+    return getattr(formula, "rests", False)
+
+
+def moving(x: Number, v: Number) -> Number:
+    """The mean ``x`` of an element that does not rest, else 0: what other workers have sent of it means nothing."""
+    return where(v > ZERO, x, ZERO)
 
 
 def clipped(p: Any, u: Number) -> Number:

@@ -44,8 +44,8 @@ class NumpyOptimizer:
             with ``Local`` each worker takes the steps of any rule alone, and the changes of the weights are exchanged;
             with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits.
             ``warmup_steps`` then has no effect. Workers are not asked whether their schedules are the same.
-        exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: those with elements whose
-            gradient is always zero, which must not move.
+        exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: with rules that have no
+            second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
     """
 
@@ -201,6 +201,10 @@ class NumpyOptimizer:
     def exact_step(self) -> None:
         for tensor, mean in self._means:
             self.rule.exact_step(tensor, mean, self.engine.context)
+
+    def awakened(self, seconds: Mapping[int, Array]) -> None:
+        for number, second in seconds.items():
+            self.engine.context.kernels.write(self.engine.tensors[number].variance, second)
 
     def power(self) -> tuple[float, float, int] | None:
         beta2 = getattr(self.rule, "beta2", 0.0)

@@ -18,7 +18,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import OF_ONE, Formula, bound, label, named
+from horovod_onebit.formulas import OF_ONE, Formula, bound, label, named, resting
 from horovod_onebit.kernels.compiling import exact, reordered
 from horovod_onebit.kernels.reference import (
     CHUNK,
@@ -202,8 +202,44 @@ def _compress(c, residual, words, word, record, guard):
     return finite
 
 
-def _encode(p, g, m, v, w, a, residual, row, words, at, record, guard, block_size, first, last):
-    c = np.empty(min(block_size, residual.size), f32)
+@exact
+def _some_rest(moves):
+    """Whether some element rests, because its second moment, in ``moves``, is 0."""
+    if moves is None:
+        return False
+    resting = u32(0)
+    for i in range(moves.size):
+        resting |= u32(0) if moves[i] > f32(0) else u32(1)
+    return resting > 0
+
+
+@exact
+def _sent_of(c, moves, sent):
+    """What is compressed of ``c``, in the memory of ``sent``: zeros of elements that rest."""
+    if moves is None:
+        return c
+    for i in range(c.size):
+        sent[i] = c[i] * (f32(1) if moves[i] > f32(0) else f32(0)) + f32(0)  # NaN stays NaN
+    return sent
+
+
+@exact
+def _of_moving(x, moves, i):
+    if moves is None:
+        return x
+    return x if moves[i] > f32(0) else f32(0)
+
+
+@exact
+def _keep(residual, c, moves):
+    """Of elements that rest, ``residual`` becomes ``c``."""
+    if moves is not None:
+        for i in range(c.size):
+            residual[i] = residual[i] if moves[i] > f32(0) else c[i]
+
+
+def _encode(p, g, m, v, w, a, moves, residual, row, words, at, record, guard, block_size, first, last):
+    c, sent = np.empty(min(block_size, residual.size), f32), np.empty(min(block_size, residual.size), f32)
     finite = True
     for k in range(first, last):
         lo = k * block_size
@@ -211,7 +247,14 @@ def _encode(p, g, m, v, w, a, residual, row, words, at, record, guard, block_siz
         x, e = c[: hi - lo], residual[lo:hi]
         fill(x, e, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
         start = at + k * record
-        finite &= compress(x, e, words, start // 4, row[start : start + record], guard)
+        here, word, out = _part(moves, lo, hi), start // 4, row[start : start + record]
+        if _some_rest(here):
+            good = compress(_sent_of(x, here, sent[: hi - lo]), e, words, word, out, guard)
+            if good:
+                _keep(e, x, here)
+        else:
+            good = compress(x, e, words, word, out, guard)
+        finite &= good
     return finite
 
 
@@ -283,7 +326,7 @@ def _recode(residual, new_residual, rows, words, at, record, row, own, out, agai
         compress(c, new_residual[lo:hi], own, start // 4, row[start : start + again], guard)
 
 
-def _restore(p, g, m, v, w, a, residual, row, words, at, record, block_size, first, last):
+def _restore(p, g, m, v, w, a, moves, residual, row, words, at, record, block_size, first, last):
     u = np.empty(min(block_size, residual.size), f32)
     for k in range(first, last):
         lo = k * block_size
@@ -294,8 +337,10 @@ def _restore(p, g, m, v, w, a, residual, row, words, at, record, block_size, fir
             continue
         x, e = u[: hi - lo], residual[lo:hi]
         fill(x, None, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
+        here = _part(moves, lo, hi)
         for i in range(x.size):
-            e[i] = (e[i] + value(code_at(sent, width, i // 8, i % 8), s)) - x[i]
+            arrived = value(code_at(sent, width, i // 8, i % 8), s)
+            e[i] = (e[i] + _of_moving(arrived, here, i)) - x[i]
 
 
 def _step(p, g, m, v, w, a):
@@ -389,10 +434,10 @@ def _compiled(template: Any, codec: Codec | None = None, function: Formula | Non
 def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
     """See ``reference.encode``."""
     loop, record = _compiled(_encode, coding.codec, formula), coding.codec.record_size(coding.block_size)
-    words = row.view(f32)
+    words, moves = row.view(f32), arrays.variance if resting(formula) else None
 
     def work(first: int, last: int) -> bool:
-        return loop(p, *arrays, residual, row, words, at, record, coding.guard, coding.block_size, first, last)
+        return loop(p, *arrays, moves, residual, row, words, at, record, coding.guard, coding.block_size, first, last)
 
     return all(over_blocks(residual.size, coding.block_size, work))
 
@@ -400,10 +445,10 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:
     """See ``reference.restore``."""
     loop, record = _compiled(_restore, coding.codec, formula), coding.codec.record_size(coding.block_size)
-    words = row.view(f32)
+    words, moves = row.view(f32), arrays.variance if resting(formula) else None
 
     def work(first: int, last: int) -> None:
-        loop(p, *arrays, residual, row, words, at, record, coding.block_size, first, last)
+        loop(p, *arrays, moves, residual, row, words, at, record, coding.block_size, first, last)
 
     over_blocks(residual.size, coding.block_size, work)
 

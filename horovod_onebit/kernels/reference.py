@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import Formula
+from horovod_onebit.formulas import Formula, resting
 
 Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
@@ -155,20 +155,33 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
     """Compress ``c = formula(p, *arrays) + residual`` to records in ``row``, and keep in ``residual`` what was lost.
 
     A block that holds anything not finite gets the scale NaN and its residual stays as it was. Returns whether every
-    block was finite.
+    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, and ``c`` is kept of them.
     """
     with np.errstate(invalid="ignore", over="ignore"):
         c = contribution(formula, p, arrays) + residual + np.float32(0)
-    return _compress(c, residual, row, at, coding)
+        sent = c * moves + np.float32(0) if (moves := _moves(formula, arrays)) is not None else c  # NaN stays NaN
+    return _compress(sent, residual, row, at, coding, None if moves is None else (moves, c))
 
 
-def _compress(c: Array, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
+def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
+    """Which elements do not rest; None if none may."""
+    return np.asarray(arrays.variance > 0) if resting(formula) else None
+
+
+def _compress(
+    c: Array, residual: Array, row: Bytes, at: int, coding: Coding, rest: tuple[NDArray[np.bool_], Array] | None = None
+) -> bool:
+    """``rest``: which elements move, and what is kept of the others."""
     finite = True
     for elements, span, length in _blocks(c.size, coding, at):
         blocks, kept = c[elements].reshape(-1, length), residual[elements].reshape(-1, length)
         s = _write(blocks, row[span].reshape(len(blocks), -1), coding)
         good = np.isfinite(s[:, 0])
-        kept[good] = (blocks - coding.codec.value(coding.codec.code(blocks, s), s))[good]
+        lost = blocks - coding.codec.value(coding.codec.code(blocks, s), s)
+        if rest is not None:
+            moves, whole = (array[elements].reshape(-1, length) for array in rest)
+            lost = np.where(moves, lost, whole)
+        kept[good] = lost[good]
         finite &= bool(good.all())
     return finite
 
@@ -179,13 +192,15 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
     ``residual`` comes back to rounding (a unit in the last place of ``c``); blocks that ``encode`` left alone are left
     alone here too.
     """
-    u = contribution(formula, p, arrays)
+    u, moves = contribution(formula, p, arrays), _moves(formula, arrays)
     for elements, span, length in _blocks(residual.size, coding, at):
         kept = residual[elements].reshape(-1, length)
         with np.errstate(invalid="ignore", over="ignore"):
             sent = _values(row[span].reshape(len(kept), -1), length, coding.codec)
+            touched = ~np.isnan(sent[:, 0])
+            if moves is not None:
+                sent = np.where(moves[elements].reshape(-1, length), sent, np.float32(0))
             before = (kept + sent) - u[elements].reshape(-1, length)
-        touched = ~np.isnan(sent[:, 0])
         kept[touched] = before[touched]
 
 

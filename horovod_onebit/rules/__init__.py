@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
-from horovod_onebit.formulas import Formula, of_innovation
+from horovod_onebit.formulas import Formula, of_innovation, resting
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
 
@@ -139,6 +139,9 @@ class Rule:
     lr: float
     encodes_gradients: ClassVar[bool] = True
     """Whether a message of several workers' mean gradient is as good as a message of each."""
+    owes_resting: ClassVar[bool] = False
+    """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it was
+    divided by epsilon alone."""
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         """What this worker sends, before the residual is added; one number an element."""
@@ -208,6 +211,10 @@ class Rule:
         tensor.step += 1
         tensor.variance_steps += 1
         context.kernels.move(*self.exact(tensor), tensor.arrays(grad))
+
+    def rests(self, tensor: Tensor, context: Context) -> bool:
+        """Whether elements of ``tensor`` rest that have never had a gradient: see ``rest``."""
+        return resting(self.contribution(tensor, context).formula)
 
     def encode(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> bool:
         """Compress this worker's contribution to records at ``at`` of ``row``, update the residual; all finite?"""

@@ -26,11 +26,9 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import Formula, Number, clipped, denominator, f32, sqrt
+from horovod_onebit.formulas import ZERO, Formula, Number, clipped, denominator, moving, rests, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
-
-ZERO = f32(0)
 
 
 class Scalars(NamedTuple):
@@ -59,15 +57,18 @@ def _update(p: Scalars, m: Number, v: Number) -> Number:
     return clipped(p, m / denominator(p, v)) + m * ZERO  # NaN stays NaN, Inf becomes NaN
 
 
+@rests
 def update(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
     return _update(p, momentum(p, g, m, v, w, a), v)
 
 
+@rests
 def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
     return _update(p, momentum_l2(p, g, m, v, w, a), v)
 
 
 def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16
+    x = moving(x, v)
     return x * denominator(p, v), None, p.decay * w - p.step * x
 
 

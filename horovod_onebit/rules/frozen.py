@@ -29,11 +29,11 @@ from typing import Any
 
 import numpy as np
 
-from horovod_onebit.formulas import Number, denominator, f32, where
+from horovod_onebit.formulas import ZERO, Number, denominator, f32, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor, Use, scalars
-from horovod_onebit.rules.adam import ZERO, Adam
+from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.zero_one_adam import DECAY, RATES, Sync, local
 

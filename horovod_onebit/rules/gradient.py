@@ -7,10 +7,10 @@ average of its squares, in which all elements are of one size.
     error_i <- error_i D / D'                                               D' is that of the next step
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
-corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has been zero
-until now can be learned. What one step lacks of a gradient the next ones bring, whatever becomes of D: an error is
-kept in units of the D that it will be sent with. One bit is not enough: all codes are then of one size, and v keeps its
-proportions.
+corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has hardly been
+more than zero until now can be learned; one that has never had a gradient rests (see ``rest``). What one step lacks of
+a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One
+bit is not enough: all codes are then of one size, and v keeps its proportions.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import TINY, Number, f32, maximum, minimum, sqrt
+from horovod_onebit.formulas import TINY, ZERO, Number, f32, maximum, minimum, moving, rests, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalars
 
 BETA2 = 0.999
 SHARE = 0.01
-ZERO, LARGEST = f32(0), f32(1e30)
+LARGEST = f32(1e30)
 """The most that v may be: infinity would silence an element for ever."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
@@ -55,13 +55,14 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
     return minimum(p.keep * v + p.take * g * g, LARGEST)
 
 
+@rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
     return g / _unit(v, p.correction, p.floor)
 
 
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     unit = _unit(v, p.correction, p.floor)
-    g = x * unit
+    g = moving(x, v) * unit
     then = _later(p, v, g)
     return e * (unit / _unit(then, p.then_correction, p.then_floor)), then, g
 
@@ -87,6 +88,7 @@ class Gradient(Rule):
 
     lr: float = 1.0
     name: str = "gradient"
+    owes_resting: ClassVar[bool] = True
 
     def init(self, tensor: Tensor) -> None:
         tensor.layer = np.zeros(2, np.float32)

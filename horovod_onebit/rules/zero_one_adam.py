@@ -26,10 +26,10 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import Formula, Number, clipped, denominator, where
+from horovod_onebit.formulas import ZERO, Formula, Number, clipped, denominator, moving, rests, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
-from horovod_onebit.rules.adam import ZERO, Adam, Scalars, momentum_l2
+from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
 from horovod_onebit.schedule import Sends
 
 RATES, DECAY, COUNT = range(3)
@@ -43,9 +43,14 @@ def local(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> 
     return new_m, None, p.decay * w - p.step * clipped(p, new_m / denominator(p, v))
 
 
+def local_of_moving(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    new_m = momentum_l2(p, g, m, v, w, a)
+    return new_m, None, p.decay * w - p.step * moving(clipped(p, new_m / denominator(p, v)), v)
+
+
 def move_by_scaled_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
     d = denominator(p, v)
-    new_m = p.beta1 * m + p.grad * (x * d)
+    new_m = p.beta1 * m + p.grad * (moving(x, v) * d)
     return new_m, None, p.decay * w - p.step * (new_m / d)
 
 
@@ -64,8 +69,10 @@ class Sync(NamedTuple):
     rates: Number
 
 
-def displacement(p: Sync, _g: Number, _m: Number, _v: Number, w: Number, a: Number) -> Number:
-    return w - p.decay * a
+@rests
+def displacement(p: Sync, _g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
+    moved = w - p.decay * a
+    return where(v > ZERO, moved, m + moved * ZERO)  # NaN stays NaN
 
 
 def scaled_displacement(p: Sync, _g: Number, _m: Number, v: Number, w: Number, a: Number) -> Number:
@@ -76,7 +83,11 @@ def _taken_over(p: Sync, moved: Number, m: Number, d: Number, a: Number) -> Any:
     return where(p.rates > ZERO, moved * d / -p.rates, m), None, p.decay * a + moved
 
 
-def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
+def take_over(p: Sync, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
+    return take_over_exact(p, moving(x, v), m, v, w, a)
+
+
+def take_over_exact(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
     return _taken_over(p, x, m, denominator(p, v), a)
 
 
@@ -134,12 +145,12 @@ class ZeroOneAdam(Adam):
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """A step of this worker alone."""
         assert tensor.layer is not None
-        layer, kernels = tensor.layer, context.kernels
+        layer, kernels, update_space = tensor.layer, context.kernels, context.recipe.space == "update"
         if layer[COUNT] == 0:
             kernels.copy(tensor.weight, tensor.anchor)
             layer[:] = 0, 1, 0
         p = self.scalars(tensor, context)
-        kernels.move(local, p, tensor.arrays(grad))
+        kernels.move(local_of_moving if update_space else local, p, tensor.arrays(grad))
         layer[RATES] += p.step
         layer[DECAY] *= p.decay
         layer[COUNT] += 1
@@ -152,7 +163,7 @@ class ZeroOneAdam(Adam):
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
         assert tensor.layer is not None
-        context.kernels.move(take_over, self._sync(tensor, context), tensor.arrays(mean))
+        context.kernels.move(take_over_exact, self._sync(tensor, context), tensor.arrays(mean))
         tensor.layer[COUNT] = 0
 
     def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:

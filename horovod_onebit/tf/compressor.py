@@ -459,6 +459,8 @@ class Compressor:
             plan = yield from self.driver.begin()
         finally:
             self._now = None
+        if moves := (yield from self.engine.look(plan.rules)):
+            self.awakened(self.engine.awaken(moves, plan.rules))
         has_momentum = [momentum is not None for momentum in values.momenta]
         weights = self._lend([tensor.weight.size for tensor in self.tensors])
         momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
@@ -467,11 +469,25 @@ class Compressor:
             for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
         ]
         begun = {}
-        for i, variance in zip(indices, values.variances, strict=True):
+        for i, tensor in zip(indices, self.tensors, strict=True):
             if not progress.marks[i]:
-                begun[i] = self.moments.mark(variance)
-                self.moments.hold(i, variance)
+                begun[i] = self.moments.mark(tensor.variance)
+                self.moments.hold(i, tensor.variance)
         self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun)
+
+    def awakened(self, seconds: Mapping[int, Array]) -> None:
+        """See ``driver.Compresses``."""
+        marks = np.array(self.optimizer._marks.value)
+        for number, second in seconds.items():
+            index, tensor = self.indices[number], self.engine.tensors[number]
+            variable = self.adapter.variance(self.optimizer, index)
+            variable.assign(np.reshape(second, variable.shape))
+            tensor.variance = self._zeros(second.size)
+            self.engine.context.kernels.write(tensor.variance, second)
+            if marks[index]:
+                marks[index] = self.moments.mark(tensor.variance)
+                self.moments.hold(index, tensor.variance)
+        self.optimizer._marks.assign(marks)
 
     def _edited(self, indices: tuple[int, ...], values: Values, progress: Progress) -> list[int]:
         """The variables whose moments somebody has changed, so that this step cannot be taken."""

@@ -296,6 +296,10 @@ class Compressor(Steps):
         self.parameters.exact_step_alone(self._now.exact_step)
         self.parameters.took_exact(self._now.exact)
 
+    def awakened(self, seconds: Mapping[int, Array]) -> None:
+        for number, second in seconds.items():
+            self.engine.context.kernels.write(self.engine.tensors[number].variance, second)
+
     def power(self) -> tuple[float, float, int] | None:
         return self.parameters.power()
 

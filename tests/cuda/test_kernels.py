@@ -136,6 +136,7 @@ def check_encode(size, how, p=None, formula=adam.update, *, special=0.0, shift=0
     p = p or of_adam()
     grad, momentum, error, weight = arrays(size, seed, special)
     variance = np.abs(arrays(size, seed + 1, count=1)[0])
+    variance[np.random.default_rng(seed).random(size) < 0.1] = 0  # of elements that rest
     rows = [np.full(4 + how.codec.size(size, how.block_size), 90, np.uint8) for _ in "ab"]
     expected, given = error.copy(), Arrays(grad, momentum, variance, weight)
     with np.errstate(all="ignore"):

@@ -117,5 +117,5 @@ def test_a_warp_executes_few_instructions():
     """What bounds a kernel's speed besides memory; no timing, but counts, which are the same on every machine."""
     command = [sys.executable, "-m", "tests.cuda.instructions"]
     counts = json.loads(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
-    most = {"encode, update space": 290, "encode, momentum space": 225, "decode and Adam": 220, "LAMB's step": 120}
+    most = {"encode, update space": 315, "encode, momentum space": 225, "decode and Adam": 220, "LAMB's step": 120}
     assert {name: counts[name] for name in most if counts[name]["instructions"] > most[name]} == {}

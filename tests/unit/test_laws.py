@@ -37,8 +37,10 @@ ALLOWED = {
     "averages": {"exchange", "handshake", "kernels", "stats", "tasks"},
     "face": {"recipe", "schedule", "warmup"},
     "progress": set(),
+    "rest": {"exchange", "formulas", "handshake", "kernels", "rules", "stats", "tasks"},
     "engine": {
         "formulas",
+        "rest",
         "tasks",
         "averages",
         "handshake",

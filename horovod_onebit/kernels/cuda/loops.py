@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, bound, label
+from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, bound, label, resting
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
@@ -288,8 +288,38 @@ def _scaler(codec: Codec) -> Any:
     return scaled
 
 
-def _writer(codec: Codec) -> Any:
-    """The codes of four elements, and what is lost of them."""
+@inlined
+def _sent_of(row, c, i, end, vectors):
+    """What is compressed of ``c``: zeros of elements that rest, whose second moment is 0; NaN stays NaN."""
+    v, one, zero = _load(row[VARIANCE], i, end, vectors), f32(1), f32(0)
+    return (
+        mul(c[0], one if v[0] > zero else zero) + zero,
+        mul(c[1], one if v[1] > zero else zero) + zero,
+        mul(c[2], one if v[2] > zero else zero) + zero,
+        mul(c[3], one if v[3] > zero else zero) + zero,
+    )
+
+
+@inlined
+def _some_rest(row, i, end, vectors):
+    v, zero = _load(row[VARIANCE], i, end, vectors), f32(0)
+    return not (v[0] > zero and v[1] > zero and v[2] > zero and v[3] > zero)
+
+
+@inlined
+def _kept_of(row, lost, rest, i, end, vectors):
+    """``lost`` of elements that move, ``rest`` of those that rest."""
+    v, zero = _load(row[VARIANCE], i, end, vectors), f32(0)
+    return (
+        lost[0] if v[0] > zero else rest[0],
+        lost[1] if v[1] > zero else rest[1],
+        lost[2] if v[2] > zero else rest[2],
+        lost[3] if v[3] > zero else rest[3],
+    )
+
+
+def _writer(codec: Codec, rest: Any) -> Any:
+    """The codes of four elements, and what is lost of them; of those that rest, ``rest`` gives what is kept."""
     code, value, bits = _formula(codec.code), _formula(codec.value), codec.bits
 
     @inlined
@@ -306,21 +336,32 @@ def _writer(codec: Codec) -> Any:
                 store_u8(record + 4 + plane * width, (i - start) >> 3, byte_of(nibble, other))
         if finite:
             lost = c[0] - value(one, s), c[1] - value(two, s), c[2] - value(three, s), c[3] - value(four, s)
-            store4(row[NEW_RESIDUAL], i, end, _has_vectors(row, i, end), lost)
+            vectors = _has_vectors(row, i, end)
+            if rest is not None and i < end and _some_rest(row, i, end, vectors):
+                lost = _kept_of(row, lost, rest(row, i, end), i, end, vectors)
+            store4(row[NEW_RESIDUAL], i, end, vectors, lost)
 
     return write
 
 
-def _compressor(source: Any, codec: Codec) -> Any:
-    """The loop that compresses what ``source`` gives."""
-    scaled, write, bits = _scaler(codec), _writer(codec), codec.bits
+def _compressor(source: Any, codec: Codec, *, rests: bool = False) -> Any:
+    """The loop that compresses what ``source`` gives; elements whose second moment is 0 may be such that ``rests``."""
 
     @inlined
-    def value(row, i, end):
+    def whole(row, i, end):
         if i >= end:
             return f32(0), f32(0), f32(0), f32(0)
         vectors = _has_vectors(row, i, end)
         return _with_residual(row, source(row, i, end, vectors), i, end, vectors)
+
+    @inlined
+    def moving(row, i, end):
+        if i >= end:
+            return f32(0), f32(0), f32(0), f32(0)
+        return _sent_of(row, whole(row, i, end), i, end, _has_vectors(row, i, end))
+
+    value = moving if rests else whole
+    scaled, write, bits = _scaler(codec), _writer(codec, whole if rests else None), codec.bits
 
     def loop(table, rows):
         row = _row_of(table, rows)
@@ -361,7 +402,7 @@ def _compressor(source: Any, codec: Codec) -> Any:
     return loop
 
 
-def _restorer(source: Any, codec: Codec) -> Any:
+def _restorer(source: Any, codec: Codec, *, rests: bool = False) -> Any:
     """The loop that takes back what that of ``_compressor(source)`` did: see ``reference.restore``."""
     values = _decoder(codec)
 
@@ -374,6 +415,8 @@ def _restorer(source: Any, codec: Codec) -> Any:
             return
         u, e = source(row, i, end, vectors), _load(row[RESIDUAL], i, end, vectors)
         x = values(record + 4, _width(row, start), i - start, s)
+        if rests:
+            x = _kept_of(row, x, (f32(0), f32(0), f32(0), f32(0)), i, end, vectors)
         before = (e[0] + x[0]) - u[0], (e[1] + x[1]) - u[1], (e[2] + x[2]) - u[2], (e[3] + x[3]) - u[3]
         store4(row[RESIDUAL], i, end, vectors, before)
 
@@ -501,8 +544,8 @@ def _function(program: Program) -> Any:
     codec: Any = program.codec
     again: Any = program.again
     loops: dict[str, Callable[[], Any]] = {
-        "encode": lambda: _compressor(_loaded(formula, kind), codec),
-        "restore": lambda: _restorer(_loaded(formula, kind), codec),
+        "encode": lambda: _compressor(_loaded(formula, kind), codec, rests=resting(formula)),
+        "restore": lambda: _restorer(_loaded(formula, kind), codec, rests=resting(formula)),
         "recode": lambda: _compressor(_averager(codec), again),
         "decode": lambda: _decoding(codec),
         "apply": lambda: _applier(_reader(formula, kind), codec),

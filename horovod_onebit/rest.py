@@ -1,0 +1,96 @@
+"""Elements that have never had a gradient: the row of a ``padding_idx``, masked weights, words not met yet.
+
+Their second moment is 0, the same on all workers, and while it is, compressed steps do not move them
+(``formulas.rests``): what a worker would send of them stays in its residual. After the steps of which ``looks`` is true
+the workers tell each other which of these elements some residual holds anything of, one bit each. Those get the least
+second moment that there is, and move from then on: by a floor of what is divided by, or by a clip, they are safe, and
+are learned as fast as others (tests/unit/test_rest.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit.exchange import Collectives
+from horovod_onebit.formulas import TINY, Number, absolute, f32, sign, where
+from horovod_onebit.handshake import ask
+from horovod_onebit.kernels.reference import CHUNK, Array, num_blocks
+from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+from horovod_onebit.stats import Traffic
+from horovod_onebit.tasks import Task
+
+LONGEST = 64
+"""Steps between two looks, at most."""
+RESTING = {"resting": "which elements have had a gradient, by the optimizer's second moment"}
+
+
+def looks(steps: int) -> bool:
+    """Whether the workers look after so many compressed steps: after each of the first 32, then 16 times until their
+    number has doubled, and once in ``LONGEST``."""
+    return steps > 0 and steps % min(LONGEST, 1 << max(0, steps.bit_length() - 5)) == 0
+
+
+class Scalars(NamedTuple):
+    zero: Number
+
+
+def counts(p: Scalars, e: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
+    """Whether an element rests, and whether the residual ``e`` holds anything of it."""
+    return where(v > p.zero, p.zero, f32(1)), where(v > p.zero, p.zero, absolute(sign(e)))
+
+
+COUNTS = Use(counts, scalars(Scalars, zero=0.0))
+
+
+Moves = dict[int, NDArray[np.intp]]
+"""By number of the tensor, elements that have rested and are wanted."""
+
+
+def wanted(
+    tensors: Mapping[int, Tensor], context: Context, collectives: Collectives, name: str, traffic: Traffic
+) -> Task[Moves]:
+    """Look at ``tensors``, by number, whose elements may rest. Collective.
+
+    Raises ``DesyncError`` on all workers if second moments differ.
+    """
+    counted = _counted(list(tensors.values()), context)
+    resting = {number: rest for number, (rest, _) in zip(tensors, counted, strict=True) if rest}
+    answers = yield from ask(collectives, f"{name}.rest", resting=repr(resting), held=any(h for _, h in counted))
+    answers.compare(RESTING)
+    found: Moves = {}
+    for number in resting if answers.any("held") else ():
+        tensor, host = tensors[number], context.kernels.host
+        rest = np.flatnonzero(host(tensor.variance) <= 0)
+        held = np.packbits(host(tensor.residual)[rest] != 0)
+        rows = yield collectives.allgather(held, f"{name}.rest.{number}")
+        traffic.add((collectives.size - 1) * held.size, 0)
+        bits = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
+        found[number] = rest[np.unpackbits(bits, count=rest.size).astype(bool)]
+    return {number: moves for number, moves in found.items() if moves.size}
+
+
+def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> dict[int, Array]:
+    """The second moments of ``tensors`` in which elements move from now on, by number, in host memory: the framework
+    has to take them over. Local; on all workers alike."""
+    found, host = {}, context.kernels.host
+    for number, elements in moves.items():
+        found[number] = np.array(host(tensors[number].variance))
+        found[number][elements] = TINY
+        if not rules[number].owes_resting:
+            residual = np.array(host(tensors[number].residual))
+            residual[elements] = 0
+            context.kernels.write(tensors[number].residual, residual)
+    return found
+
+
+def _counted(tensors: Sequence[Tensor], context: Context) -> list[tuple[int, int]]:
+    """Of each tensor, how many elements rest, and of how many of those the residual holds anything."""
+    sums = [np.zeros((num_blocks(tensor.weight.size, CHUNK), 2)) for tensor in tensors]
+    with context.kernels.batch():
+        for tensor, out in zip(tensors, sums, strict=True):
+            context.kernels.sums(*COUNTS, tensor.arrays(tensor.residual), out)
+    return [(int(rest), int(held)) for rest, held in (out.sum(axis=0) for out in sums)]

@@ -1,0 +1,103 @@
+"""The Keras face on real ranks: elements that have never had a gradient stay where they are, and are learned from when
+they get one."""
+
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
+
+import horovod_onebit.tf as onebit
+from horovod_onebit import Recipe
+from horovod_onebit.warmup import Phase
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal
+
+WORDS, LATE, WIDTH = 64, 48, 32
+"""Words from ``LATE`` on are not met before step number ``MET``, and word 0 never."""
+MET = 12
+
+
+def build():
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Embedding(WORDS, WIDTH), keras.layers.GlobalAveragePooling1D(), keras.layers.Dense(64)]
+    return keras.Sequential([keras.layers.Input((8,), dtype="int32"), *layers])
+
+
+def words_of(step):
+    """Only the last worker meets the late words."""
+    most = WORDS if step >= MET and RANK == SIZE - 1 else LATE
+    return np.random.default_rng([step, RANK]).integers(1, most, (16, 8)).astype(np.int32)
+
+
+def reader(model, optimizer, graph):
+    def step(words):
+        with tf.GradientTape() as tape:
+            loss = LOSS(words[:, 0], model(words, training=True))
+        grads = tape.gradient(loss, model.trainable_variables)
+        grads = [tf.convert_to_tensor(g) for g in grads]  # of the embedding, slices
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    compiled = tf.function(step) if graph else step
+
+    def read(start, stop):
+        for number in range(start, stop):
+            compiled(tf.constant(words_of(number)))
+
+    return read
+
+
+def rows(model):
+    return np.array(model.trainable_variables[0])
+
+
+CASES = {
+    "AdamW": (lambda: keras.optimizers.AdamW(0.01, weight_decay=0.0), {}, True),
+    "in few bits from the start": (lambda: keras.optimizers.Adam(0.01), {"recipe": Recipe(warmup="three_bit")}, True),
+    "two stages": (lambda: keras.optimizers.Adam(0.01), {"recipe": Recipe(exchange="two_stage")}, False),
+    "LAMB": (lambda: keras.optimizers.Lamb(0.01), {}, False),
+    "0/1 Adam": (lambda: keras.optimizers.Adam(0.01), {"schedule": onebit.ZeroOne(8, 4, 6, 4)}, True),
+}
+
+
+def make(case):
+    kind, options, graph = CASES[case]
+    model, steps = build(), {} if "schedule" in options else {"warmup_steps": 5}
+    optimizer = onebit.DistributedOptimizer(kind(), **steps, **options)
+    optimizer.build(model.trainable_variables)
+    return model, optimizer, reader(model, optimizer, graph)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_words_that_were_never_met_stay_and_are_learned_when_they_are(case, caplog):
+    model, optimizer, read = make(case)
+    start = rows(model)
+    read(0, MET)
+    optimizer.flush()
+    assert optimizer.phase is Phase.COMPRESSED
+    np.testing.assert_array_equal(rows(model)[LATE:], start[LATE:])
+    read(MET, 52)
+    optimizer.flush()
+    np.testing.assert_array_equal(rows(model)[0], start[0])
+    assert (np.abs(rows(model)[LATE:] - start[LATE:]).mean(1) > 1e-3).all()
+    assert_replicas_equal(model)
+    assert "warm-up begins again" not in caplog.text
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(tmp_path):
+    folder = Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    ends = []
+    for resumed in (False, True):
+        model, optimizer, read = make("AdamW")
+        model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+        if resumed:
+            onebit.load_checkpoint(folder, model)
+        else:
+            read(0, 50)  # workers look after 46, 48 and 50 compressed steps, and then after each second one
+            onebit.save_checkpoint(folder, model)
+        read(50, 70)
+        ends.append((rows(model), *optimizer.feedback_state_dict().values()))
+    for before, after in zip(*ends, strict=True):
+        np.testing.assert_array_equal(before, after)

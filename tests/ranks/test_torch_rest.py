@@ -1,0 +1,122 @@
+"""The PyTorch face on real ranks: elements that have never had a gradient stay where they are, and are learned from
+when they get one."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch.nn.functional import cross_entropy
+
+import horovod_onebit.torch as onebit
+from horovod_onebit import Recipe
+from horovod_onebit.warmup import Phase
+from tests.ranks.torch_common import DEVICE, RANK, assert_replicas_equal, digest, wrap
+from tests.ranks.world import world
+
+WORDS, LATE, WIDTH = 64, 48, 32
+"""Words from ``LATE`` on are not met before step number ``MET``, and word 0 is padding."""
+MET = 12
+
+
+class Reader(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embedding = torch.nn.Embedding(WORDS, WIDTH, padding_idx=0)
+        self.last = torch.nn.Linear(WIDTH, 128)
+        with torch.no_grad():
+            self.embedding.weight[0] = 7.0
+
+    def forward(self, words):
+        return self.last(self.embedding(words).mean(1))
+
+
+def read(model, optimizer, steps, start=0):
+    """Only the last worker meets the late words."""
+    for step in range(start, start + steps):
+        generator = torch.Generator().manual_seed(100 * step + RANK)
+        most = WORDS if step >= MET and world.size() - 1 == RANK else LATE
+        words = torch.randint(0, most, (16, 8), generator=generator, device="cpu").to(DEVICE)
+        optimizer.zero_grad()
+        cross_entropy(model(words), words[:, 0]).backward()
+        optimizer.step()
+
+
+def rows(model):
+    return model.embedding.weight.detach().clone()
+
+
+CASES = {
+    "AdamW": (torch.optim.AdamW, {"weight_decay": 0.0}, {}),
+    "in few bits from the start": (torch.optim.AdamW, {"weight_decay": 0.0}, {"recipe": Recipe(warmup="three_bit")}),
+    "two stages": (torch.optim.Adam, {}, {"recipe": Recipe(exchange="two_stage")}),
+    "LAMB": (onebit.LAMB, {"weight_decay": 0.0}, {}),
+    "0/1 Adam": (torch.optim.Adam, {}, {"schedule": onebit.ZeroOne(8, 4, 6, 4)}),
+    "gradients in few bits": (
+        torch.optim.RMSprop,
+        {"momentum": 0.5},
+        {"schedule": onebit.Gradients(), "recipe": Recipe(warmup="three_bit")},
+    ),
+}
+
+
+def make(case):
+    kind, options, wrapping = CASES[case]
+    model = Reader()
+    recipe = wrapping.get("recipe", "robust")
+    more = {key: value for key, value in wrapping.items() if key != "recipe"}
+    steps = {} if "schedule" in wrapping else {"warmup_steps": 5}
+    named = list(model.named_parameters())
+    plain = kind(model.parameters(), lr=0.01, **options)
+    return model, onebit.DistributedOptimizer(plain, named, recipe=recipe, **steps, **more)
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_words_that_were_never_met_stay_and_are_learned_when_they_are(case, caplog):
+    model, optimizer = make(case)
+    start = rows(model)
+    read(model, optimizer, MET)
+    optimizer.flush()
+    if case != "gradients in few bits":
+        assert optimizer.phase is Phase.COMPRESSED
+    assert torch.equal(rows(model)[LATE:], start[LATE:])
+    read(model, optimizer, 40, start=MET)
+    optimizer.flush()
+    assert torch.equal(rows(model)[0], start[0])
+    moved = (rows(model)[LATE:] - start[LATE:]).abs().mean(1)
+    assert (moved > 1e-3).all()
+    assert_replicas_equal(model)
+    assert "warm-up begins again" not in caplog.text
+
+
+@pytest.mark.parametrize("case", ["AdamW", "in few bits from the start"])
+def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(case, tmp_path):
+    folder = Path(world.broadcast_object(str(tmp_path), name="folder"))
+    model, optimizer = make(case)
+    read(model, optimizer, 50)  # workers look after 46, 48 and 50 compressed steps, and then after each second one
+    onebit.save_checkpoint(folder, model, optimizer)
+    read(model, optimizer, 20, start=50)
+    other, resumed = make(case)
+    onebit.load_checkpoint(folder, other, resumed)
+    read(other, resumed, 20, start=50)
+    assert torch.equal(rows(model), rows(other))
+    assert digest(model, optimizer) == digest(other, resumed)
+
+
+def test_masked_weights_stay_zero():
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.ReLU(), torch.nn.Linear(64, 64)).to(DEVICE)
+    mask = torch.rand(64, 64, device=DEVICE) < 0.5
+    with torch.no_grad():
+        model[0].weight[mask] = 0
+    model[0].weight.register_hook(lambda grad: grad.masked_fill(mask, 0))
+    optimizer = wrap(model, warmup_steps=5, lr=0.01)
+    for step in range(40):
+        generator = torch.Generator().manual_seed(100 * step + RANK)
+        x = torch.randn(32, 64, generator=generator, device="cpu").to(DEVICE)
+        optimizer.zero_grad()
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+    assert not model[0].weight[mask].any()
+    assert model[0].weight[~mask].all()
+    assert_replicas_equal(model)
