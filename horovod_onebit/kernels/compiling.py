@@ -6,8 +6,10 @@ or there is no folder that can be written to. Then the kernels are compiled agai
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import logging
+import uuid
 from collections.abc import Callable
 from contextlib import suppress
 from functools import cache
@@ -66,6 +68,26 @@ class _ForgivingCache:
             logger.debug("a compiled kernel cannot be kept in %s: %s", self._cache.cache_path, error)
 
 
+def _tell_apart(file: Any, stamp: str) -> None:
+    """Give what is kept in Numba's cache ``file`` names of its own: of sources with this ``stamp``, and of one save.
+
+    Numba numbers them, and writes the index before what it is about. A process that reads the index in between would
+    get what was there before under the same number: code of an older version, or, where two processes compile, of other
+    argument types.
+    """
+    base, folder, kept = file._index_name.removesuffix(".nbi"), Path(file._cache_path), stamp[:16]
+    save = file.save
+
+    def save_and_sweep(key: Any, data: Any) -> None:
+        save(key, data)
+        for path in folder.glob(f"{glob.escape(base)}.*.nbc"):
+            if path.name.split(".")[-3] != kept:  # of other sources
+                path.unlink(missing_ok=True)
+
+    file._source_stamp, file.save = stamp, save_and_sweep
+    file._data_name = lambda number: f"{base}.{kept}.{uuid.uuid4().hex[:16]}.nbc"
+
+
 def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
     """``numba.njit(**options)`` with a cache on disk where there is one that works."""
 
@@ -78,7 +100,7 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
             logger.debug("kernels are compiled again in every process: %s", error)
             return dispatcher
         with suppress(AttributeError):  # inside of Numba
-            dispatcher._cache._cache_file._source_stamp = _stamp(dispatcher.sources)
+            _tell_apart(dispatcher._cache._cache_file, _stamp(dispatcher.sources))
         dispatcher._cache = _ForgivingCache(dispatcher._cache)
         return dispatcher
 

@@ -76,6 +76,31 @@ def test_a_change_in_another_file_compiles_anew(tmp_path):
     assert float(run(tmp_path, **here)) == 4
 
 
+DIES = """
+from numba.core.caching import IndexDataCacheFile
+IndexDataCacheFile._save_data = lambda self, name, data: None
+"""
+
+
+def test_what_another_process_is_about_to_write_is_not_taken_from_an_older_version(tmp_path):
+    """Numba lists what it keeps before it writes it; a worker of the same job may read the list in between."""
+    shutil.copytree(Path(horovod_onebit.__file__).parent, tmp_path / "horovod_onebit")
+    here = {"PYTHONPATH": str(tmp_path), "PYTHONSAFEPATH": "1"}
+    assert float(run(tmp_path, **here)) == -1
+    before = set((tmp_path / "cache").rglob("*.nbc"))
+    file = tmp_path / "horovod_onebit" / "codecs" / "sign.py"
+    file.write_text(file.read_text().replace("where(code != 0, -s, s)", "where(code != 0, 4 * s, s)"))
+    assert float(run(tmp_path, DIES + PROGRAM, **here)) == 4
+    assert float(run(tmp_path, **here)) == 4
+    assert not before & set((tmp_path / "cache").rglob("*.nbc")), "of other sources: nobody reads it again"
+
+
+def test_two_processes_that_keep_different_types_keep_both_apart():
+    function = cached(nogil=True)(double)
+    file = function._cache._cache._cache_file
+    assert len({file._data_name(1) for _ in range(9)}) == 9
+
+
 def test_loops_over_formulas_are_simd(tmp_path):
     """A formula that is not is 10 to 40 times slower: Numba need only lose track of which arguments are arrays."""
     found = dict(line.split(maxsplit=1) for line in run(tmp_path, SIMD).splitlines() if " " in line)
