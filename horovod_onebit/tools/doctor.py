@@ -143,7 +143,8 @@ def _of_numpy() -> list[Finding]:
     text = "NumPy's jobs run over MPI, by horovod_onebit.mpi and mpirun; neither Horovod nor PyTorch is installed"
     findings = [Finding("ok", text)]
     if shutil.which("mpirun") is None and shutil.which("srun") is None:
-        findings.append(Finding("note", "neither mpirun nor srun is on PATH", "load the MPI that mpi4py was built with"))
+        text = "neither mpirun nor srun is on PATH"
+        findings.append(Finding("note", text, "load the MPI that mpi4py was built with"))
     return findings
 
 
