@@ -123,9 +123,10 @@ class Stats:
 
     def __str__(self) -> str:
         ms = [1e3 * t for t in (self.encode_seconds, self.exchange_seconds, self.decode_seconds)]
+        share = f", {100 / self.ratio_to_fp32:.1f} % of float32's" if self.step_bytes_sent else ""
         return (
             f"step {self.step} ({self.phase}, {self.skipped_steps} skipped): "
-            f"{self.step_bytes_sent:,} bytes sent, {self.ratio_to_fp32:.1f} times fewer than float32; "
+            f"{self.step_bytes_sent:,} bytes sent{share}; "
             f"{self.compressed_parameters:,} of {self.parameters:,} parameters as one bit; "
             f"encode {ms[0]:.1f} ms, exchange {ms[1]:.1f} ms, decode {ms[2]:.1f} ms; "
             f"error/momentum {self.error_to_momentum:.2f}"

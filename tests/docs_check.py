@@ -110,8 +110,8 @@ def check(words: list[str], scratch: Path) -> str:
     """Run or look at one command; says which."""
     program, rest = words[0], words[1:]
     here = any((scratch / word).is_file() for word in rest if word.endswith(".py"))
-    if here and program in ("python", "horovodrun", "torchrun"):
-        shell([str(BIN / program), *rest], cwd=scratch)
+    if here and program in ("python", "horovodrun", "torchrun", "mpirun"):
+        shell([program, *rest], cwd=scratch)
         return "run"
     if program == "make":
         shell(["make", "--dry-run", *rest])

@@ -126,7 +126,9 @@ def examine(
 
 
 def _without_horovod(found: dict[str, str]) -> list[Finding]:
-    """PyTorch alone is enough for a job of torchrun."""
+    """PyTorch alone is enough for a job of torchrun, and mpi4py for one of NumPy."""
+    if "mpi4py" in found and not {"torch", "tensorflow"} & found.keys():
+        return _of_numpy()
     if "torch" not in found:
         return [Finding("error", "Horovod is not installed, nor PyTorch, which can do without", BUILD)]
     launcher = Path(sys.executable).with_name("torchrun")
@@ -134,6 +136,15 @@ def _without_horovod(found: dict[str, str]) -> list[Finding]:
     findings = [Finding("note" if "tensorflow" in found else "ok", text, BUILD if "tensorflow" in found else "")]
     if shutil.which("torchrun") is None and not launcher.exists():
         findings.append(Finding("note", "torchrun is not on PATH", "python -m torch.distributed.run"))
+    return findings
+
+
+def _of_numpy() -> list[Finding]:
+    text = "NumPy's jobs run over MPI, by horovod_onebit.mpi and mpirun; neither Horovod nor PyTorch is installed"
+    findings = [Finding("ok", text)]
+    if shutil.which("mpirun") is None and shutil.which("srun") is None:
+        text = "neither mpirun nor srun is on PATH"
+        findings.append(Finding("note", text, "load the MPI that mpi4py was built with"))
     return findings
 
 

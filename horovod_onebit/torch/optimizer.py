@@ -507,6 +507,9 @@ def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     skip = {"step", "_step_supports_amp_scaling"}
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
     wrapped._patch_step_function()
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
+        # That scheduler asks the old optimizer, and would warn that `optimizer.step()` was never called.
+        optimizer._opt_called = True  # type: ignore[attr-defined]
     return wrapped
 
 

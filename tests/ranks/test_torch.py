@@ -308,7 +308,7 @@ def test_a_scheduler_made_before_wrapping_still_works():
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
     optimizer = onebit.DistributedOptimizer(optimizer, list(model.named_parameters()), warmup_steps=2)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+        warnings.simplefilter("error", UserWarning)  # of PyTorch: that steps of the optimizer were left out
         train(model, optimizer, 4, scheduler=scheduler)
     assert optimizer.param_groups[0]["lr"] == pytest.approx(1e-4)
     assert optimizer.stats().step == 4

@@ -46,6 +46,17 @@ def test_pytorch_runs_without_horovod():
         assert all(finding.level != "error" for finding in findings)
 
 
+def test_numpy_runs_on_mpi_alone(monkeypatch):
+    found = {"python": "3.11.7", "numpy": "2.4", "mpi4py": "4.1"}
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    assert levels(found, {}) == [
+        ("ok", "NumPy's jobs run over MPI, by horovod_onebit.mpi and mpirun; neither Horovod nor PyTorch is installed")
+    ]
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    assert ("note", "neither mpirun nor srun is on PATH") in levels(found, {})
+    assert any(level == "error" for level, _ in levels(found | {"tensorflow": "2.21"}, {}))  # Keras needs Horovod
+
+
 def test_a_host_that_does_not_know_its_own_name(monkeypatch):
     monkeypatch.setattr("socket.gethostname", lambda: "no.such.host.invalid")
     told = levels(HERE, {"built": ["gloo"]})
