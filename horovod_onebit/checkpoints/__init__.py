@@ -27,7 +27,7 @@ from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, Conf
 from horovod_onebit.feedback import of_kind
 from horovod_onebit.world import Residuals, total_residuals
 
-__all__ = ["Face", "load", "load_alone", "save"]
+__all__ = ["Face", "check_same", "load", "load_alone", "save"]
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -104,6 +104,17 @@ class Face(ABC):
     @abstractmethod
     def spread(self, about: Any, own: Residuals) -> None:
         """Give all workers what worker 0 has, and this one its own."""
+
+
+def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` describes the arrays of ``what`` by their names as ``own`` does."""
+    for text, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
+        if names:
+            some = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
+            raise ConfigurationError(f"it is of another {what}: it {text} {some}")
+    for name, expected in own.items():
+        if saved[name] != expected:
+            raise ConfigurationError(f"it is of another {what}: {name} is {saved[name]} there, expected {expected}")
 
 
 def save(face: Face, folder: Any, extra: Any) -> None:

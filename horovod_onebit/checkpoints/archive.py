@@ -161,12 +161,9 @@ class _Packer:
         if isinstance(found, np.ndarray):
             return self._array(found, where)
         if found.memory not in self._shared or found.memory is None:
-            array = None if found.array is None else self._array(found.array, where)
-            self._shared[found.memory] = {
-                TAG: found.kind,
-                "value": self.pack(found.value, where, inside),
-                "array": array,
-            }
+            packed = {TAG: found.kind, "value": self.pack(found.value, where, inside)}
+            packed["array"] = None if found.array is None else self._array(found.array, where)
+            self._shared[found.memory] = packed
         return self._shared[found.memory]
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from typing import Any
 
@@ -27,6 +27,7 @@ from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Residuals
 
 CALL = "a checkpoint, saved or loaded"
+SAME = "model or optimizer"
 NOT_BUILT = "the model is not built: model.build(shape)"
 
 
@@ -80,17 +81,15 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
             raise ConfigurationError(NOT_BUILT)
 
     def take_over(found: dict[str, Any]) -> None:
-        saved = found["model"]
-        _compare(_described(saved), _described(_named(model)))
-        before = [np.array(v) for v in model.variables]
+        variables = _named(model)
+        checkpoints.check_same(SAME, _described(found["model"]), _described(variables))
+        before = {name: np.array(v) for name, v in variables.items()}
         try:
-            _assign(model, model.variables, list(saved.values()))
+            _assign(model, variables, found["model"])
         except Exception:
-            for variable, value in zip(model.variables, before, strict=True):
+            for name, value in before.items():
                 with suppress(Exception):  # of the one that failed, once more
-                    variable.assign(value)
-            with suppress(Exception):
-                _finish(model)
+                    _assign(model, variables, {name: value})
             raise
 
     checkpoints.load_alone(folder, ["model"], check_model, take_over, _Keras.converter, previous=previous)
@@ -119,8 +118,8 @@ class _Keras(checkpoints.Face):
     def _compressor(self) -> Compressor:
         return self.optimizer._compressor
 
-    def _variables(self) -> list[Any]:
-        return [*self.model.variables, *self.optimizer.variables]
+    def _named(self) -> dict[str, Any]:
+        return _named(self.model, self.optimizer)
 
     def gather(self, value: Any) -> list[Any]:
         return allgather_object(value, name="onebit.checkpoint")
@@ -166,9 +165,6 @@ class _Keras(checkpoints.Face):
         merged = super().merge(map(added, everybody))
         return merged | {"state": {name: total / np.float32(workers) for name, total in sums.items()}}
 
-    def _named(self) -> dict[str, Any]:
-        return _named(self.model, self.optimizer)
-
     def _own_variables(self) -> dict[str, Any]:
         """By name, what each worker has of its own: the states of random generators, and gradients that wait for the
         next step; after local steps all that the wrapped optimizer keeps."""
@@ -185,33 +181,25 @@ class _Keras(checkpoints.Face):
         return {"variables": _described(shared["model"] | shared["optimizer"]), "counts": shared["counts"]}
 
     def check(self, about: Any, own: Residuals) -> None:
-        _compare(about["variables"], _described(self._named()))
+        checkpoints.check_same(SAME, about["variables"], _described(self._named()))
         self._compressor.check_residuals(own)
 
     def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
         if shared is not None:
-            values = (shared["model"] | shared["optimizer"]).values()
-            _assign(self.model, self._variables(), list(values))
+            _assign(self.model, self._named(), shared["model"] | shared["optimizer"])
 
     def spread(self, about: Any, own: Residuals) -> None:
-        broadcast_variables(shared(self._variables()))
         variables = self._named()
-        for name, value in own["state"].items():
-            variables[name].assign(value)
-        _finish(self.model)
+        broadcast_variables(shared(variables.values()))
+        _assign(self.model, variables, own["state"])
         self._compressor.load_residuals(own, about["counts"])
 
 
-def _assign(model: Any, variables: Sequence[Any], values: Sequence[Any]) -> None:
-    for variable, value in zip(variables, values, strict=True):
-        variable.assign(value)
-    _finish(model)
-
-
-def _finish(model: Any) -> None:
-    """``Normalization`` computes with constants that it makes of its variables."""
+def _assign(model: Any, variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
+    for name, value in values.items():
+        variables[name].assign(value)
     for layer in _layers(model):
-        if isinstance(layer, keras.layers.Normalization):
+        if isinstance(layer, keras.layers.Normalization):  # computes with constants that it makes of its variables
             layer.finalize_state()
 
 
@@ -245,18 +233,6 @@ def _named(model: Any, optimizer: Any = None) -> dict[str, Any]:
     return found
 
 
-def _described(variables: Mapping[str, Any]) -> list[list[Any]]:
-    """Name, shape and dtype of each variable, or of its value."""
-    return [[name, list(value.shape), str(value.dtype)] for name, value in variables.items()]
-
-
-def _compare(saved: Sequence[Sequence[Any]], own: Sequence[Sequence[Any]]) -> None:
-    """Raise ``ConfigurationError`` unless both describe the same variables."""
-    if len(saved) != len(own):
-        raise ConfigurationError(f"it is of another model or optimizer: {len(saved)} variables, expected {len(own)}")
-    for theirs, mine in zip(saved, own, strict=True):
-        if list(theirs) != mine:
-            raise ConfigurationError(
-                f"it is of another model or optimizer: a variable is {' '.join(map(str, theirs))} there, expected "
-                f"{' '.join(map(str, mine))}"
-            )
+def _described(variables: Mapping[str, Any]) -> dict[str, str]:
+    """The shape and dtype of each variable, or of its value."""
+    return {name: f"{tuple(value.shape)} {value.dtype}" for name, value in variables.items()}
