@@ -14,7 +14,8 @@ from horovod_onebit.layout import Bucket, TensorSpec
 
 Place = tuple[str, int, int]
 Residuals = dict[str, Any]
-"""Those of one worker: ``feedback``, by name, and the fields of its ``Weighing``."""
+"""Those of one worker: ``feedback``, by name, and the fields of its ``Weighing``. Checkpoints and elastic have besides
+``gradients``, what was learned of gradients in few bits: ``coded.Learned``."""
 
 
 class Weighing(NamedTuple):
@@ -43,12 +44,8 @@ class Weighing(NamedTuple):
 
     @classmethod
     def saved(cls, one: Residuals) -> Weighing | None:
-        """That of what a file has, whose tuples have become lists, perhaps; None if it has the total."""
-        if one["divisor"] is None:
-            return None
-        served = {key: [tuple(place) for place in places] for key, places in one["served"].items()}
-        own = one.get("encodes")  # earlier versions did not write them
-        return cls(one["divisor"], served, None if own is None else [tuple(place) for place in own])
+        """That of ``one``; None if each residual is the total of all."""
+        return None if one["divisor"] is None else cls(one["divisor"], one["served"], one["encodes"])
 
 
 def total_residuals(saved: Iterable[Residuals]) -> dict[str, Array]:

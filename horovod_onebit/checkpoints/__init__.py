@@ -1,8 +1,9 @@
 """Saving and loading of checkpoints, whatever the framework: all workers succeed, or all raise the same error.
 
 ``save`` and ``load`` are sequences of steps that every worker takes; after each, all learn whether it has failed
-anywhere. ``load_alone`` is for one process. What is done with models and optimizers is a ``Face``; the files are those
-of ``checkpoints.files``.
+anywhere. ``load_alone`` is for one process. A ``Face`` gives and takes mappings of plain values and arrays: one of each
+worker, and one that all workers share. A mapping is one file (``checkpoints.archive``), and ``checkpoints.files`` knows
+which files are complete.
 
 Nothing replaces a checkpoint before its files have been read back by the code that loads them, and nothing is put
 into a model or an optimizer before all workers have checked everything that is to be put there.
@@ -13,52 +14,36 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
 
 from horovod_onebit import checks
-from horovod_onebit.checkpoints import files, lock
-from horovod_onebit.checkpoints.files import FORMAT, Complete, Digest, worker_file
+from horovod_onebit.checkpoints import archive, files, lock
+from horovod_onebit.checkpoints.archive import Converter
+from horovod_onebit.checkpoints.files import Complete, Digest
 from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
 from horovod_onebit.feedback import of_kind
 from horovod_onebit.world import Residuals, total_residuals
 
-__all__ = ["FORMAT", "Face", "Shared", "load", "load_alone", "save"]
+__all__ = ["Face", "check_same", "load", "load_alone", "save"]
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
 OTHER_WORKERS = "the checkpoint is of %d workers and there are %d: the residuals of all are redistributed"
 
 
-@dataclass(frozen=True)
-class Shared:
-    """What worker 0 reads for all.
-
-    Attributes:
-        content: what it puts into the model and the optimizer; it stays on worker 0.
-        about: what all workers check, and what else all get: small, and can be pickled.
-        extra: what the user keeps.
-    """
-
-    content: Any
-    about: Any
-    extra: Any
-
-
 class Face(ABC):
     """A model and its optimizer in some framework. Only ``gather``, ``flush`` and ``spread`` are collective."""
 
-    suffixes: tuple[str, str]
-    """The ends of the names of a worker's own file and of the shared one."""
     rank: int
     workers: int
 
     kind: str = "step"
     """Of the residuals, as ``horovod_onebit.feedback.kind`` says, or ``"local"``."""
+
+    converter = Converter()
 
     @abstractmethod
     def gather(self, value: Any) -> list[Any]:
@@ -68,9 +53,9 @@ class Face(ABC):
     def check_arguments(self) -> None:
         """Raise ``ConfigurationError`` unless the model and the optimizer are such as can be saved and loaded."""
 
-    @abstractmethod
-    def check_saving(self, extra: Any) -> None:
-        """Raise if this worker is not between steps, or, on worker 0, if ``extra`` cannot be stored."""
+    def check_saving(self) -> None:
+        """Raise ``ConfigurationError`` if this worker is not between steps."""
+        return
 
     @abstractmethod
     def flush(self) -> None:
@@ -85,33 +70,24 @@ class Face(ABC):
         """The optimizer, and which parameters it has."""
 
     @abstractmethod
-    def write_own(self, path: Path, key: str, extra: Any) -> None:
-        """Write what is this worker's."""
+    def own(self) -> Residuals:
+        """What is this worker's: its residuals with all that ``Compressor.residuals`` has, and as ``"state"`` what its
+        optimizer or model keeps and no other worker has, or None."""
 
     @abstractmethod
-    def write_shared(self, path: Path, key: str, extra: Any) -> None:
-        """Write what all workers share."""
-
-    @abstractmethod
-    def read_own(self, path: Path, key: str) -> Residuals:
-        """Read what ``write_own`` of some worker wrote."""
+    def shared(self) -> Mapping[str, Any]:
+        """What all workers share: the model and its optimizer."""
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
-        """What each worker takes over, from what all of another number of workers wrote: read one by one, because of
+        """What each worker takes over, from what all of another number of workers saved: read one by one, because of
         the memory that all would need."""
-        first: Residuals = {}
-
-        def noted(one: Residuals) -> Residuals:
-            if not first:
-                first.update(one, feedback=None)
-            return one
-
-        total = total_residuals(map(noted, everybody))
-        return first | {"feedback": total, "divisor": None, "served": {}, "encodes": None, "gradients": None}
+        total = total_residuals(everybody)
+        return {"feedback": total, "divisor": None, "served": {}, "encodes": None, "gradients": None, "state": None}
 
     @abstractmethod
-    def read_shared(self, path: Path, first: Path, key: str) -> Shared:
-        """Read what ``write_shared`` wrote; ``first`` is worker 0's own file."""
+    def about(self, shared: Mapping[str, Any]) -> Any:
+        """What all workers check of ``shared``, which worker 0 has read, and what else all get: small, and can be
+        pickled."""
 
     @abstractmethod
     def check(self, about: Any, own: Residuals) -> None:
@@ -122,12 +98,23 @@ class Face(ABC):
         return []
 
     @abstractmethod
-    def take_over(self, shared: Shared | None, about: Any) -> None:
+    def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
         """Put what was read into the model and the optimizer; ``shared`` is None but on worker 0."""
 
     @abstractmethod
     def spread(self, about: Any, own: Residuals) -> None:
         """Give all workers what worker 0 has, and this one its own."""
+
+
+def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` describes the arrays of ``what`` by their names as ``own`` does."""
+    for text, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
+        if names:
+            some = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
+            raise ConfigurationError(f"it is of another {what}: it {text} {some}")
+    for name, expected in own.items():
+        if saved[name] != expected:
+            raise ConfigurationError(f"it is of another {what}: {name} is {saved[name]} there, expected {expected}")
 
 
 def save(face: Face, folder: Any, extra: Any) -> None:
@@ -136,8 +123,10 @@ def save(face: Face, folder: Any, extra: Any) -> None:
     def begin() -> tuple[Path, str]:
         face.check_arguments()
         place = checks.folder(folder).absolute()
-        face.check_saving(extra)
-        if face.rank:
+        face.check_saving()
+        if face.rank == 0:
+            archive.check(extra, "extra", face.converter)
+        else:
             lock.release(place)  # it was worker 0 before other workers came
         return place, os.urandom(8).hex()
 
@@ -160,30 +149,33 @@ def _open(face: Face, place: Path) -> None:
     place.mkdir(parents=True, exist_ok=True)
     if face.rank == 0:
         lock.acquire(place, *face.owner())
-        files.sweep_leftovers(place, face.suffixes)
+        files.sweep_leftovers(place)
 
 
 def _own_files(face: Face, place: Path, key: str) -> list[Path]:
     """Those that this worker writes."""
-    own = worker_file(place, key, face.rank, face.suffixes[0])
-    return [own] if face.rank else [own, files.shared_file(place, key, face.suffixes[1])]
+    own = files.worker_file(place, key, face.rank)
+    return [own] if face.rank else [own, files.shared_file(place, key)]
 
 
 def _write(face: Face, place: Path, key: str, extra: Any) -> dict[str, Digest]:
     """Write this worker's files, read them back as ``load`` does, and return their digests."""
     own, *shared = _own_files(face, place, key)
-    files.replace(own, lambda path: face.write_own(path, key, extra if face.rank == 0 else None))
-    saved = face.read_own(own, key)
+
+    def put(path: Path, values: Callable[[], Mapping[str, Any]]) -> Any:
+        files.replace(path, lambda temporary: archive.write(temporary, key, values(), face.converter))
+        return archive.read(path, key, face.converter)
+
+    saved = put(own, face.own)
     for path in shared:
-        files.replace(path, lambda temporary: face.write_shared(temporary, key, extra))
-        face.check(face.read_shared(path, own, key).about, saved)
+        face.check(face.about(put(path, lambda: {**face.shared(), "kind": face.kind, "extra": extra})), saved)
     return {path.name: Digest.of(path) for path in (own, *shared)}
 
 
 def _complete(face: Face, place: Path, key: str, digests: dict[str, Digest]) -> None:
     if face.rank == 0:
         files.await_files(place, digests)
-        files.complete(place, key, face.workers, face.steps(), face.suffixes, digests, lock.good(place))
+        files.complete(place, key, face.workers, face.steps(), digests, lock.good(place))
 
 
 def load(face: Face, folder: Any, *, previous: bool) -> Any:
@@ -205,24 +197,21 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     same = chosen.workers == face.workers
     mine: list[Any] = []
 
-    def read() -> tuple[Any, Any]:
+    def read() -> tuple[Any, ...]:
         own, shared = _read(face, place, chosen)
         mine.extend([own, shared])
-        return (None, None) if shared is None else (shared.about, shared.extra)
+        return () if shared is None else (face.about(shared), shared["kind"], shared["extra"])
 
     try:
-        about, extra = _together(face, "load", "files", read)[0]
+        about, kind, extra = _together(face, "load", "files", read)[0]
     except CheckpointError as error:
         raise CheckpointError(f"{error}{_hint('load_checkpoint', history, previous)}") from None
     own, shared = mine
 
     def check() -> None:
-        saved = own.get("residuals")
-        if saved is None:  # earlier versions told local steps from all others
-            saved = "local" if own.get("kind") == "local" else face.kind if face.kind != "local" else "step"
-        if saved != face.kind:
+        if kind != face.kind:
             raise ConfigurationError(
-                f"the checkpoint was saved {of_kind(saved)}, and this optimizer is {of_kind(face.kind)}: build it as "
+                f"the checkpoint was saved {of_kind(kind)}, and this optimizer is {of_kind(face.kind)}: build it as "
                 "it was, or load the weights alone: load_weights()"
             )
         face.check(about, own)
@@ -236,7 +225,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     return extra
 
 
-def _take_over(face: Face, shared: Shared | None, about: Any) -> None:
+def _take_over(face: Face, shared: Mapping[str, Any] | None, about: Any) -> None:
     """Put what was read into all workers' models, or into none."""
     undo: list[Callable[[], None]] = []
 
@@ -255,13 +244,14 @@ def _take_over(face: Face, shared: Shared | None, about: Any) -> None:
 
 def load_alone(
     folder: Any,
-    suffixes: tuple[str, str],
+    only: Iterable[str],
     check_model: Callable[[], object],
-    read: Callable[[Path, Callable[[], Path], str], object],
+    take_over: Callable[[dict[str, Any]], object],
+    converter: Converter,
     *,
     previous: bool,
 ) -> None:
-    """Call ``read`` with the shared file of a complete checkpoint, what finds worker 0's own file, and the key. Local.
+    """Call ``take_over`` with what a complete checkpoint has of the names ``only`` of ``Face.shared``. Local.
 
     Raises ``CheckpointArgumentError`` if an argument is wrong, and ``CheckpointError`` if anything else fails.
     """
@@ -276,14 +266,14 @@ def load_alone(
         for last in (False, False, True):
             history = _history(place)
             chosen = _choose(place, history, previous)
-            own = worker_file(place, chosen.key, 0, suffixes[0]).name
-            shared = files.shared_file(place, chosen.key, suffixes[1]).name
             try:
-                read(_checked(place, chosen, shared), partial(_checked, place, chosen, own), chosen.key)
-                return
+                path = _checked(place, chosen, files.shared_file(place, chosen.key))
+                shared = archive.read(path, chosen.key, converter, only)
+                break
             except FileNotFoundError:  # a job that saves may just have moved it
                 if last:
                     raise
+        take_over(shared)
     except Exception as error:
         text = f"cannot load the weights; {type(error).__name__}: {error}"
         raise CheckpointError(f"{text}{_hint('load_weights', history, previous)}") from error
@@ -308,30 +298,27 @@ def _history(place: Path) -> list[Complete]:
     raise FileNotFoundError(f"{place / files.LATEST} does not exist: there is no complete checkpoint")
 
 
-def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, Shared | None]:
+def _read(face: Face, place: Path, chosen: Complete) -> tuple[Residuals, dict[str, Any] | None]:
     """This worker's share of the checkpoint ``chosen``, and on worker 0 what is for all."""
 
-    def own_file(rank: int) -> Path:
-        return _checked(place, chosen, worker_file(place, chosen.key, rank, face.suffixes[0]).name)
+    def read(path: Path) -> dict[str, Any]:
+        return archive.read(_checked(place, chosen, path), chosen.key, face.converter)
 
     if chosen.workers == face.workers:
-        own = face.read_own(own_file(face.rank), chosen.key)
+        own = read(files.worker_file(place, chosen.key, face.rank))
     else:
-        own = face.merge(face.read_own(own_file(rank), chosen.key) for rank in range(chosen.workers))
-    if face.rank:
-        return own, None
-    shared = _checked(place, chosen, files.shared_file(place, chosen.key, face.suffixes[1]).name)
-    return own, face.read_shared(shared, own_file(0), chosen.key)
+        own = face.merge(read(files.worker_file(place, chosen.key, rank)) for rank in range(chosen.workers))
+    return own, None if face.rank else read(files.shared_file(place, chosen.key))
 
 
-def _checked(place: Path, chosen: Complete, name: str) -> Path:
-    """The path of a file of ``chosen``, which is as it was saved."""
-    path = files.find(place, name)
+def _checked(place: Path, chosen: Complete, path: Path) -> Path:
+    """Where a file of ``chosen`` is now, which is as it was saved."""
+    name, path = path.name, files.find(place, path.name)
     if not path.exists():
         raise FileNotFoundError(f"{path} does not exist: is this the folder that all workers saved to?")
-    if chosen.files and name not in chosen.files:
+    if name not in chosen.files:
         raise ValueError(f"{place / files.LATEST} is damaged: it has no digest of {name}")
-    files.check(path, chosen.files.get(name))
+    files.check(path, chosen.files[name])
     return path
 
 

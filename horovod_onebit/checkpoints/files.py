@@ -3,8 +3,8 @@
 A folder holds
 
     latest.json            which checkpoint is complete, the one before it, and the digest of each of their files
-    KEY.shared.*           model, optimizer, and what else the caller keeps; written by worker 0
-    KEY.worker-0003.*      the error feedback of one worker
+    KEY.shared.npz         model, optimizer, and what else the caller keeps; written by worker 0
+    KEY.worker-0003.npz    the error feedback of one worker
     previous/              the files of the checkpoint before
     in-use                 locked by the job that saves here
 
@@ -20,17 +20,20 @@ import os
 import re
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-FORMAT = 1
+from horovod_onebit.errors import CheckpointError
+
+FORMAT = 2
 LATEST = "latest.json"
 PREVIOUS = "previous"
 PATIENCE = 10.0
 """Seconds to wait for files that other hosts have written, and for the lock of a job that is about to end."""
 
 KEY = re.compile("[0-9a-f]{16}")
+OURS = re.compile(rf"(tmp\.)?({KEY.pattern})\.(shared|worker-\d+)\.npz")
 
 
 @dataclass(frozen=True)
@@ -49,13 +52,12 @@ class Digest:
 
 @dataclass(frozen=True)
 class Complete:
-    """A complete checkpoint: of how many workers, after which step. ``files`` is empty if an older version saved it,
-    which kept no digests."""
+    """A complete checkpoint: of how many workers, after which step, and the digests of its files by their names."""
 
     key: str
     workers: int
     step: int
-    files: Mapping[str, Digest] = field(default_factory=dict)
+    files: Mapping[str, Digest]
 
     @classmethod
     def of(cls, found: Any, path: Path) -> Complete:
@@ -66,13 +68,14 @@ class Complete:
             "key": lambda key: isinstance(key, str) and KEY.fullmatch(key),
             "workers": lambda workers: _whole(workers) and workers >= 1,
             "step": lambda step: _whole(step) and step >= 0,
+            "files": lambda files: isinstance(files, dict),
         }
         for name, right in tests.items():
             if name not in found:
                 raise ValueError(f"{path} is damaged: it has no {name!r}")
             if not right(found[name]):
-                raise ValueError(f"{path} is damaged: {name} is {found[name]!r}")
-        files = found.get("files", {})
+                raise ValueError(f"{path} is damaged: {name} is {found[name]!r:.80}")
+        files = found["files"]
         try:
             digests = {str(name): Digest(int(d["bytes"]), str(d["blake2b"])) for name, d in files.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
@@ -84,19 +87,18 @@ def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-def worker_file(place: Path, key: str, rank: int, suffix: str) -> Path:
+def worker_file(place: Path, key: str, rank: int) -> Path:
     """Where worker ``rank`` keeps what is its own."""
-    return place / f"{key}.worker-{rank:04d}.{suffix}"
+    return place / f"{key}.worker-{rank:04d}.npz"
 
 
-def shared_file(place: Path, key: str, suffix: str) -> Path:
+def shared_file(place: Path, key: str) -> Path:
     """Where worker 0 keeps what is the same on all workers."""
-    return place / f"{key}.shared.{suffix}"
+    return place / f"{key}.shared.npz"
 
 
 def replace(path: Path, write: Callable[[Path], object]) -> None:
     """Put a file in its place in one go, on the disk before it is there. If that fails, nothing of it is left."""
-    # The end of the name stays: Keras and NumPy look at it.
     temporary = path.with_name(f"tmp.{path.name}")
     try:
         write(temporary)
@@ -120,7 +122,8 @@ def remove(paths: Iterable[Path]) -> None:
 def history(place: Path) -> list[Complete]:
     """The complete checkpoints of a folder, the last one first; none if there is no ``latest.json``.
 
-    Raises ``ValueError`` if it is damaged or of something else.
+    Raises ``ValueError`` if it is damaged or of something else, and ``CheckpointError`` if an earlier version of this
+    library wrote it.
     """
     path = place / LATEST
     try:
@@ -131,6 +134,12 @@ def history(place: Path) -> list[Complete]:
         found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
+    if isinstance(found, dict) and found.get("format") == 1:
+        raise CheckpointError(
+            f"{place} has a checkpoint of horovod-onebit 0.1, whose files this version does not read. Load the weights "
+            "alone with horovod-onebit 0.1 (load_weights), save them by the framework's own means, and begin a new run "
+            "from them, which saves to another folder"
+        )
     if not isinstance(found, dict) or found.get("format") != FORMAT:
         raise ValueError(f"{path} is not of this library, or of another version of it")
     entries = [found] if found.get("previous") is None else [found, found["previous"]]
@@ -143,10 +152,8 @@ def find(place: Path, name: str) -> Path:
     return path if path.exists() and not (place / name).exists() else place / name
 
 
-def check(path: Path, digest: Digest | None) -> None:
+def check(path: Path, digest: Digest) -> None:
     """Raise ``ValueError`` unless the file is what it was when it was saved."""
-    if digest is None:
-        return
     found = Digest.of(path)
     if found.bytes != digest.bytes:
         raise ValueError(f"{path} has {found.bytes} bytes and had {digest.bytes} when it was saved")
@@ -185,8 +192,7 @@ def complete(
     key: str,
     workers: int,
     step: int,
-    suffixes: tuple[str, ...],
-    files: Mapping[str, Digest] | None = None,
+    files: Mapping[str, Digest],
     good: str | None = None,
 ) -> None:
     """All files of ``key`` are there: from now on it is the last checkpoint.
@@ -197,22 +203,21 @@ def complete(
     before = _readable(place) or []
     before = [one for one in before if one.key == good] or before
     kept = [one for one in before[:1] if one.key != key]
-    entries = [asdict(Complete(key, workers, step, files or {})), *map(asdict, kept)]
+    entries = [asdict(Complete(key, workers, step, files)), *map(asdict, kept)]
     text = json.dumps({"format": FORMAT, **entries[0], "previous": entries[1] if kept else None})
     _sync(place)  # the files' names, before the one that names them
     replace(place / LATEST, lambda path: path.write_text(text))
     _sync(place)
     with contextlib.suppress(OSError):  # the checkpoint is complete, whatever else is left
-        sweep(place, key, kept[0].key if kept else None, suffixes)
+        sweep(place, key, kept[0].key if kept else None)
 
 
-def sweep(place: Path, key: str | None, previous: str | None, suffixes: tuple[str, ...]) -> None:
+def sweep(place: Path, key: str | None, previous: str | None) -> None:
     """Remove the files of all checkpoints but ``key`` and ``previous``, whose files move to ``previous/``."""
-    ours = re.compile(rf"(tmp\.)?({KEY.pattern})\.(shared|worker-\d+)\.({'|'.join(map(re.escape, suffixes))})")
     older = place / PREVIOUS
     for folder in (older, place):
         for path in list(folder.iterdir()) if folder.is_dir() else []:
-            match = ours.fullmatch(path.name)
+            match = OURS.fullmatch(path.name)
             # A file that cannot be removed or moved is in nobody's way: it is tried again after the next checkpoint.
             with contextlib.suppress(OSError):
                 if match and match[2] not in (key, previous):
@@ -228,12 +233,12 @@ def last_key(place: Path) -> str | None:
     return found[0].key if found else None
 
 
-def sweep_leftovers(place: Path, suffixes: tuple[str, ...]) -> None:
+def sweep_leftovers(place: Path) -> None:
     """Remove what saves that failed have left. Nothing if ``latest.json`` cannot be read: what it names is unknown."""
     found = _readable(place)
     if found is not None:
         key, previous, *_ = [*(one.key for one in found), None, None]
-        sweep(place, key, previous, suffixes)
+        sweep(place, key, previous)
 
 
 def _readable(place: Path) -> list[Complete] | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, cast
 
@@ -40,6 +40,7 @@ from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import FOREVER, AutoWarmup, Phase, unbiased
+from horovod_onebit.world import Residuals, Weighing
 
 T = TypeVar("T")
 
@@ -291,15 +292,6 @@ class Compressor:
         """What was learned of the gradients of the warm-up is of another state. Local."""
         if self.coded is not None and not self.coded.fresh:
             self.coded.forget()
-
-    @contextlib.contextmanager
-    def still(self) -> Iterator[None]:
-        """For a state that is loaded to be looked at, and taken back: what was learned of gradients is kept."""
-        coded, self.coded = self.coded, None
-        try:
-            yield
-        finally:
-            self.coded = coded
 
     def heard(self, verdict: Verdict) -> None:
         """The workers have agreed about the next step. If one has learned nothing yet, all begin anew: it may have
@@ -657,17 +649,34 @@ class Compressor:
         if not self.optimizer.built:
             raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
 
-    def load_feedback(self, state: Mapping[str, Array]) -> None:
-        """Take over this worker's residuals. Raises as ``check_feedback``."""
-        self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
-        self.check_feedback(state)
+    def residuals(self) -> Residuals:
+        """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
+        self.settle()
         with self.here():
-            self.engine.feedback.load_state_dict(state)
+            own = self.engine.residuals()
+        return {**own, "gradients": None if self.coded is None else self.coded.state()}
 
-    def check_feedback(self, state: Mapping[str, Array]) -> None:
-        """Raise ``ConfigurationError`` unless ``load_feedback`` can take over ``state``."""
+    def check_residuals(self, saved: Residuals) -> None:
+        """Raise ``ConfigurationError`` unless ``load_residuals`` can take over ``saved``. Local."""
         self.check_built()
-        self.engine.feedback.check(state, self.sizes(), "variables")
+        self.engine.feedback.check(saved["feedback"], self.sizes(), "variables")
+        if self.coded is not None:
+            self.coded.check(saved["gradients"], self.sizes())
+
+    def load_residuals(self, saved: Residuals, counts: Mapping[str, Any]) -> None:
+        """Continue from what ``residuals`` and ``counts`` gave. Local; on all workers alike."""
+        self.load_feedback(saved["feedback"])
+        self.engine.weigh(Weighing.saved(saved))
+        self.take_counts(counts)
+        if self.coded is not None:
+            self.coded.load(saved["gradients"])
+
+    def load_feedback(self, state: Mapping[str, Array]) -> None:
+        """Take over this worker's residuals. Raises ``ConfigurationError`` if they do not fit."""
+        self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
+        self.check_built()
+        with self.here():
+            self.engine.feedback.load_state_dict(state, self.sizes(), "variables")
 
     def sizes(self) -> dict[str, int]:
         """The number of elements of each trained variable, by name."""

@@ -75,10 +75,8 @@ class KerasState(ObjectState):
         compressor = self.optimizer._compressor
         compressor.settle()
         self.optimizer.flush()
-        engine = compressor.engine
         self._values = [np.array(variable) for variable in self._variables()]
-        self._feedback, self._weighing = compressor.feedback(), engine.weighing
-        self._counts = compressor.counts()
+        self._residuals, self._counts = compressor.residuals(), compressor.counts()
 
     def save(self) -> None:
         self._save()
@@ -87,13 +85,9 @@ class KerasState(ObjectState):
     def restore(self) -> None:
         compressor = self.optimizer._compressor
         compressor.settle()
-        engine = compressor.engine
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
-        with compressor.here():
-            engine.feedback.load_state_dict(self._feedback)
-        engine.weigh(self._weighing)
-        compressor.take_counts(self._counts)
+        compressor.load_residuals(self._residuals, self._counts)
         self._left = None  # newer than what was restored
         super().restore()
 

@@ -1,36 +1,30 @@
 """Checkpoints that lose nothing: weights and optimizer state once, the error feedback of every worker.
 
-The files are those of ``horovod_onebit.checkpoints``, and ``torch.load(..., weights_only=True)`` reads all of them;
-what it does not know by itself (NumPy's values, paths) is stored in plain types by ``checkpoints.extra``.
+The files are those of ``horovod_onebit.checkpoints``, which stores tensors as arrays.
 """
 
 from __future__ import annotations
 
 import copy
-import io
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from horovod_onebit import checkpoints
-from horovod_onebit.checkpoints import FORMAT, Shared
-from horovod_onebit.checkpoints.extra import Packer, unpack
-from horovod_onebit.coded import Learned
+from horovod_onebit.checkpoints.archive import Converter, Encoded
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.agreement import meet
-from horovod_onebit.torch.coded import Coded
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_model, check_optimizer, named_as_in
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
 from horovod_onebit.torch.transport import choose
-from horovod_onebit.world import Residuals, Weighing
+from horovod_onebit.world import Residuals
 
 
 @outside_inference
@@ -59,7 +53,7 @@ def save_checkpoint(
             one is left.
     """
     _meet(optimizer)
-    checkpoints.save(_Torch(model, optimizer), folder, extra)
+    checkpoints.save(_Torch(model, optimizer), folder, extra or {})
 
 
 @outside_inference
@@ -107,8 +101,8 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
             dtypes). The model is unchanged then.
     """
 
-    def read(path: Path, first: Callable[[], Path], key: str) -> None:
-        saved = named_as_in(model, unpack(_read(path, key)["model"], torch.Tensor.numpy))
+    def take_over(shared: dict[str, Any]) -> None:
+        saved = _model_state(shared, model)
         check_model(model, saved, extra_state=False)
         before = _copy(model.state_dict())
         try:
@@ -118,7 +112,8 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
                 _give_back(model, before)
             raise
 
-    checkpoints.load_alone(folder, _Torch.suffixes, lambda: _check_kind(model), read, previous=previous)
+    only = ("model", "versions")
+    checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch.converter, previous=previous)
 
 
 CALL = "save_checkpoint() or load_checkpoint"
@@ -133,8 +128,73 @@ def _meet(optimizer: Any) -> None:
         meet(CALL, choose(call="save_checkpoint"))
 
 
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""By their sizes, dtypes to store the bits of those in that NumPy lacks."""
+
+
+class _Tensors(Converter):
+    """Tensors, and what PyTorch's states have besides, as plain values and arrays."""
+
+    def encode(self, value: Any) -> Encoded | None:
+        if isinstance(value, (torch.dtype, torch.layout, torch.device)):
+            return Encoded(type(value).__name__, str(value).removeprefix("torch."))
+        if type(value) is torch.Size:
+            return Encoded("Size", list(value))
+        if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_quantized or value.is_nested:
+            return None
+        dtype = str(value.dtype).removeprefix("torch.")
+        if value.layout is torch.sparse_coo:
+            parts = value.detach().coalesce()
+            return Encoded("sparse", [_array(parts.indices()), _array(parts.values()), dtype, list(parts.shape)])
+        if value.layout is not torch.strided:
+            return None
+        about = {"dtype": dtype, "requires_grad": value.requires_grad, "parameter": type(value) is torch.nn.Parameter}
+        place = (value.device, value.data_ptr(), value.stride(), value.shape, value.is_conj(), value.is_neg())
+        return Encoded("tensor", about, _array(value.detach()), (*place, *about.values()))
+
+    def decode(self, found: Encoded) -> Any:
+        kind, value = found.kind, found.value
+        if kind == "tensor":
+            tensor = _tensor(found.array, value["dtype"])
+            if value["parameter"]:
+                return torch.nn.Parameter(tensor, value["requires_grad"])
+            return tensor.requires_grad_(value["requires_grad"])
+        if kind == "sparse":
+            indices, values, dtype, size = value
+            return torch.sparse_coo_tensor(torch.from_numpy(indices), _tensor(values, dtype), size, is_coalesced=True)
+        if kind == "Size":
+            return torch.Size(value)
+        if kind == "device":
+            return torch.device(value)
+        if kind in ("dtype", "layout"):
+            return _constant(kind, value)
+        return super().decode(found)
+
+
+def _array(tensor: torch.Tensor) -> Any:
+    """The values of ``tensor``, or their bits."""
+    tensor = tensor.cpu().resolve_conj().resolve_neg()
+    try:
+        return tensor.numpy()
+    except TypeError:
+        return tensor.contiguous().view(INTEGERS[tensor.itemsize]).numpy()
+
+
+def _tensor(array: Any, dtype: str) -> torch.Tensor:
+    """The tensor of ``dtype`` with these values or bits, in the same memory."""
+    found, expected = torch.from_numpy(array), _constant("dtype", dtype)
+    return found if found.dtype == expected else found.view(expected)
+
+
+def _constant(kind: str, name: str) -> Any:
+    found = getattr(torch, name, None)
+    if not isinstance(found, getattr(torch, kind)):
+        raise ValueError(f"this PyTorch has no {kind} {name}")
+    return found
+
+
 class _Torch(checkpoints.Face):
-    suffixes = ("pt", "pt")
+    converter = _Tensors()
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
         self.model, self.optimizer = model, optimizer
@@ -147,11 +207,6 @@ class _Torch(checkpoints.Face):
                 "checkpoints are of the whole world, and this optimizer's process_set or process_group is a part of it"
             )
 
-    @property
-    def _coded(self) -> Coded | None:
-        """Gradients in few bits."""
-        return self.optimizer._gradients.coded
-
     def gather(self, value: Any) -> list[Any]:
         return self.transport.allgather_object(value, "onebit.checkpoint")
 
@@ -159,14 +214,12 @@ class _Torch(checkpoints.Face):
         self.kind = check_ours(self.optimizer)._compressor.kind
         _check_kind(self.model)
 
-    def check_saving(self, extra: Any) -> None:
+    def check_saving(self) -> None:
         if self.optimizer._gradients.where is not Where.NOWHERE:
             raise ConfigurationError(
                 "save_checkpoint was called between backward() and step(), with gradients that no checkpoint holds: "
                 "call it after step()"
             )
-        if self.rank == 0:
-            PACKER.pack(extra or {}, "extra")
 
     def flush(self) -> None:
         self.optimizer.flush()
@@ -178,49 +231,23 @@ class _Torch(checkpoints.Face):
         parameters = self.optimizer._parameters
         return self.optimizer, str([(parameters.names.get(p), tuple(p.shape)) for p in parameters.ordered()])
 
-    def write_own(self, path: Path, key: str, extra: Any) -> None:
+    def own(self) -> Residuals:
         compressor = self.optimizer._compressor
-        own = compressor.engine.residuals()
-        feedback = {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
-        state = PACKER.pack(compressor.own_state(), "optimizer")
-        gradients = _converted(self._coded.state() if self._coded is not None else None, torch.from_numpy)
-        content = {**own, "feedback": feedback, "optimizer": state, "residuals": self.kind, "gradients": gradients}
-        _write({"format": FORMAT, "key": key, "worker": self.rank, **content}, path)
+        return {**compressor.residuals(), "state": compressor.own_state()}
 
-    def write_shared(self, path: Path, key: str, extra: Any) -> None:
-        model, optimizer = self.model.state_dict(), self.optimizer.state_dict()
-        packed = {
-            "model": PACKER.pack(model, "model"),
-            "extra": PACKER.pack(extra or {}, "extra"),
-            "optimizer": PACKER.pack(optimizer, "optimizer"),
-        }
-        _write({"format": FORMAT, "key": key, **packed}, path)
+    def shared(self) -> dict[str, Any]:
+        model = self.model.state_dict()
+        # The versions of modules, by which they know states of before.
+        versions = getattr(model, "_metadata", None)
+        return {"model": model, "versions": versions, "optimizer": self.optimizer.state_dict()}
 
-    def read_own(self, path: Path, key: str) -> Residuals:
-        saved = _read(path, key)
-        own = unpack(saved.get("optimizer"), torch.Tensor.numpy)  # earlier versions have none
-        gradients = _converted(saved.get("gradients"), torch.Tensor.numpy)  # nor these
-        feedback = {n: value.numpy() for n, value in saved["feedback"].items()}
-        return saved | {"feedback": feedback, "optimizer": own, "gradients": gradients}
-
-    def merge(self, everybody: Iterable[Residuals]) -> Residuals:
-        def shared(one: Residuals) -> Residuals:
-            return one | {"optimizer": None}  # each worker continues with worker 0's
-
-        return super().merge(map(shared, everybody))
-
-    def read_shared(self, path: Path, first: Path, key: str) -> Shared:
-        saved = unpack(_read(path, key), torch.Tensor.numpy)
-        content = {"model": named_as_in(self.model, saved["model"]), "optimizer": saved["optimizer"]}
-        return Shared(content, _take_out(content, []), saved["extra"])
+    def about(self, shared: Mapping[str, Any]) -> Any:
+        return _take_out({"model": _model_state(shared, self.model), "optimizer": shared["optimizer"]}, [])
 
     def check(self, about: Any, own: Residuals) -> None:
         check_model(self.model, about["model"])
         check_optimizer(self.optimizer._parameters, about["optimizer"])
-        parameters = self.optimizer._parameters
-        parameters.engine.feedback.check(own["feedback"], parameters.residual_sizes(), "parameters")
-        if self._coded is not None:
-            self._coded.check(own["gradients"])
+        self.optimizer._compressor.check_residuals(own)
 
     def keep(self) -> Sequence[Callable[[], None]]:
         model, optimizer = self.model, self.optimizer
@@ -242,33 +269,28 @@ class _Torch(checkpoints.Face):
 
         return [lambda: _give_back(model, before), give_back]
 
-    def take_over(self, shared: Shared | None, about: Any) -> None:
+    def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
         if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
             _load_others(self.model, _others(about["model"]))
             return
-        self.model.load_state_dict(shared.content["model"])
-        self.optimizer.load_state_dict(shared.content["optimizer"])
+        self.model.load_state_dict(_model_state(shared, self.model))
+        self.optimizer.load_state_dict(shared["optimizer"])
 
     def spread(self, about: Any, own: Residuals) -> None:
         tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
         broadcast_tensors(tensors, 0, self.transport, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
-        if own["optimizer"] is not None:
+        if own["state"] is not None:
             groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer._load({"state": own["optimizer"], "param_groups": groups}, keep_feedback=True)
-        self.optimizer.load_feedback_state_dict(
-            {name: torch.from_numpy(value) for name, value in own["feedback"].items()}
-        )
-        self.optimizer._compressor.weigh(Weighing.saved(own))
-        if self._coded is not None:
-            self._coded.load(own["gradients"])
+            self.optimizer._load({"state": own["state"], "param_groups": groups}, keep_feedback=True)
+        self.optimizer._compressor.load_residuals(own)
 
 
-def _converted(saved: Learned | None, convert: Callable[[Any], Any]) -> Learned | None:
-    """``saved`` with its arrays converted."""
-    if saved is None:
-        return None
-    return saved | {key: {name: convert(one) for name, one in saved[key].items()} for key in ("units", "feedback")}
+def _model_state(shared: Mapping[str, Any], model: torch.nn.Module) -> Mapping[str, Any]:
+    """The saved state of the model, by the names that it has in ``model``."""
+    if shared["versions"] is not None:
+        shared["model"]._metadata = shared["versions"]
+    return named_as_in(model, shared["model"])
 
 
 def _check_kind(model: Any) -> None:
@@ -292,57 +314,6 @@ def _others(state: Mapping[str, Any]) -> dict[str, Any]:
 def _load_others(model: torch.nn.Module, others: Mapping[str, Any]) -> None:
     if others:
         model.load_state_dict(others, strict=False)
-
-
-def _native(value: Any) -> bool:
-    """Whether ``torch.load(weights_only=True)`` reads ``value``."""
-    if type(value) in (torch.Tensor, torch.nn.Parameter):
-        return True
-    buffer = io.BytesIO()
-    try:
-        torch.save(value, buffer)
-        buffer.seek(0)
-        torch.load(buffer, map_location="cpu", weights_only=True)
-    except Exception:
-        return False
-    return True
-
-
-PACKER = Packer(_native, torch.from_numpy, (dict, OrderedDict, list, tuple), text_keys=False)
-
-
-class _File:
-    """A file for ``torch.save``, which otherwise says of a full disk only that a write failed."""
-
-    def __init__(self, file: Any) -> None:
-        self._file = file
-        self.error: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        try:
-            return self._file.write(data)
-        except OSError as error:
-            self.error = error
-            raise
-
-    def flush(self) -> None:
-        self._file.flush()
-
-
-def _write(value: dict[str, Any], path: Path) -> None:
-    with path.open("wb") as raw:
-        file = _File(raw)
-        try:
-            torch.save(value, file)  # type: ignore[arg-type]
-        except Exception as error:
-            raise file.error or error from None
-
-
-def _read(path: Path, key: str) -> dict[str, Any]:
-    value = torch.load(path, map_location="cpu", weights_only=True)
-    if not isinstance(value, dict) or value.get("format") != FORMAT or value.get("key") != key:
-        raise ValueError(f"{path} does not belong to this checkpoint")
-    return value
 
 
 def _copy(value: Any) -> Any:

@@ -369,8 +369,7 @@ class Compressor(Steps):
         """Before the workers change: nothing that was moved since the last exchange is a residual. Local."""
 
     def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced: see ``Engine.weigh``."""
-        self.engine.weigh(weighing)
+        super().weigh(weighing)
         self.parameters.changed()
 
     def leave_world(self) -> None:

@@ -38,7 +38,7 @@ __all__ = ["ElasticSampler", "TorchState", "run"]
 
 
 class _OptimizerHandler(StateHandler):
-    """Keeps, takes back and hands on the state of one optimizer, and the error feedback of this worker."""
+    """Keeps, takes back and hands on the state of one optimizer, and what a checkpoint has of this worker alone."""
 
     value: _DistributedOptimizer
 
@@ -50,14 +50,11 @@ class _OptimizerHandler(StateHandler):
 
     def save(self) -> None:
         self._state = copy.deepcopy(self.value.state_dict())
-        engine = self.value._compressor.engine
-        self._feedback, self._weighing = engine.feedback.state_dict(), engine.weighing
+        self._residuals = self.value._compressor.residuals()
 
     def restore(self) -> None:
         self.value.load_state_dict(self._state)
-        self.value._parameters.load_feedback(self._feedback)
-        self.value._compressor.weigh(self._weighing)
-        self.value._compressor.left = None  # newer than what was restored
+        self.value._compressor.load_residuals(self._residuals)
 
     def sync(self) -> None:
         """After Horovod was restarted: worker 0's state, and all residuals. Collective."""

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from horovod_onebit.checkpoints import check_same
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.progress import Progress
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
@@ -33,14 +34,12 @@ def check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, extra_state
     Without ``extra_state``, what modules return from ``get_extra_state`` may differ: that of a new model is often
     empty. (Workers that broadcast it need it in one shape.)
     """
-    own = model.state_dict()
-    for what, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
-        if names:
-            raise ConfigurationError(f"it is of another model: it {what} {_some(names)}")
-    for name, value in own.items():
-        found, expected = _described(saved[name]), _described(value)
-        if found != expected and (extra_state or name.rpartition(".")[2] != "_extra_state"):
-            raise ConfigurationError(f"it is of another model: {name} is {found} there, expected {expected}")
+
+    def described(state: Mapping[str, Any]) -> dict[str, str]:
+        any_is_right = [] if extra_state else [name for name in state if name.rpartition(".")[2] == "_extra_state"]
+        return {name: _described(value) for name, value in state.items()} | dict.fromkeys(any_is_right, "")
+
+    check_same("model", described(saved), described(model.state_dict()))
 
 
 def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
@@ -77,8 +76,3 @@ def _check_state(parameters: Parameters, p: torch.Tensor, state: Mapping[str, An
 def _described(value: Any) -> str:
     shape, dtype = getattr(value, "shape", None), getattr(value, "dtype", None)
     return f"{tuple(shape)} {dtype}" if shape is not None and dtype is not None else "no tensor"
-
-
-def _some(names: Any) -> str:
-    listed = sorted(names)
-    return ", ".join(listed[:5]) + (" ..." if len(listed) > 5 else "")

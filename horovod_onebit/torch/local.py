@@ -696,8 +696,7 @@ class LocalSteps(Steps):
     # -- other workers --------------------------------------------------------------------------------------------
 
     def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced: see ``Engine.weigh``."""
-        self.engine.weigh(weighing)
+        super().weigh(weighing)
         self.parameters.unbind()
 
     def fold(self) -> None:

@@ -18,7 +18,7 @@ from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Residuals
+from horovod_onebit.world import Residuals, Weighing
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -98,6 +98,33 @@ class Steps:
             compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
             norms=norms,
         )
+
+    # -- what is saved of this worker alone -------------------------------------------------------------------------
+
+    def residuals(self) -> Residuals:
+        """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
+        coded = self.gradients.coded
+        return {**self.engine.residuals(), "gradients": None if coded is None else coded.state()}
+
+    def check_residuals(self, saved: Residuals) -> None:
+        """Raise ``ConfigurationError`` unless ``load_residuals`` can take over ``saved``. Local."""
+        self.engine.feedback.check(saved["feedback"], self.parameters.residual_sizes(), "parameters")
+        if self.gradients.coded is not None:
+            self.gradients.coded.check(saved["gradients"])
+
+    def load_residuals(self, saved: Residuals) -> None:
+        """Continue from what ``residuals`` gave. Local; on all workers alike."""
+        self.parameters.load_feedback(saved["feedback"])
+        self.weigh(Weighing.saved(saved))
+        self.left = None  # older than what was saved
+        if self.gradients.coded is not None:
+            self.gradients.coded.load(saved["gradients"])
+
+    def weigh(self, weighing: Weighing | None) -> None:
+        """The residuals were replaced: see ``Engine.weigh``."""
+        self.engine.weigh(weighing)
+
+    # -- other workers ------------------------------------------------------------------------------------------------
 
     def leave_world(self) -> None:
         """Horovod was restarted: forget what is under way, remember the residuals. Local."""

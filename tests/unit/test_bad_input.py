@@ -73,15 +73,15 @@ def test_wrong_arguments_are_named(call, message):
 
 
 def test_a_finished_checkpoint_removes_the_one_before_and_nothing_else(tmp_path):
-    mine = ["model.pt", "best.shared.pt", "0123.worker-0001.pt", "notes.txt", "0123456789abcdef.shared.pt.bak"]
+    mine = ["model.pt", "best.shared.npz", "0123.worker-0001.npz", "notes.txt", "0123456789abcdef.shared.npz.bak"]
     old, key = "0123456789abcdef", "fedcba9876543210"
     for name in mine:
         (tmp_path / name).write_text("")
     for name in (old, key):
         for rank in range(2):
-            files.worker_file(tmp_path, name, rank, "pt").write_text("")
-        (tmp_path / f"{name}.shared.pt").write_text("")
-    files.complete(tmp_path, key, 2, 7, ("pt",))
+            files.worker_file(tmp_path, name, rank).write_text("")
+        (tmp_path / f"{name}.shared.npz").write_text("")
+    files.complete(tmp_path, key, 2, 7, {})
     left = {path.name for path in tmp_path.iterdir()}
-    assert left == {*mine, "latest.json", f"{key}.shared.pt", *(f"{key}.worker-{rank:04d}.pt" for rank in range(2))}
+    assert left == {*mine, "latest.json", f"{key}.shared.npz", *(f"{key}.worker-{rank:04d}.npz" for rank in range(2))}
     assert files.history(tmp_path)[0].key == key
