@@ -19,6 +19,7 @@ from studies import (
     local,
     magnitudes,
     moments,
+    networks,
     of_deepspeed,
     paraboloid,
     published,
@@ -44,6 +45,7 @@ STUDIES: dict[str, Callable[[], str]] = {
     "frozen": frozen.run,
     "deepspeed": of_deepspeed.run,
     "fine-tuning": fine_tuning.run,
+    "networks": networks.run,
 }
 HEAD = """# Studies
 
