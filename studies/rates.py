@@ -69,10 +69,15 @@ OTHERS = {
     "vit": Kind(600, 32, (5e-4,)),
     "source": Kind(500, 32, (4e-3,)),
     "translation": Kind(600, 32, (8e-3,)),
-    "speech": Kind(300, 32, (4e-3,)),
+    "translation apart": Kind(600, 32, (8e-3,)),
+    "speech": Kind(300, 32, (1.6e-2,)),
 }
 """Of other studies."""
-PROBLEMS: dict[str, Problem] = {"translation": translation.PROBLEM, "speech": speech.PROBLEM}
+PROBLEMS: dict[str, Problem] = {
+    "translation": translation.PROBLEM,
+    "translation apart": translation.PROBLEM_APART,
+    "speech": speech.PROBLEM,
+}
 """Tasks that are not classification, by name."""
 
 

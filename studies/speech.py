@@ -72,7 +72,7 @@ def spoken(text: str, voice: str, rate: int, pitch: int) -> NDArray[np.float32]:
     # The length in the head of what goes to a pipe is not known: the rest is taken as it is.
     with wave.open(io.BytesIO(subprocess.run(command, capture_output=True, check=True).stdout)) as sound:
         raw = sound.readframes(sound.getnframes())
-    return np.frombuffer(raw[: len(raw) // 2 * 2], "<i2").astype(np.float32) / 2**15
+    return np.frombuffer(raw[: len(raw) // 2 * 2], "<i2").astype(np.float32) / np.float32(2**15)
 
 
 def noisy(sound: NDArray[np.float32], decibels: float, draw: np.random.Generator) -> NDArray[np.float32]:

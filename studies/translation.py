@@ -10,7 +10,7 @@ import math
 import re
 import subprocess
 from collections.abc import Iterator, Mapping
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +24,8 @@ PACKAGES = {ENGLISH: "sword-text-kjv", SPANISH: "sword-text-sparv"}
 BIBLE = "Gen 1:1-Rev 22:21"
 WORDS = 16
 """Of the longest verses that are taken, in either language."""
-VOCABULARY = 2000
-"""Byte pairs, of both languages together."""
+TOGETHER, APART = 2000, 4000
+"""Byte pairs: of both languages together, or of each language apart."""
 PAD, BEGIN, END = 0, 1, 2
 TEST_PAIRS = 300
 WIDTH, LAYERS, HEADS = 64, 2, 4
@@ -72,7 +72,7 @@ def pairs() -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     return [found[i] for i in order[TEST_PAIRS:] if not known & set(found[i])], test
 
 
-def learned(texts: list[str], size: int = VOCABULARY) -> Any:
+def learned(texts: list[str], size: int) -> Any:
     """A vocabulary of byte pairs (Sennrich et al. 2016)."""
     need(modules=("tokenizers",))
     from tokenizers import ByteLevelBPETokenizer
@@ -83,9 +83,13 @@ def learned(texts: list[str], size: int = VOCABULARY) -> Any:
 
 
 @cache
-def vocabulary() -> Any:
-    """Of the verses to train on."""
-    return learned([verse for pair in pairs()[0] for verse in pair])
+def vocabularies(apart: bool) -> tuple[Any, Any]:
+    """Of Spanish and of English, in the verses to train on; one for both unless they are ``apart``."""
+    train = pairs()[0]
+    if not apart:
+        return (learned([verse for pair in train for verse in pair], TOGETHER),) * 2
+    spanish, english = (learned([pair[side] for pair in train], APART) for side in (0, 1))
+    return spanish, english
 
 
 def rows(texts: list[str], tokenizer: Any) -> NDArray[np.int64]:
@@ -98,26 +102,32 @@ def rows(texts: list[str], tokenizer: Any) -> NDArray[np.int64]:
 
 
 @cache
-def data() -> Task:
+def data(apart: bool = False) -> Task:
     """Rows of Spanish, and of English."""
-    train, test = pairs()
     (train_x, train_y), (test_x, test_y) = (
-        [rows([pair[side] for pair in some], vocabulary()) for side in (0, 1)] for some in (train, test)
+        [rows([pair[side] for pair in some], tokens) for side, tokens in enumerate(vocabularies(apart))]
+        for some in pairs()
     )
-    return Task(train_x, train_y, test_x, test_y, vocabulary().get_vocab_size())
+    return Task(train_x, train_y, test_x, test_y, vocabularies(apart)[1].get_vocab_size())
 
 
-def transformer(tokens: int, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS) -> Any:
-    """Vaswani et al. 2017: one matrix for both embeddings and the output, sines for positions; norms before blocks, no
-    dropout, whose draws would depend on the order in which simulated workers run."""
+def transformer(
+    tokens: int, width: int = WIDTH, layers: int = LAYERS, heads: int = HEADS, *, apart: bool = False
+) -> Any:
+    """Vaswani et al. 2017, with one matrix for both embeddings and the output unless these are ``apart``.
+
+    Norms come before blocks. There is no dropout, whose draws would depend on the order in which workers run.
+    """
     import torch
     from torch import nn
 
     class Transformer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embedding = nn.Embedding(tokens, width)
-            nn.init.normal_(self.embedding.weight, std=width**-0.5)
+            made = [nn.Embedding(tokens, width) for _ in range(3 if apart else 1)]
+            for embedding in made:
+                nn.init.normal_(embedding.weight, std=width**-0.5)
+            self.embeddings = nn.ModuleList(made)
             options = {"dropout": 0.0, "batch_first": True, "norm_first": True}
             encoder = nn.TransformerEncoderLayer(width, heads, 4 * width, **options)  # type: ignore[arg-type]
             decoder = nn.TransformerDecoderLayer(width, heads, 4 * width, **options)  # type: ignore[arg-type]
@@ -127,20 +137,22 @@ def transformer(tokens: int, width: int = WIDTH, layers: int = LAYERS, heads: in
                 if parameter.ndim > 1:
                     nn.init.xavier_uniform_(parameter)
 
-        def embedded(self, ids: Any) -> Any:
+        def embedded(self, ids: Any, which: int) -> Any:
             place = torch.arange(ids.shape[1])[:, None] * torch.exp(
                 torch.arange(0, width, 2) * (-math.log(10000.0) / width)
             )
             waves = torch.stack([place.sin(), place.cos()], 2).flatten(1)
-            return self.embedding(ids) * width**0.5 + waves
+            return self.embeddings[which](ids) * width**0.5 + waves
 
         def encode(self, x: Any) -> Any:
-            return self.encoder(self.embedded(x), src_key_padding_mask=x == PAD)
+            return self.encoder(self.embedded(x, 0), src_key_padding_mask=x == PAD)
 
         def decode(self, memory: Any, x: Any, y: Any) -> Any:
             later = torch.ones(y.shape[1], y.shape[1], dtype=torch.bool).triu(1)
-            h = self.decoder(self.embedded(y), memory, tgt_mask=later, memory_key_padding_mask=x == PAD)
-            return h @ self.embedding.weight.T
+            h = self.decoder(
+                self.embedded(y, -2 if apart else 0), memory, tgt_mask=later, memory_key_padding_mask=x == PAD
+            )
+            return h @ self.embeddings[-1].weight.T
 
         def forward(self, x: Any, y: Any) -> Any:
             return self.decode(self.encode(x), x, y)
@@ -148,9 +160,9 @@ def transformer(tokens: int, width: int = WIDTH, layers: int = LAYERS, heads: in
     return Transformer()
 
 
-def network() -> Any:
+def network(apart: bool = False) -> Any:
     """A new Transformer for ``data``."""
-    return transformer(data().classes)
+    return transformer(data(apart).classes, apart=apart)
 
 
 def _filled(ids: NDArray) -> Any:
@@ -183,13 +195,14 @@ def translated(model: Any, x: NDArray, length: int) -> Iterator[list[int]]:
         yield row[: row.index(END)] if END in row else row
 
 
-def quality(model: Any, task: Task) -> dict[str, float]:
+def quality(model: Any, task: Task, apart: bool = False) -> dict[str, float]:
     """BLEU of the tests' translations by sacrebleu, in percent."""
     need(modules=("sacrebleu",))
     from sacrebleu import corpus_bleu
 
-    texts = [vocabulary().decode(ids) for ids in translated(model, task.test_x, task.test_y.shape[1])]
+    texts = [vocabularies(apart)[1].decode(ids) for ids in translated(model, task.test_x, task.test_y.shape[1])]
     return {"bleu": corpus_bleu(texts, [[english for _, english in pairs()[1]]]).score}
 
 
 PROBLEM = Problem(data, network, loss, quality)
+PROBLEM_APART = Problem(partial(data, apart=True), partial(network, apart=True), loss, partial(quality, apart=True))
