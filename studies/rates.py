@@ -191,7 +191,6 @@ def train(
     exact: Sequence[str] | None = None,
     look: int = 0,
     start: Mapping[str, Any] | None = None,
-    rule: Adam | None = None,
 ) -> Result:
     """Test loss and quality of one run, how many of its steps were exact, and the bits that a worker has sent for a
     parameter in a step. The quality is the accuracy (a share), or what the task has in its place.
@@ -199,11 +198,11 @@ def train(
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
     many steps, as ``"loss at 200"``. ``start`` is the state of the network that the run begins with, a new one if it is
-    not given. ``rule`` is Adam if it is not given.
+    not given.
     """
     import torch
 
-    kind, rule = cell.kind, rule or Adam(lr=cell.rate)
+    kind, rule = cell.kind, Adam(lr=cell.rate)
     models, data, options = begin(cell)
     for model in models if start is not None else ():
         model.load_state_dict(start)
