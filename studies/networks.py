@@ -36,21 +36,32 @@ LOOKS = 10
 TITLE = "## 16. The paper's four networks"
 INTRODUCTION = (
     "The paper trains a ResNet, a VGG, a Transformer that translates and Jasper, which recognises speech; as "
-    "published, the algorithm diverges on the VGG and the Transformer. Here are all four, small enough for two cores. "
-    "{resnet} and {vgg} classify scikit-learn's digits, enlarged to 32x32. {transformer} translates {verses:,} short "
-    "verses of the Bible from Spanish into English; both languages share byte pairs, and one matrix serves both "
-    "embeddings and the output. {apart} is the same with byte pairs and a matrix for each. {jasper} recognises "
-    "numbers below 10,000 that espeak-ng speaks in {voices} voices, in noise. For these data: `apt-get install "
-    "{packages}`, and `pip install -r requirements/studies.txt`.\n\n"
-    "Adam, {workers} simulated workers with {batch} examples each, means of the seeds from 0. `robust` exchanges "
-    "directly, the others in two stages. `after 20 %` is the middle of what the paper recommends for the warm-up; "
-    '`robust` alone is the default, an exact warm-up whose length is "auto". All recipes leave tensors of fewer than '
-    "1,024 elements uncompressed. The rates are those at which exact Adam's quality was "
-    "best of three with the first seed ({tried}); for the ResNet and the VGG those of studies 11 and 6, and for the "
-    "second Transformer that of the first. BLEU is sacrebleu's and words wrong are jiwer's, of greedy decoding. A run "
-    "has diverged if its test loss is not finite, or ends above where exact Adam stood after a tenth of the steps."
+    "published, the algorithm diverges on the VGG and the Transformer. Here are all four, small enough for two "
+    "cores. {resnet} and {vgg} classify scikit-learn's digits, enlarged to 32x32. {transformer} translates "
+    "{verses:,} short verses of the Bible from Spanish into English; both languages share byte pairs, and one "
+    "matrix serves both embeddings and the output. {apart} is the same with byte pairs and a matrix for each. "
+    "{jasper} recognises numbers below 10,000 that espeak-ng speaks in {voices} voices, in noise. For these data: "
+    "`apt-get install {packages}`, and `pip install -r requirements/studies.txt`.\n\n"
+    "Adam, {workers} simulated workers with {batch} examples each, means of the seeds from 0; in brackets, the loss "
+    "beside that of exact Adam with the same seeds. `robust` exchanges directly, the others in two stages. `after "
+    "20 %` is the middle of what the paper recommends for the warm-up; `robust` alone is the default, an exact "
+    'warm-up whose length is "auto". All recipes leave tensors of fewer than 1,024 elements uncompressed. The rates '
+    "are those at which exact Adam's quality was best of three ({tried}); for the ResNet and the VGG those of "
+    "studies 11 and 6, and for the second Transformer that of the first. BLEU is sacrebleu's, of 300 verses, and "
+    "words wrong are jiwer's, of 300 numbers, both of greedy decoding. A run has diverged if its test loss is not "
+    "finite, or ends above where exact Adam stood after a tenth of the steps."
 )
-CONCLUSION = "What to see: TODO"
+CONCLUSION = (
+    "What to see: `paper` and `fixed` are lost on the VGG, and `paper` is on the Transformer with vocabularies "
+    "apart if it compresses after 20 steps; `robust` diverges nowhere.\n\n"
+    "With its default warm-up, `robust` ends within half a point and 0.3 BLEU of exact Adam on all of them. It is "
+    "within 0.5 % of the loss on the Transformers, and 1.9 to 2.9 % above on the others, where 150 to 220 of 300 "
+    "steps are exact. After 20 % of the steps it misses the target on the ResNet, on Jasper, and by 0.6 BLEU on the "
+    "first Transformer, and after 20 steps on all networks; `paper` and `fixed` after 20 % miss it on the ResNet "
+    "and Jasper alike. Unlike in the paper, `paper` does not diverge on a Transformer with one matrix for both "
+    "languages. Seeds differ: exact Adam has 3.0 to 16.6 % words wrong on Jasper, and 9.8 to 12.0 BLEU on the first "
+    "Transformer. LAMB was not run."
+)
 
 
 @dataclass(frozen=True)
@@ -63,6 +74,7 @@ class Network:
     quality: str
     what: str
     tried: tuple[float, ...] = ()
+    tried_with: tuple[int, ...] = SEEDS[:1]
     seeds: tuple[int, ...] = SEEDS
 
     @property
@@ -74,8 +86,8 @@ NETWORKS = [
     Network("ResNet-18", "resnet", 2e-3, "accuracy", "right"),
     Network("VGG16", "vgg", 1e-3, "accuracy", "right"),
     Network("Transformer", "translation", 8e-3, "bleu", "BLEU", (4e-3, 8e-3, 1.6e-2)),
-    Network("Transformer, vocabularies apart", "translation apart", 8e-3, "bleu", "BLEU"),
-    Network("Jasper", "speech", 1.6e-2, "wer", "words wrong", (8e-3, 1.6e-2, 3.2e-2)),
+    Network("Transformer, vocabularies apart", "translation apart", 8e-3, "bleu", "BLEU", seeds=SEEDS[:1]),
+    Network("Jasper", "speech", 1.6e-2, "wer", "words wrong", (4e-3, 8e-3, 1.6e-2), SEEDS),
 ]
 
 
@@ -216,18 +228,20 @@ def _curves(found: dict[Run, Result]) -> str:
                 losses = [min(run[f"loss at {step}"], 1e3) for step in steps]
                 panel.plot(steps, losses, STYLES[way.text], label=way.text.replace("`", ""))
         panel.axvline(SHARE * one.kind.steps, color="0.7", lw=0.8, zorder=0)
-        panel.set(yscale="log", title=one.name, xlabel="step")
+        panel.set(yscale="log", xlabel="step")
+        panel.set_title(one.name, fontsize=10)
     panels[0].set(ylabel="test loss")
     panels[0].legend(fontsize=7)
     return report.save(figure, "networks")
 
 
 def _tried(found: dict[Run, Result], one: Network) -> str:
-    runs = [Run(one, EXACT, SEEDS[0], rate) for rate in one.tried]
-    return f"{one.name} " + ", ".join(
-        f"{_text(one, _quality(one, [found[run]]))} and a test loss of {found[run]['loss']:.3f} at {run.rate:g}"
-        for run in runs
-    )
+    texts = []
+    for rate in one.tried:
+        results = [found[Run(one, EXACT, seed, rate)] for seed in one.tried_with]
+        loss = mean(each["loss"] for each in results)
+        texts.append(f"{_text(one, _quality(one, results))} and a test loss of {loss:.3f} at {rate:g}")
+    return f"{one.name}, {'first seed' if len(one.tried_with) == 1 else 'all seeds'}: {', '.join(texts)}"
 
 
 def run() -> str:
@@ -238,7 +252,7 @@ def run() -> str:
         examples("speech")
     except MissingError as error:
         return f"{TITLE}\n\nSkipped: {error}\n"
-    tried = [Run(one, EXACT, SEEDS[0], rate) for one in NETWORKS for rate in one.tried]
+    tried = [Run(one, EXACT, seed, rate) for one in NETWORKS for rate in one.tried for seed in one.tried_with]
     table = [run_of(one, way, seed) for one in NETWORKS for way in WAYS for seed in seeds_of(one, way)]
     found = pool.results(result, dict.fromkeys([*tried, *table]))
     sizes = {one.name: 1e-6 * sum(p.numel() for p in network(one.task).parameters()) for one in NETWORKS}
