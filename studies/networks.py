@@ -60,7 +60,8 @@ CONCLUSION = (
     "first Transformer, and after 20 steps on all networks; `paper` and `fixed` after 20 % miss it on the ResNet "
     "and Jasper alike. Unlike in the paper, `paper` does not diverge on a Transformer with one matrix for both "
     "languages. Seeds differ: exact Adam has 3.0 to 16.6 % words wrong on Jasper, and 9.8 to 12.0 BLEU on the first "
-    "Transformer. LAMB was not run."
+    "Transformer. For Jasper, 0.032 was tried with the first seed only: 3.9 % words wrong, 3.0 % at 0.016. LAMB was "
+    "not run."
 )
 
 
@@ -86,7 +87,7 @@ NETWORKS = [
     Network("ResNet-18", "resnet", 2e-3, "accuracy", "right"),
     Network("VGG16", "vgg", 1e-3, "accuracy", "right"),
     Network("Transformer", "translation", 8e-3, "bleu", "BLEU", (4e-3, 8e-3, 1.6e-2)),
-    Network("Transformer, vocabularies apart", "translation apart", 8e-3, "bleu", "BLEU", seeds=SEEDS[:1]),
+    Network("Transformer, vocabularies apart", "translation apart", 8e-3, "bleu", "BLEU", seeds=SEEDS[:2]),
     Network("Jasper", "speech", 1.6e-2, "wer", "words wrong", (4e-3, 8e-3, 1.6e-2), SEEDS),
 ]
 
