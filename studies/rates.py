@@ -30,9 +30,10 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Schedule
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import Options, parse
-from studies import pool, report
+from studies import pool, report, speech, translation
 from studies.library import LIBRARY
 from studies.magnitudes import networks
+from studies.problem import Problem
 
 RUNS = report.ROOT / "build" / "studies"
 WORKERS = (4, 16)
@@ -67,8 +68,17 @@ OTHERS = {
     "resnet": Kind(300, 32, (2e-3,)),
     "vit": Kind(600, 32, (5e-4,)),
     "source": Kind(500, 32, (4e-3,)),
+    "translation": Kind(600, 32, (8e-3,)),
+    "translation apart": Kind(600, 32, (8e-3,)),
+    "speech": Kind(300, 32, (1.6e-2,)),
 }
 """Of other studies."""
+PROBLEMS: dict[str, Problem] = {
+    "translation": translation.PROBLEM,
+    "translation apart": translation.PROBLEM_APART,
+    "speech": speech.PROBLEM,
+}
+"""Tasks that are not classification, by name."""
 
 
 @dataclass(frozen=True)
@@ -123,6 +133,8 @@ def source() -> str:
 @cache
 def examples(task: str) -> Task:
     """The data of ``task``."""
+    if task in PROBLEMS:
+        return PROBLEMS[task].data()
     if task in ("vgg", "digits", *LIBRARY):
         return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
     text = source() if task == "source" else documentation()
@@ -132,6 +144,8 @@ def examples(task: str) -> Task:
 
 def network(task: str) -> Any:
     """A new network for ``task``."""
+    if task in PROBLEMS:
+        return PROBLEMS[task].network()
     if task in LIBRARY:
         return LIBRARY[task]()
     found = networks()
@@ -160,6 +174,11 @@ def losses(model: Any, x: NDArray, y: NDArray) -> tuple[Any, Any]:
     return cross_entropy(logits, torch.from_numpy(y).flatten()), logits
 
 
+def loss_of(task: str, model: Any, x: NDArray, y: NDArray) -> Any:
+    """The loss that ``task`` is trained by."""
+    return PROBLEMS[task].loss(model, x, y) if task in PROBLEMS else losses(model, x, y)[0]
+
+
 Hook = Callable[[NumpyOptimizer, dict[str, NDArray]], None]
 """What a worker does before each step, with its own gradients."""
 
@@ -173,8 +192,8 @@ def train(
     look: int = 0,
     start: Mapping[str, Any] | None = None,
 ) -> Result:
-    """Test loss and accuracy (a share) of one run, how many of its steps were exact, and the bits that a worker has
-    sent for a parameter in a step.
+    """Test loss and quality of one run, how many of its steps were exact, and the bits that a worker has sent for a
+    parameter in a step. The quality is the accuracy (a share), or what the task has in its place.
 
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
@@ -200,14 +219,14 @@ def train(
         before = hook() if hook is not None else None
         for step in range(kind.steps):
             optimizer.rule = replace(rule, lr=rate_at(cell, step))
-            loss, _ = losses(models[rank], *data.batch(options, step, rank, n))
+            loss = loss_of(cell.task, models[rank], *data.batch(options, step, rank, n))
             found = torch.autograd.grad(loss, list(named.values()))
             grads = {name: g.numpy() for name, g in zip(named, found, strict=True)}
             if before is not None:
                 before(optimizer, grads)
             optimizer.step(grads)
             if look and rank == 0 and (step + 1) % look == 0:
-                seen[f"loss at {step + 1}"] = result_of(models[rank], data)["loss"]
+                seen[f"loss at {step + 1}"] = test_loss(cell.task, models[rank], data)
         optimizer.flush()
         parameters = sum(array.size for array in weights.values())
         warm = min(optimizer.driver.warmup.steps, kind.steps)
@@ -215,7 +234,7 @@ def train(
 
     with np.errstate(all="ignore"):
         exact_steps, bits = simulation.run(worker, cell.workers, timeout=600)[0]
-    return {**result_of(models[0], data, exact_steps=exact_steps, bits=bits), **seen}
+        return {**outcome(cell.task, models[0], data, exact_steps=exact_steps, bits=bits), **seen}
 
 
 def begin(cell: Cell) -> tuple[list[Any], Task, Options]:
@@ -240,6 +259,24 @@ def result_of(model: Any, data: Task, **more: float) -> Result:
     model.train(training)
     right = float((logits.argmax(1).numpy() == data.test_y.reshape(-1)).mean())
     return {"loss": float(loss) if math.isfinite(float(loss)) else math.inf, "accuracy": right, **more}
+
+
+def test_loss(task: str, model: Any, data: Task) -> float:
+    """The loss that ``model`` has in the tests of ``task``, infinite if the run has diverged."""
+    import torch
+
+    training = model.training
+    with torch.no_grad():
+        loss = float(loss_of(task, model.eval(), data.test_x, data.test_y))
+    model.train(training)
+    return loss if math.isfinite(loss) else math.inf
+
+
+def outcome(task: str, model: Any, data: Task, **more: float) -> Result:
+    """``result_of``, where ``task`` has a quality of its own with that in place of accuracy."""
+    if task not in PROBLEMS:
+        return result_of(model, data, **more)
+    return {"loss": test_loss(task, model, data), **PROBLEMS[task].quality(model.eval(), data), **more}
 
 
 def in_a_name(text: str) -> str:
