@@ -683,16 +683,17 @@ class Engine:
                     apply(messages, rules, self.tensors, self.context)
         return self._conclude(rules, self.tensors, finite=finite)
 
-    def look(self, rules: Sequence[Rule]) -> Task[rest.Moves]:
+    def look(self, rules: Sequence[Rule], *, refuses: bool = False) -> Task[rest.Moves]:
         """The workers have agreed on a step: look for elements that have rested and are to move from the next one on,
-        where it is time to. Collective."""
+        where it is time to; see ``rest.wanted``. Collective."""
         if not rest.looks(self.exchanges):
             return {}
         pairs = enumerate(zip(self.tensors, rules, strict=True))
         tensors = {number: tensor for number, (tensor, rule) in pairs if rule.rests(tensor, self.context)}
         if not tensors:
             return {}
-        return (yield from rest.wanted(tensors, self.context, self.collectives, self.name, self.traffic))
+        context, collectives = self.context, self.collectives
+        return (yield from rest.wanted(tensors, context, collectives, self.name, self.traffic, refuses=refuses))
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""

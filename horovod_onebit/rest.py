@@ -51,23 +51,29 @@ Moves = dict[int, NDArray[np.intp]]
 
 
 def wanted(
-    tensors: Mapping[int, Tensor], context: Context, collectives: Collectives, name: str, traffic: Traffic
-) -> Task[Moves]:
+    tensors: Mapping[int, Tensor], context: Context, collectives: Collectives, name: str, traffic: Traffic,
+    *, refuses: bool = False,
+) -> Task[Moves]:  # fmt: skip
     """Look at ``tensors``, by number, whose elements may rest. Collective.
+
+    Nothing is found if some worker ``refuses`` the step that is under way, because its second moments were edited.
 
     Raises ``DesyncError`` on all workers if second moments differ.
     """
     counted = _counted(list(tensors.values()), context)
     resting = {number: rest for number, (rest, _) in zip(tensors, counted, strict=True) if rest}
-    answers = yield from ask(collectives, f"{name}.rest", resting=repr(resting), held=any(h for _, h in counted))
+    held = any(held for _, held in counted)
+    answers = yield from ask(collectives, f"{name}.rest", resting=repr(resting), held=held, refuses=refuses)
+    if answers.any("refuses"):
+        return {}
     answers.compare(RESTING)
     found: Moves = {}
     for number in resting if answers.any("held") else ():
         tensor, host = tensors[number], context.kernels.host
         rest = np.flatnonzero(host(tensor.variance) <= 0)
-        held = np.packbits(host(tensor.residual)[rest] != 0)
-        rows = yield collectives.allgather(held, f"{name}.rest.{number}")
-        traffic.add((collectives.size - 1) * held.size, 0)
+        own = np.packbits(host(tensor.residual)[rest] != 0)
+        rows = yield collectives.allgather(own, f"{name}.rest.{number}")
+        traffic.add((collectives.size - 1) * own.size, 0)
         bits = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
         found[number] = rest[np.unpackbits(bits, count=rest.size).astype(bool)]
     return {number: moves for number, moves in found.items() if moves.size}

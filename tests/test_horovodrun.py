@@ -41,12 +41,12 @@ def horovodrun(processes, backend, *command, timeout=1800, **variables):
 # stumble over; Horovod crashes there, too, when it has seen many names of collectives before.
 FACE = (
     "", "_faults", "_overlap", "_clients", "_checkpoint", "_state", "_parameters", "_algorithms", "_local",
-    "_warmup", "_bad_input", "_monitor", "_edits", "_agreement",
+    "_warmup", "_rest", "_bad_input", "_monitor", "_edits", "_agreement",
 )  # fmt: skip
 TORCH = ["tests/ranks/test_process_sets.py", *(f"tests/ranks/test_torch{name}.py" for name in FACE)]
 OF_KERAS = (
     "", "_overlap", "_zero_one", "_local", "_state", "_warmup", "_faults", "_checkpoint", "_clients", "_meeting",
-    "_edits",
+    "_edits", "_rest",
 )  # fmt: skip
 KERAS = [f"tests/ranks/test_keras{name}.py" for name in OF_KERAS]
 HIERARCHY, OVERLAP = ["tests/ranks/test_keras_hierarchy.py"], ["tests/ranks/test_keras_overlap.py"]

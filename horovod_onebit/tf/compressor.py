@@ -11,6 +11,7 @@ import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any, TypeVar, cast
 
 import horovod.tensorflow as hvd
@@ -29,6 +30,7 @@ from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
 from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rest import Moves
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends, Stepwise
@@ -90,6 +92,7 @@ class UnderWay:
         grads: the gradients that are there, flat, by number of the variable.
         edited: the variables whose moments somebody has changed since the last step: no worker takes this one.
         begun: by number of the variable, the marks of those whose first compressed step it is; see ``Moments``.
+        moves: elements that move from the next step on, if this one is taken; see ``rest``.
         sent: when the last message left, and how much time decoding had taken by then, in seconds.
     """
 
@@ -99,6 +102,7 @@ class UnderWay:
     grads: dict[int, Array] = field(default_factory=dict)
     edited: Sequence[int] = ()
     begun: Mapping[int, int] = field(default_factory=dict)
+    moves: Moves = field(default_factory=dict)
     sent: tuple[float, float] = (0.0, 0.0)
 
 
@@ -451,8 +455,7 @@ class Compressor:
             plan = yield from self.driver.begin()
         finally:
             self._now = None
-        if moves := (yield from self.engine.look(plan.rules)):
-            self.awakened(self.engine.awaken(moves, plan.rules))
+        moves = yield from self.engine.look(plan.rules, refuses=bool(edited) or self.refusal is not None)
         has_momentum = [momentum is not None for momentum in values.momenta]
         weights = self._lend([tensor.weight.size for tensor in self.tensors])
         momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
@@ -461,11 +464,11 @@ class Compressor:
             for tensor, weight, has in zip(self.tensors, weights, has_momentum, strict=True)
         ]
         begun = {}
-        for i, tensor in zip(indices, self.tensors, strict=True):
+        for i, variance in zip(indices, values.variances, strict=True):
             if not progress.marks[i]:
-                begun[i] = self.moments.mark(tensor.variance)
-                self.moments.hold(i, tensor.variance)
-        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun)
+                begun[i] = self.moments.mark(variance)
+                self.moments.hold(i, variance)
+        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun, moves=moves)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
@@ -474,12 +477,17 @@ class Compressor:
             index, tensor = self.indices[number], self.engine.tensors[number]
             variable = self.adapter.variance(self.optimizer, index)
             variable.assign(np.reshape(second, variable.shape))
-            tensor.variance = self._zeros(second.size)
-            self.engine.context.kernels.write(tensor.variance, second)
+            tensor.variance = self.compute(partial(self._copied, second))
             if marks[index]:
                 marks[index] = self.moments.mark(tensor.variance)
                 self.moments.hold(index, tensor.variance)
         self.optimizer._marks.assign(marks)
+
+    def _copied(self, array: Array) -> Array:
+        """``array``, in the memory that the kernels work in."""
+        copy = self._zeros(array.size)
+        self.engine.context.kernels.write(copy, array)
+        return copy
 
     def _edited(self, indices: tuple[int, ...], values: Values, progress: Progress) -> list[int]:
         """The variables whose moments somebody has changed, so that this step cannot be taken."""
@@ -554,6 +562,8 @@ class Compressor:
             for i, mark in step.begun.items():
                 marks[i] = mark
             self.optimizer._marks.assign(marks)
+        if taken and step.moves:
+            self.awakened(self.compute(lambda: self.engine.awaken(step.moves, step.plan.rules)))
         if step.edited:
             self.moments.say(step.edited)
             self.begin_again(step.edited if self.moments.moved is None else ())
