@@ -207,6 +207,7 @@ class Engine:
         self._messages: list[wire.Message] = []
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
+        self._held: dict[int, rest.Held] = {}  # before the step that is under way
         self._generation = Generation()
         self._renewed = ""  # the generation when the lane was renewed
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
@@ -429,6 +430,8 @@ class Engine:
         assert self.layout is not None
         self._progress()
         rules = plan.rules
+        if not self._sent:
+            self._notice(rules)
         message = self._messages[bucket_index]
         parts = [(rules[p.tensor], self.tensors[p.tensor], p.block_size) for p in message.bucket.pieces]
         stamp = wire.Stamp(plan.number, self.layout.digest, largest_scale(parts, self.context))
@@ -683,17 +686,27 @@ class Engine:
                     apply(messages, rules, self.tensors, self.context)
         return self._conclude(rules, self.tensors, finite=finite)
 
+    def _notice(self, rules: Sequence[Rule]) -> None:
+        """Nothing of this step is encoded yet: take notice of what residuals hold of elements that rest, where it is
+        time to ``look``. Encoding changes them, and when that is done may depend on when messages arrive. Local."""
+        self._held = {}
+        if rest.looks(self.exchanges):
+            pairs = enumerate(zip(self.tensors, rules, strict=True))
+            resting = {number: tensor for number, (tensor, rule) in pairs if self._rests(rule, tensor)}
+            self._held = rest.held(resting, self.context)
+
     def look(self, rules: Sequence[Rule], *, refuses: bool = False) -> Task[rest.Moves]:
         """The workers have agreed on a step: look for elements that have rested and are to move from the next one on,
         where it is time to; see ``rest.wanted``. Collective."""
-        if not rest.looks(self.exchanges):
+        if not rest.looks(self.exchanges) or not any(map(self._rests, rules, self.tensors)):
             return {}
-        pairs = enumerate(zip(self.tensors, rules, strict=True))
-        tensors = {number: tensor for number, (tensor, rule) in pairs if rule.rests(tensor, self.context)}
-        if not tensors:
-            return {}
-        context, collectives = self.context, self.collectives
-        return (yield from rest.wanted(tensors, context, collectives, self.name, self.traffic, refuses=refuses))
+        if not self._sent:
+            self._notice(rules)
+        args = self._held, self.tensors, self.context, self.collectives, self.name, self.traffic
+        return (yield from rest.wanted(*args, refuses=refuses))
+
+    def _rests(self, rule: Rule, tensor: Tensor) -> bool:
+        return rule.rests(tensor, self.context)
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""

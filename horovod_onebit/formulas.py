@@ -55,8 +55,9 @@ def denominator(p: Any, v: Number) -> Number:
 
 
 def rests(formula: Formula) -> Formula:
-    """Says of a contribution, by a rule that divides by a second moment, that elements whose second moment is 0 rest:
-    what they would send stays in their residuals, and the rule's motion leaves them where they are (``moving``)."""
+    """Says of a contribution, by a rule that divides by a second moment, that elements rest whose second moment is
+    below ``TINY``: what they would send stays in their residuals, and the rule's motion leaves them where they are
+    (``moving``)."""
     formula.rests = True  # type: ignore[attr-defined]
     return formula
 
@@ -68,7 +69,7 @@ def resting(formula: Formula) -> bool:
 
 def moving(x: Number, v: Number) -> Number:
     """The mean ``x`` of an element that does not rest, else 0: what other workers have sent of it means nothing."""
-    return where(v > ZERO, x, ZERO)
+    return where(v >= TINY, x, ZERO)  # a smaller v is 0 on threads that flush such numbers, as TensorFlow's do
 
 
 def clipped(p: Any, u: Number) -> Number:

@@ -9,7 +9,7 @@ are learned as fast as others (tests/unit/test_rest.py).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.formulas import TINY, Number, absolute, f32, sign, where
 from horovod_onebit.handshake import ask
-from horovod_onebit.kernels.reference import CHUNK, Array, num_blocks
+from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, num_blocks
 from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
 from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import Task
@@ -40,10 +40,29 @@ class Scalars(NamedTuple):
 
 def counts(p: Scalars, e: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
     """Whether an element rests, and whether the residual ``e`` holds anything of it."""
-    return where(v > p.zero, p.zero, f32(1)), where(v > p.zero, p.zero, absolute(sign(e)))
+    return where(v >= TINY, p.zero, f32(1)), where(v >= TINY, p.zero, absolute(sign(e)))
 
 
 COUNTS = Use(counts, scalars(Scalars, zero=0.0))
+
+
+class Held(NamedTuple):
+    """How many elements of a tensor rest, and of which of them, a bit each, its residual holds anything."""
+
+    resting: int
+    bits: Bytes
+
+
+def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
+    """Of those of ``tensors``, by number, in which elements rest. Local."""
+    found, host = {}, context.kernels.host
+    for (number, tensor), (resting, wanted) in zip(tensors.items(), _counted(tensors.values(), context), strict=True):
+        if wanted:
+            of_resting = host(tensor.residual)[host(tensor.variance) < TINY]
+            found[number] = Held(resting, np.packbits(of_resting != 0))
+        elif resting:
+            found[number] = Held(resting, np.zeros(-(-resting // 8), np.uint8))
+    return found
 
 
 Moves = dict[int, NDArray[np.intp]]
@@ -51,32 +70,29 @@ Moves = dict[int, NDArray[np.intp]]
 
 
 def wanted(
-    tensors: Mapping[int, Tensor], context: Context, collectives: Collectives, name: str, traffic: Traffic,
-    *, refuses: bool = False,
+    own: Mapping[int, Held], tensors: Sequence[Tensor], context: Context, collectives: Collectives, name: str,
+    traffic: Traffic, *, refuses: bool = False,
 ) -> Task[Moves]:  # fmt: skip
-    """Look at ``tensors``, by number, whose elements may rest. Collective.
+    """What residuals of any worker hold, if this one's hold ``own`` of ``tensors``. Collective.
 
     Nothing is found if some worker ``refuses`` the step that is under way, because its second moments were edited.
-
     Raises ``DesyncError`` on all workers if second moments differ.
     """
-    counted = _counted(list(tensors.values()), context)
-    resting = {number: rest for number, (rest, _) in zip(tensors, counted, strict=True) if rest}
-    held = any(held for _, held in counted)
-    answers = yield from ask(collectives, f"{name}.rest", resting=repr(resting), held=held, refuses=refuses)
+    resting = {number: one.resting for number, one in own.items()}
+    holds = any(one.bits.any() for one in own.values())
+    answers = yield from ask(collectives, f"{name}.rest", resting=repr(resting), holds=holds, refuses=refuses)
     if answers.any("refuses"):
         return {}
     answers.compare(RESTING)
     found: Moves = {}
-    for number in resting if answers.any("held") else ():
-        tensor, host = tensors[number], context.kernels.host
-        rest = np.flatnonzero(host(tensor.variance) <= 0)
-        own = np.packbits(host(tensor.residual)[rest] != 0)
-        rows = yield collectives.allgather(own, f"{name}.rest.{number}")
-        traffic.add((collectives.size - 1) * own.size, 0)
+    for number, one in own.items() if answers.any("holds") else ():
+        rows = yield collectives.allgather(one.bits, f"{name}.rest.{number}")
+        traffic.add((collectives.size - 1) * one.bits.size, 0)
         bits = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
-        found[number] = rest[np.unpackbits(bits, count=rest.size).astype(bool)]
-    return {number: moves for number, moves in found.items() if moves.size}
+        if bits.any():
+            elements = np.flatnonzero(context.kernels.host(tensors[number].variance) < TINY)
+            found[number] = elements[np.unpackbits(bits, count=one.resting).astype(bool)]
+    return found
 
 
 def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> dict[int, Array]:
@@ -84,8 +100,8 @@ def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], conte
     has to take them over. Local; on all workers alike."""
     found, host = {}, context.kernels.host
     for number, elements in moves.items():
-        found[number] = np.array(host(tensors[number].variance))
-        found[number][elements] = TINY
+        second = found[number] = np.array(host(tensors[number].variance))
+        second[elements] = np.maximum(second[elements], TINY)  # an exact step may have made it more
         if not rules[number].owes_resting:
             residual = np.array(host(tensors[number].residual))
             residual[elements] = 0
@@ -93,7 +109,7 @@ def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], conte
     return found
 
 
-def _counted(tensors: Sequence[Tensor], context: Context) -> list[tuple[int, int]]:
+def _counted(tensors: Collection[Tensor], context: Context) -> list[tuple[int, int]]:
     """Of each tensor, how many elements rest, and of how many of those the residual holds anything."""
     sums = [np.zeros((num_blocks(tensor.weight.size, CHUNK), 2)) for tensor in tensors]
     with context.kernels.batch():

@@ -9,10 +9,12 @@ written and read one at a time. Only values are read, never code, and classes of
 from __future__ import annotations
 
 import base64
+import importlib
 import json
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path, PurePath
 from typing import Any, NamedTuple
 
@@ -212,4 +214,10 @@ class _Unpacker:
             with self._archive.open(f"{name}.npy") as file:
                 self._arrays[name] = np.lib.format.read_array(file, allow_pickle=False)
         found = self._arrays[name]
-        return found if dtype is None else found.view(np.dtype(dtype))
+        return found if dtype is None else found.view(_dtype(dtype))
+
+
+def _dtype(name: str) -> np.dtype:
+    with suppress(ImportError):
+        importlib.import_module("ml_dtypes")  # so that NumPy knows bfloat16 and its like
+    return np.dtype(name)

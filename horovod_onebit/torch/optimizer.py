@@ -414,9 +414,9 @@ def DistributedOptimizer(
             ``check_replicas``. None compares in the first step and when compression starts only, False never.
             (``Local`` always compares the weights when its first round begins.)
         exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
-            allreduce of small tensors. With SGD, Lion and ``Local``, those need it that have elements whose gradient is
-            always zero (the row of an embedding's ``padding_idx``, masked weights) and that must not move at all. A
-            parameter group may say so as well: ``{"params": ..., "exact": True}``.
+            allreduce of small tensors. With SGD, Lion, ``Local`` and ``recipe="paper"``, those need it that have
+            elements whose gradient is always zero (the row of an embedding's ``padding_idx``, masked weights) and that
+            must not move at all. A parameter group may say so as well: ``{"params": ..., "exact": True}``.
 
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.

@@ -1,5 +1,8 @@
 """Elements that have never had a gradient stay where they are, and are learned from when they get one."""
 
+import time
+from functools import partial
+
 import numpy as np
 import pytest
 
@@ -121,6 +124,44 @@ def test_zero_one_adam():
     assert one.loss(LATE) < 1.0, "at 2.0 before they are met"
 
 
+def test_an_element_that_is_met_in_an_exact_step_of_zero_one_adam_keeps_what_that_has_learned():
+    """Workers look in step 46, which is exact and learns the second moment."""
+
+    def worker(collectives, met):
+        weight, largest = np.zeros(2048, f32), 0.0
+        options = {"collectives": collectives, "schedule": ZeroOne(2000, 9, 4000, 8)}
+        optimizer = NumpyOptimizer({"w": weight}, Adam(0.01), **options)
+        rng = np.random.default_rng(collectives.rank)
+        for step in range(90):
+            grad = rng.standard_normal(2048).astype(f32)
+            grad[7] = 1.0 if step >= met else 0.0
+            optimizer.step({"w": grad})
+            largest = max(largest, np.abs(weight).max())
+        return largest, weight[7]
+
+    for met in range(36, 64):
+        largest, weight = simulation.run(partial(worker, met=met), 2)[0]
+        assert largest < 2
+        assert weight < 0
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+def test_a_run_is_the_same_again_whenever_messages_arrive(exchange):
+    def worker(collectives, late):
+        recipe = onebit.Recipe(exchange=exchange, bucket_size=512, min_compressed_size=1)
+        one = Embedding(collectives, recipe=recipe)
+        for step in range(150):
+            grad = one.gradient(step)
+            if collectives.rank == late:
+                time.sleep(0.0005)
+            one.optimizer.step({"embedding": grad})
+        return one.weight
+
+    runs = [simulation.run(lambda one, late=late: worker(one, late), 4, workers_per_host=2)[0] for late in range(4)]
+    for weight in runs:
+        np.testing.assert_array_equal(weight, runs[0])
+
+
 def test_rules_without_a_second_moment_move_all():
     def worker(collectives):
         return Embedding(collectives, SGD(0.5, momentum=0.9)).train(100).moved(NEVER)
@@ -163,7 +204,8 @@ def test_workers_look_often_at_first_and_then_at_growing_intervals():
 
 
 def test_large_tensors_and_few_elements():
-    """Of a tensor of several chunks one element rests, which one worker wants in its last step."""
+    """Of a tensor of several chunks one element rests, which one worker wants from step 8 on: in step 9 the workers find
+    that out."""
     size = 3 * CHUNK + 5
 
     def worker(collectives):
@@ -174,7 +216,7 @@ def test_large_tensors_and_few_elements():
             grad = rng.standard_normal(size).astype(f32)
             grad[-1] = 1.0 if step >= 8 and collectives.rank == 1 else 0.0
             optimizer.step({"w": grad})
-            assert (weight[-1] != 0) == (step >= 9)
+            assert (weight[-1] != 0) == (step >= 10)
         return weight
 
     first, second = simulation.run(worker, 2)

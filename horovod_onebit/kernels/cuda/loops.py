@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, bound, label, resting
+from horovod_onebit.formulas import OF_ONE, TINY, Formula, Multiplications, bound, label, resting
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
@@ -290,31 +290,31 @@ def _scaler(codec: Codec) -> Any:
 
 @inlined
 def _sent_of(row, c, i, end, vectors):
-    """What is compressed of ``c``: zeros of elements that rest, whose second moment is 0; NaN stays NaN."""
+    """What is compressed of ``c``: zeros of elements that rest, whose second moment is below ``TINY``; NaN stays."""
     v, one, zero = _load(row[VARIANCE], i, end, vectors), f32(1), f32(0)
     return (
-        mul(c[0], one if v[0] > zero else zero) + zero,
-        mul(c[1], one if v[1] > zero else zero) + zero,
-        mul(c[2], one if v[2] > zero else zero) + zero,
-        mul(c[3], one if v[3] > zero else zero) + zero,
+        mul(c[0], one if v[0] >= TINY else zero) + zero,
+        mul(c[1], one if v[1] >= TINY else zero) + zero,
+        mul(c[2], one if v[2] >= TINY else zero) + zero,
+        mul(c[3], one if v[3] >= TINY else zero) + zero,
     )
 
 
 @inlined
 def _some_rest(row, i, end, vectors):
-    v, zero = _load(row[VARIANCE], i, end, vectors), f32(0)
-    return not (v[0] > zero and v[1] > zero and v[2] > zero and v[3] > zero)
+    v = _load(row[VARIANCE], i, end, vectors)
+    return not (v[0] >= TINY and v[1] >= TINY and v[2] >= TINY and v[3] >= TINY)
 
 
 @inlined
 def _kept_of(row, lost, rest, i, end, vectors):
     """``lost`` of elements that move, ``rest`` of those that rest."""
-    v, zero = _load(row[VARIANCE], i, end, vectors), f32(0)
+    v = _load(row[VARIANCE], i, end, vectors)
     return (
-        lost[0] if v[0] > zero else rest[0],
-        lost[1] if v[1] > zero else rest[1],
-        lost[2] if v[2] > zero else rest[2],
-        lost[3] if v[3] > zero else rest[3],
+        lost[0] if v[0] >= TINY else rest[0],
+        lost[1] if v[1] >= TINY else rest[1],
+        lost[2] if v[2] >= TINY else rest[2],
+        lost[3] if v[3] >= TINY else rest[3],
     )
 
 
@@ -345,7 +345,7 @@ def _writer(codec: Codec, rest: Any) -> Any:
 
 
 def _compressor(source: Any, codec: Codec, *, rests: bool = False) -> Any:
-    """The loop that compresses what ``source`` gives; elements whose second moment is 0 may be such that ``rests``."""
+    """The loop that compresses what ``source`` gives; ``rests``: elements may rest."""
 
     @inlined
     def whole(row, i, end):
