@@ -204,8 +204,8 @@ def test_workers_look_often_at_first_and_then_at_growing_intervals():
 
 
 def test_large_tensors_and_few_elements():
-    """Of a tensor of several chunks one element rests, which one worker wants from step 8 on: in step 9 the workers find
-    that out."""
+    """Of a tensor of several chunks one element rests, which one worker wants from step 8 on: in step 9 the workers
+    find that out."""
     size = 3 * CHUNK + 5
 
     def worker(collectives):
