@@ -50,7 +50,9 @@ STUDIES: dict[str, Callable[[], str]] = {
 HEAD = """# Studies
 
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
-removes the cause. Made by `python -m studies` on {machine}.
+removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
+gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
+digits' first layers, weights of pixels that are always black are such elements.
 
 | name | meaning |
 |---|---|
