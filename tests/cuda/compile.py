@@ -14,8 +14,9 @@ import numpy as np
 from numba import cuda, types
 from numba.cuda import dispatcher
 
-from horovod_onebit import Recipe, codecs
+from horovod_onebit import Recipe, codecs, rest
 from horovod_onebit.coded import CODECS as FEW
+from horovod_onebit.coded import SERVER
 from horovod_onebit.formulas import label, of_innovation, remainder
 from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
@@ -98,6 +99,8 @@ def uses():
     rule.encode(tensor, numbers, sent, 0, 8, context)
     rule.restore(tensor, numbers, sent, 0, 8, context)
     rule.apply(tensor, sent[None], 0, context.coding(8), context)
+    backend.move(*rule.rescale(tensor), tensor.arrays())
+    backend.sums(*rest.COUNTS, tensor.arrays(numbers), np.zeros((1, 2)))
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
 
@@ -113,6 +116,7 @@ def programs():
             kinds = [codecs.find(name) for name in FEW.values()]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
+    found += [Program("recode", codec=codecs.find(name), again=codecs.find(SERVER)) for name in FEW.values()]
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
     found += [Program("move", kernels._widened, kernels._Scalars), Program("mean")]
     found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]
