@@ -176,8 +176,7 @@ class CodedMean:
                 arrays = Arrays(None, error[at:end], host(part.variance), host(part.weight), None)
                 engine.context.kernels.move(*rescales[part.name], arrays)
                 at = end
-        for number, second in engine.awaken(moves, rules).items():
-            engine.context.kernels.write(tensors[number].variance, second)
+        engine.take_second_moments(engine.awaken(moves, rules))
         return True
 
     def begin(self, tensors: Sequence[Tensor]) -> Plan | None:

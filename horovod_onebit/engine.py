@@ -207,7 +207,7 @@ class Engine:
         self._messages: list[wire.Message] = []
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
-        self._held: dict[int, rest.Held] = {}  # before the step that is under way
+        self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
         self._generation = Generation()
         self._renewed = ""  # the generation when the lane was renewed
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
@@ -689,28 +689,30 @@ class Engine:
     def _notice(self, rules: Sequence[Rule]) -> None:
         """Nothing of this step is encoded yet: take notice of what residuals hold of elements that rest, where it is
         time to ``look``. Encoding changes them, and when that is done may depend on when messages arrive. Local."""
-        self._held = {}
+        self._held = None
         if rest.looks(self.exchanges):
             pairs = enumerate(zip(self.tensors, rules, strict=True))
-            resting = {number: tensor for number, (tensor, rule) in pairs if self._rests(rule, tensor)}
-            self._held = rest.held(resting, self.context)
+            may_rest = {number: tensor for number, (tensor, rule) in pairs if rule.rests(tensor, self.context)}
+            self._held = rest.held(may_rest, self.context) if may_rest else None
 
     def look(self, rules: Sequence[Rule], *, refuses: bool = False) -> Task[rest.Moves]:
         """The workers have agreed on a step: look for elements that have rested and are to move from the next one on,
         where it is time to; see ``rest.wanted``. Collective."""
-        if not rest.looks(self.exchanges) or not any(map(self._rests, rules, self.tensors)):
-            return {}
         if not self._sent:
             self._notice(rules)
+        if self._held is None:
+            return {}
         args = self._held, self.tensors, self.context, self.collectives, self.name, self.traffic
         return (yield from rest.wanted(*args, refuses=refuses))
-
-    def _rests(self, rule: Rule, tensor: Tensor) -> bool:
-        return rule.rests(tensor, self.context)
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""
         return rest.awaken(moves, self.tensors, rules, self.context)
+
+    def take_second_moments(self, seconds: Mapping[int, Array]) -> None:
+        """Write what ``awaken`` gave to the tensors' own second moments. Local."""
+        for number, second in seconds.items():
+            self.context.kernels.write(self.tensors[number].variance, second)
 
     def waited(self, start: float, decoded: float) -> None:
         """Account for what was spent since ``start``, when decoding had taken ``decoded`` seconds, on anything else."""

@@ -55,8 +55,8 @@ def denominator(p: Any, v: Number) -> Number:
 
 
 def rests(formula: Formula) -> Formula:
-    """Says of a contribution, by a rule that divides by a second moment, that elements rest whose second moment is
-    below ``TINY``: what they would send stays in their residuals, and the rule's motion leaves them where they are
+    """Says of a contribution, by a rule that divides by a second moment, that elements rest which are not
+    ``alive``: what they would send stays in their residuals, and the rule's motion leaves them where they are
     (``moving``)."""
     formula.rests = True  # type: ignore[attr-defined]
     return formula
@@ -67,9 +67,15 @@ def resting(formula: Formula) -> bool:
     return getattr(formula, "rests", False)
 
 
+def alive(v: Number) -> Any:
+    """Whether an element with this second moment does not rest. Smaller ones than ``TINY`` are 0 on threads that flush
+    such numbers, as TensorFlow's do."""
+    return v >= TINY
+
+
 def moving(x: Number, v: Number) -> Number:
     """The mean ``x`` of an element that does not rest, else 0: what other workers have sent of it means nothing."""
-    return where(v >= TINY, x, ZERO)  # a smaller v is 0 on threads that flush such numbers, as TensorFlow's do
+    return where(alive(v), x, ZERO)
 
 
 def clipped(p: Any, u: Number) -> Number:

@@ -203,8 +203,7 @@ class NumpyOptimizer:
             self.rule.exact_step(tensor, mean, self.engine.context)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
-        for number, second in seconds.items():
-            self.engine.context.kernels.write(self.engine.tensors[number].variance, second)
+        self.engine.take_second_moments(seconds)
 
     def power(self) -> tuple[float, float, int] | None:
         beta2 = getattr(self.rule, "beta2", 0.0)

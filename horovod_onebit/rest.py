@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.formulas import TINY, Number, absolute, f32, sign, where
+from horovod_onebit.formulas import TINY, Number, absolute, alive, f32, sign, where
 from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, num_blocks
 from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
@@ -40,7 +40,7 @@ class Scalars(NamedTuple):
 
 def counts(p: Scalars, e: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
     """Whether an element rests, and whether the residual ``e`` holds anything of it."""
-    return where(v >= TINY, p.zero, f32(1)), where(v >= TINY, p.zero, absolute(sign(e)))
+    return where(alive(v), p.zero, f32(1)), where(alive(v), p.zero, absolute(sign(e)))
 
 
 COUNTS = Use(counts, scalars(Scalars, zero=0.0))
@@ -58,7 +58,7 @@ def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
     found, host = {}, context.kernels.host
     for (number, tensor), (resting, wanted) in zip(tensors.items(), _counted(tensors.values(), context), strict=True):
         if wanted:
-            of_resting = host(tensor.residual)[host(tensor.variance) < TINY]
+            of_resting = host(tensor.residual)[~alive(host(tensor.variance))]
             found[number] = Held(resting, np.packbits(of_resting != 0))
         elif resting:
             found[number] = Held(resting, np.zeros(-(-resting // 8), np.uint8))
@@ -90,7 +90,7 @@ def wanted(
         traffic.add((collectives.size - 1) * one.bits.size, 0)
         bits = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
         if bits.any():
-            elements = np.flatnonzero(context.kernels.host(tensors[number].variance) < TINY)
+            elements = np.flatnonzero(~alive(context.kernels.host(tensors[number].variance)))
             found[number] = elements[np.unpackbits(bits, count=one.resting).astype(bool)]
     return found
 

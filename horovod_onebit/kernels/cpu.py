@@ -18,7 +18,7 @@ from numba.extending import overload
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import OF_ONE, TINY, Formula, bound, label, named, resting
+from horovod_onebit.formulas import OF_ONE, Formula, alive, bound, label, named, resting
 from horovod_onebit.kernels.compiling import exact, reordered
 from horovod_onebit.kernels.reference import (
     CHUNK,
@@ -78,6 +78,7 @@ BITS: Any = None
 
 
 NAMES = {"absolute": np.abs, "sqrt": np.sqrt} | {name: exact(function) for name, function in OF_ONE.items()}
+_alive = bound(alive, NAMES, exact)
 
 
 def _part(array, lo, hi):
@@ -204,12 +205,12 @@ def _compress(c, residual, words, word, record, guard):
 
 @exact
 def _some_rest(moves):
-    """Whether some element rests, because its second moment, in ``moves``, is below ``TINY``."""
+    """Whether some element rests, by the second moments ``moves``."""
     if moves is None:
         return False
     resting = u32(0)
     for i in range(moves.size):
-        resting |= u32(0) if moves[i] >= TINY else u32(1)
+        resting |= u32(0) if _alive(moves[i]) else u32(1)
     return resting > 0
 
 
@@ -219,7 +220,7 @@ def _sent_of(c, moves, sent):
     if moves is None:
         return c
     for i in range(c.size):
-        sent[i] = c[i] * (f32(1) if moves[i] >= TINY else f32(0)) + f32(0)  # NaN stays NaN
+        sent[i] = c[i] * (f32(1) if _alive(moves[i]) else f32(0)) + f32(0)  # NaN stays NaN
     return sent
 
 
@@ -227,7 +228,7 @@ def _sent_of(c, moves, sent):
 def _of_moving(x, moves, i):
     if moves is None:
         return x
-    return x if moves[i] >= TINY else f32(0)
+    return x if _alive(moves[i]) else f32(0)
 
 
 @exact
@@ -235,7 +236,7 @@ def _keep(residual, c, moves):
     """Of elements that rest, ``residual`` becomes ``c``."""
     if moves is not None:
         for i in range(c.size):
-            residual[i] = residual[i] if moves[i] >= TINY else c[i]
+            residual[i] = residual[i] if _alive(moves[i]) else c[i]
 
 
 def _encode(p, g, m, v, w, a, moves, residual, row, words, at, record, guard, block_size, first, last):

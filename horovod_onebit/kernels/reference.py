@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import TINY, Formula, resting
+from horovod_onebit.formulas import Formula, alive, resting
 
 Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
@@ -165,7 +165,7 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
 
 def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
     """Which elements do not rest; None if none may."""
-    return np.asarray(arrays.variance >= TINY) if resting(formula) else None
+    return np.asarray(alive(arrays.variance)) if resting(formula) else None
 
 
 def _compress(

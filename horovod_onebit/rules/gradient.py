@@ -23,7 +23,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import TINY, ZERO, Number, f32, maximum, minimum, moving, rests, sqrt, where
+from horovod_onebit.formulas import TINY, ZERO, Number, alive, f32, maximum, minimum, moving, rests, sqrt, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalars
 
@@ -53,7 +53,7 @@ def _unit(v: Number, correction: Number, floor: Number) -> Number:
 
 def _later(p: Scalars, v: Number, g: Number) -> Number:
     later = minimum(p.keep * v + p.take * g * g, LARGEST)
-    return where(v >= TINY, maximum(later, TINY), later)  # what moves does not come to rest again
+    return where(alive(v), maximum(later, TINY), later)  # what moves does not come to rest again
 
 
 @rests

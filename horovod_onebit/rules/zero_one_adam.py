@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import TINY, ZERO, Formula, Number, clipped, denominator, moving, rests, where
+from horovod_onebit.formulas import ZERO, Formula, Number, alive, clipped, denominator, moving, rests, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
 from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
@@ -72,7 +72,7 @@ class Sync(NamedTuple):
 @rests
 def displacement(p: Sync, _g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
     moved = w - p.decay * a
-    return where(v >= TINY, moved, m + moved * ZERO)  # NaN stays NaN
+    return where(alive(v), moved, m + moved * ZERO)  # NaN stays NaN
 
 
 def scaled_displacement(p: Sync, _g: Number, _m: Number, v: Number, w: Number, a: Number) -> Number:

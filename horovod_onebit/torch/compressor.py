@@ -297,8 +297,7 @@ class Compressor(Steps):
         self.parameters.took_exact(self._now.exact)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
-        for number, second in seconds.items():
-            self.engine.context.kernels.write(self.engine.tensors[number].variance, second)
+        self.engine.take_second_moments(seconds)
 
     def power(self) -> tuple[float, float, int] | None:
         return self.parameters.power()

@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import OF_ONE, TINY, Formula, Multiplications, bound, label, resting
+from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, alive, bound, label, resting
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
@@ -127,6 +127,9 @@ NAMES |= {name: inlined(function) for name, function in OF_ONE.items()}
 def _formula(function: Formula, *, fused: bool = False) -> Any:
     """``fused`` lets the compiler fuse multiplications: in float64, where nothing is compared bit by bit."""
     return bound(function, NAMES, inlined, None if fused else Multiplications())
+
+
+_alive = _formula(alive)
 
 
 @inlined
@@ -290,20 +293,20 @@ def _scaler(codec: Codec) -> Any:
 
 @inlined
 def _sent_of(row, c, i, end, vectors):
-    """What is compressed of ``c``: zeros of elements that rest, whose second moment is below ``TINY``; NaN stays."""
+    """What is compressed of ``c``: zeros of elements that rest; NaN stays NaN."""
     v, one, zero = _load(row[VARIANCE], i, end, vectors), f32(1), f32(0)
     return (
-        mul(c[0], one if v[0] >= TINY else zero) + zero,
-        mul(c[1], one if v[1] >= TINY else zero) + zero,
-        mul(c[2], one if v[2] >= TINY else zero) + zero,
-        mul(c[3], one if v[3] >= TINY else zero) + zero,
+        mul(c[0], one if _alive(v[0]) else zero) + zero,
+        mul(c[1], one if _alive(v[1]) else zero) + zero,
+        mul(c[2], one if _alive(v[2]) else zero) + zero,
+        mul(c[3], one if _alive(v[3]) else zero) + zero,
     )
 
 
 @inlined
 def _some_rest(row, i, end, vectors):
     v = _load(row[VARIANCE], i, end, vectors)
-    return not (v[0] >= TINY and v[1] >= TINY and v[2] >= TINY and v[3] >= TINY)
+    return not (_alive(v[0]) and _alive(v[1]) and _alive(v[2]) and _alive(v[3]))
 
 
 @inlined
@@ -311,10 +314,10 @@ def _kept_of(row, lost, rest, i, end, vectors):
     """``lost`` of elements that move, ``rest`` of those that rest."""
     v = _load(row[VARIANCE], i, end, vectors)
     return (
-        lost[0] if v[0] >= TINY else rest[0],
-        lost[1] if v[1] >= TINY else rest[1],
-        lost[2] if v[2] >= TINY else rest[2],
-        lost[3] if v[3] >= TINY else rest[3],
+        lost[0] if _alive(v[0]) else rest[0],
+        lost[1] if _alive(v[1]) else rest[1],
+        lost[2] if _alive(v[2]) else rest[2],
+        lost[3] if _alive(v[3]) else rest[3],
     )
 
 
