@@ -92,6 +92,7 @@ def test_on_every_rank(processes, backend, files, only):
 
 @pytest.mark.parametrize("face", ["torch", pytest.param("keras", marks=LONG)])
 def test_the_compiled_cuda_kernels(face, tmp_path):
+    pytest.importorskip("numba_cuda", reason="the CUDA kernels need numba-cuda: pip install numba-cuda[cu13]")
     from tests.cuda.compile import driven
 
     driver, simulator = driven(tmp_path), {"NUMBA_ENABLE_CUDASIM": "1", "ONEBIT_PTX": str(tmp_path)}
