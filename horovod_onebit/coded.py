@@ -111,6 +111,11 @@ class CodedMean:
         """Whether nothing is known of any gradient."""
         return not self._tensors
 
+    @property
+    def elements(self) -> int:
+        """Those of the gradients whose next mean is in few bits."""
+        return sum(tensor.weight.size for tensor in self._tensors.values() if tensor.variance_steps >= FIRST)
+
     def average(
         self, grads: Mapping[str, Array], others: Sequence[Array] = ()
     ) -> Task[tuple[dict[str, Array], list[Array]] | None]:

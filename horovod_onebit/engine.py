@@ -788,8 +788,8 @@ class Engine:
             at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
             item.rules[piece.tensor].restore(tensor, grad, message.row, at, piece.block_size, self.context)
 
-    def stats(self, *, phase: str, step: int, parameters: int, compressed: int, norms: bool) -> Stats:
-        """A snapshot; the face says what only it knows: steps taken, elements trained and compressed."""
+    def stats(self, *, phase: str, step: int, parameters: int, compressed: int, coded: int, norms: bool) -> Stats:
+        """A snapshot; the face says what only it knows: steps taken, elements trained, compressed, and in few bits."""
         nan = math.nan
         error, momentum = norms_of(self.tensors, self._rules, self.context) if norms else (nan, nan)
         return snapshot(
@@ -800,6 +800,7 @@ class Engine:
             skipped_steps=self.skipped,
             parameters=parameters,
             compressed_parameters=compressed,
+            coded_parameters=coded,
             error_norm=error,
             momentum_norm=momentum,
         )

@@ -89,6 +89,7 @@ class Stats:
         skipped_steps: steps that all workers skipped because of NaN or Inf.
         parameters: elements that are trained.
         compressed_parameters: elements that travel as one bit (0 during warm-up).
+        coded_parameters: elements whose gradients travel in few bits (0 once they travel as one bit).
         bytes_sent, bytes_received: gradients' bytes of this worker, in all.
         step_bytes_sent, step_bytes_received: of the last step.
         ratio_to_fp32: how many times fewer bytes the last step sent than a float32 ring allreduce would have.
@@ -102,6 +103,7 @@ class Stats:
     skipped_steps: int
     parameters: int
     compressed_parameters: int
+    coded_parameters: int
     bytes_sent: int
     bytes_received: int
     step_bytes_sent: int
@@ -124,10 +126,11 @@ class Stats:
     def __str__(self) -> str:
         ms = [1e3 * t for t in (self.encode_seconds, self.exchange_seconds, self.decode_seconds)]
         share = f", {100 / self.ratio_to_fp32:.1f} % of float32's" if self.step_bytes_sent else ""
+        coded = f"{self.coded_parameters:,} in few bits; " if self.coded_parameters else ""
         return (
             f"step {self.step} ({self.phase}, {self.skipped_steps} skipped): "
             f"{self.step_bytes_sent:,} bytes sent{share}; "
-            f"{self.compressed_parameters:,} of {self.parameters:,} parameters as one bit; "
+            f"{self.compressed_parameters:,} of {self.parameters:,} parameters as one bit; {coded}"
             f"encode {ms[0]:.1f} ms, exchange {ms[1]:.1f} ms, decode {ms[2]:.1f} ms; "
             f"error/momentum {self.error_to_momentum:.2f}"
         )

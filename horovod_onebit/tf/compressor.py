@@ -629,6 +629,7 @@ class Compressor:
                 step=int(optimizer.iterations),
                 parameters=sum(math.prod(v.shape) for v in variables),
                 compressed=sum(math.prod(v.shape) for v in compressed),
+                coded=self.coded.elements if self.coded is not None and not compressed else 0,
                 norms=norms,
             )
 

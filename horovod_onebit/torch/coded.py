@@ -54,6 +54,11 @@ class Coded:
         parameters = self._parameters
         return {parameters.names[p]: self._unit(p).variance_steps for p in parameters.exact() if self.learns(p)}
 
+    @property
+    def elements(self) -> int:
+        """See ``CodedMean.elements``."""
+        return self._mean.elements
+
     @torch.no_grad()
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are exact averages, and finite."""

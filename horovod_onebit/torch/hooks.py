@@ -329,9 +329,9 @@ class Gradients:
     def _store(self, waiting: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
         finite = True
         for group, handle, context in waiting:
-            flat = self._means.decompress((yield handle), context)
+            flat = self._means.decompress((yield handle), context).to(group[0].dtype)
             for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                p.grad = part.view(p.shape).to(p.dtype)
+                p.grad = part.view(p.shape)
             finite &= bool(torch.isfinite(flat).all())
         return finite
 

@@ -90,12 +90,13 @@ class Steps:
         run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
 
     def stats(self, norms: bool) -> Stats:
-        compressible = self.parameters.compressible
+        compressible, coded = self.parameters.compressible, self.gradients.coded
         return self.engine.stats(
             phase=self.phase.value,
             step=self.parameters.steps,
             parameters=sum(p.numel() for p in self.parameters.exact_steps),
             compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
+            coded=0 if coded is None else coded.elements,
             norms=norms,
         )
 

@@ -234,6 +234,11 @@ def test_what_is_sent():
     small, ring = 128 + 10, 2 * (SIZE - 1) / SIZE
     assert sent[FIRST - 1] == pytest.approx(4 * ring * (large + small), rel=0.01)
     assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * large * 3 / 8 + 300
+    stats = optimizer.stats()
+    assert (stats.compressed_parameters, stats.coded_parameters) == (0, large)
+    train(model, optimizer, 15, start=30)
+    stats = optimizer.stats()
+    assert (stats.compressed_parameters, stats.coded_parameters) == (large, 0)
 
 
 ANY = {

@@ -320,10 +320,14 @@ def test_what_is_sent():
     learned = sum(p.numel() for p in trained if p.numel() >= 1024 and p is not model.unused)
     small = sum(p.numel() for p in trained) - learned
     assert stats.parameters == learned + small
+    assert (stats.compressed_parameters, stats.coded_parameters) == (0, learned)
+    assert f"{learned:,} in few bits" in str(stats)
     ring = 2 * (SIZE - 1) / SIZE
     assert sent[FIRST - 1] == pytest.approx(4 * ring * (learned + small), rel=0.01)
     assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * learned * 3 / 8 + 300
     train(model, optimizer, 20, start=50)
+    stats = optimizer.stats()
+    assert (stats.compressed_parameters, stats.coded_parameters) == (learned + model.unused.numel(), 0)
     assert_replicas_equal(model)
 
 

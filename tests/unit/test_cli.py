@@ -21,7 +21,7 @@ class Optimizer:
 
     def stats(self, *, norms=True):
         self.steps += 1
-        return Stats("compressed", 10 * self.steps, 0, 100, 90, 10, 10, 5, 5, 20.0, 0.1, 0.2, 0.3, math.nan, 1.0)
+        return Stats("compressed", 10 * self.steps, 0, 100, 90, 0, 10, 10, 5, 5, 20.0, 0.1, 0.2, 0.3, math.nan, 1.0)
 
 
 @pytest.fixture
