@@ -111,6 +111,11 @@ class CodedMean:
         """Whether nothing is known of any gradient."""
         return not self._tensors
 
+    def ready(self, names: Iterable[str]) -> list[Tensor]:
+        """Of the gradients ``names``, in their order, those whose next average is in few bits. Local."""
+        known = [self._tensors[name] for name in names if name in self._tensors]
+        return [tensor for tensor in known if tensor.variance_steps >= FIRST]
+
     def average(
         self, grads: Mapping[str, Array], others: Sequence[Array] = ()
     ) -> Task[tuple[dict[str, Array], list[Array]] | None]:
@@ -120,7 +125,7 @@ class CodedMean:
         arrays of the rest. None on all workers, and nothing has changed, if something of some worker is not finite.
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
-        ready = [name for name, unit in units.items() if unit.variance_steps >= FIRST]
+        ready = [tensor.name for tensor in self.ready(units)]
         learning = [name for name, unit in units.items() if unit.variance_steps < FIRST]
         own, means = [*(grads[name] for name in learning), *others], list[Array]()
         beside = self._exact(own, means)
