@@ -2,6 +2,8 @@
 
     agreement -> begin -> for each section, as soon as its gradients are there: encode -> rounds -> decode -> conclude
 
+An average of gradients in few bits goes the same way, but decodes when all messages are there.
+
 TensorFlow runs host functions in the order in which they were traced: sections follow each other. Weights change at the
 end.
 """

@@ -82,6 +82,7 @@ def test_overlap_changes_no_bit(what, monkeypatch):
 FEW = {
     "three bits": ("adamw", {}, {"recipe": THREE}),
     "two stages": ("lamb", {}, {"recipe": Recipe(warmup="two_bit", exchange="two_stage", **SMALL)}),
+    "hierarchical": ("adam", {}, {"recipe": replace(THREE, exchange="hierarchical")}),
     "clipnorm": ("adam", {"global_clipnorm": 0.05}, {"recipe": THREE}),
     "accumulation": ("sgd", {}, {"recipe": THREE, "backward_passes_per_step": 2}),
     "in every step": ("adam", {}, {"recipe": Recipe(**SMALL), "schedule": onebit.Gradients("four_bit")}),
@@ -141,7 +142,13 @@ def test_workers_that_run_sections_in_another_order(bits):
     assert_replicas_equal(model)
 
 
-SOME = [("direct", 0, True), ("direct", 1, False), ("direct", 4, False), ("two_stage", 0, False), ("two_stage", 4, True)]
+SOME = [
+    ("direct", 0, True),
+    ("direct", 1, False),
+    ("direct", 4, False),
+    ("two_stage", 0, False),
+    ("two_stage", 4, True),
+]
 EVERY = list(product(["direct", "two_stage"], [0, 1, 4], [False, True]))
 
 
