@@ -63,6 +63,7 @@ ROUNDS = (
 MANY = ("no communication", "horovod fp32", "ddp powersgd 1", "onebit direct", "onebit two-stage")
 KERAS = (
     "no communication", "no communication fit", "horovod fp32", "horovod fp16", "mirrored fp32", "onebit", "onebit fit",
+    "gradients in three bits",
 )  # fmt: skip
 KERAS_SLOW = (*(way for way in KERAS if way != "mirrored fp32"), "mirrored fp32:2")
 

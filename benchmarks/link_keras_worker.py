@@ -20,6 +20,7 @@ import tensorflow as tf
 import horovod_onebit.tf as onebit
 from benchmarks.link_job import MODELS, finish, limited, parse, take_core
 from benchmarks.measure import Way
+from horovod_onebit.coded import FIRST
 
 PORT = 29666
 
@@ -56,8 +57,8 @@ def called(step: Callable[[], Any], *, first: int = 3) -> Way:
     return Way(run)
 
 
-def loop(optimizer: Callable[[], Any], average: Callable[[Any, str], Any] | None = None) -> Make:
-    """A custom training loop; ``average`` is what happens to each gradient, under a name."""
+def loop(optimizer: Callable[[], Any], average: Callable[[Any, str], Any] | None = None, *, first: int = 3) -> Make:
+    """A custom training loop; ``average`` is what happens to each gradient, under a name. See ``called``."""
 
     def make(name: str, data: tf.Tensor, way: str) -> Way:
         model, own = build(name), optimizer()
@@ -74,7 +75,7 @@ def loop(optimizer: Callable[[], Any], average: Callable[[Any, str], Any] | None
             own.apply_gradients(zip(grads, model.trainable_variables, strict=True))
             return loss
 
-        return called(step, first=2 if average else 3)
+        return called(step, first=2 if average else first)
 
     return make
 
@@ -118,6 +119,9 @@ WAYS: dict[str, Make] = {
     "mirrored fp32": mirrored,
     "onebit": loop(ours),
     "onebit fit": fit(ours),
+    "gradients in three bits": loop(
+        lambda: onebit.DistributedOptimizer(adamw(), schedule=onebit.Gradients()), first=FIRST + 2
+    ),
 }
 
 

@@ -111,10 +111,15 @@ class CodedMean:
         """Whether nothing is known of any gradient."""
         return not self._tensors
 
+    def ready(self, names: Iterable[str]) -> list[Tensor]:
+        """Of the gradients ``names``, in their order, those whose next average is in few bits. Local."""
+        known = [self._tensors[name] for name in names if name in self._tensors]
+        return [tensor for tensor in known if tensor.variance_steps >= FIRST]
+
     @property
     def elements(self) -> int:
         """Those of the gradients whose next mean is in few bits."""
-        return sum(tensor.weight.size for tensor in self._tensors.values() if tensor.variance_steps >= FIRST)
+        return sum(tensor.weight.size for tensor in self.ready(self._tensors))
 
     def average(
         self, grads: Mapping[str, Array], others: Sequence[Array] = ()
@@ -125,7 +130,7 @@ class CodedMean:
         arrays of the rest. None on all workers, and nothing has changed, if something of some worker is not finite.
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
-        ready = [name for name, unit in units.items() if unit.variance_steps >= FIRST]
+        ready = [tensor.name for tensor in self.ready(units)]
         learning = [name for name, unit in units.items() if unit.variance_steps < FIRST]
         own, means = [*(grads[name] for name in learning), *others], list[Array]()
         beside = self._exact(own, means)

@@ -616,7 +616,7 @@ class Engine:
 
     def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
-        given to ``land`` as soon as it has arrived."""
+        given to ``land`` as soon as it has arrived, or at the end if it had arrived before."""
         items = [self._sent[index] for index in self._in_turn(buckets)]
         self.renew_lane()
         for stage in range(self.exchange.stages):
@@ -627,7 +627,8 @@ class Engine:
                     item.leave()
         self._release(items)
         for item in items:
-            item.advance((yield item.waiting))
+            if item.arrived is None:
+                item.advance((yield item.waiting))
             assert item.arrived is not None, "this exchange waits for more than its stages"
             land(item)
 

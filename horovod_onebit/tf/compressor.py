@@ -82,28 +82,49 @@ class Now:
     factors: Sequence[float]
 
 
-@dataclass
-class UnderWay:
+@dataclass(kw_only=True)
+class Leaving:
+    """A step that was begun, and whose messages leave by sections: one in which gradients are averaged in few bits.
+
+    Attributes:
+        places: by number of the engine's tensor, which of the step's variables it is of.
+        contributed: what is encoded of a gradient.
+        grads: the gradients that are there, flat, by number of the engine's tensor.
+        sent: when the last message left, and how much time decoding had taken by then, in seconds.
+    """
+
+    engine: Engine
+    plan: Plan
+    places: Sequence[int]
+    contributed: Callable[[Array], Array] = lambda grad: grad
+    grads: dict[int, Array] = field(default_factory=dict)
+    sent: tuple[float, float] = (0.0, 0.0)
+
+    def arrive(self, buckets: Sequence[int]) -> Task[None]:
+        """Take in the messages of ``buckets``, which were sent."""
+        return self.engine.travel(buckets)
+
+
+@dataclass(kw_only=True)
+class UnderWay(Leaving):
     """A compressed step that was begun.
 
     Attributes:
         factors: by which each gradient is clipped, first those of the compressed variables.
         moved: the compressed variables after the step, as far as messages have arrived.
-        grads: the gradients that are there, flat, by number of the variable.
         edited: the variables whose moments somebody has changed since the last step: no worker takes this one.
         begun: by number of the variable, the marks of those whose first compressed step it is; see ``Moments``.
         moves: elements that move from the next step on, if this one is taken; see ``rest``.
-        sent: when the last message left, and how much time decoding had taken by then, in seconds.
     """
 
-    plan: Plan
     factors: Sequence[float]
     moved: list[Tensor]
-    grads: dict[int, Array] = field(default_factory=dict)
     edited: Sequence[int] = ()
     begun: Mapping[int, int] = field(default_factory=dict)
     moves: Moves = field(default_factory=dict)
-    sent: tuple[float, float] = (0.0, 0.0)
+
+    def arrive(self, buckets: Sequence[int]) -> Task[None]:
+        return self.engine.step_into(buckets, self.moved)
 
 
 class Compressor:
@@ -138,7 +159,7 @@ class Compressor:
         self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
-        self.under_way: UnderWay | None = None
+        self.under_way: Leaving | None = None
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.driver = self._make_driver(wrapping)
         self.moments = Moments(self)
@@ -345,18 +366,36 @@ class Compressor:
                 self._averages[key] = tf.function(work, autograph=False).get_concrete_function(*specs)
         return self._averages[key](*inputs)
 
+    def begin_average(self, indices: tuple[int, ...]) -> bool:
+        """``average_in_bits`` of these gradients follows, on all workers, which have agreed: what is in few bits may
+        leave before, unless it is of other variables than the last time. True. Local."""
+        assert self.coded is not None
+        at = {name: place for place, name in enumerate(self._names(indices))}
+        with self.collectives.lock:
+            self.go_to(None)
+            ready = self.coded.ready(at)
+            if (plan := self.coded.begin(ready)) is not None:
+                places = [at[tensor.name] for tensor in ready]
+                self.under_way = Leaving(engine=self.coded.engine, plan=plan, places=places)
+        return True
+
     def average_in_bits(self, indices: tuple[int, ...], grads: Sequence[Array], means: list[Array]) -> Task[None]:
         """Put the averages of gradients of the variables ``indices``, flat, into ``means``, in memory that nobody will
         write to again; nothing if something is not finite on some worker. Collective."""
         assert self.coded is not None
-        self.go_to(None)
-        names = [self.name_of(i, self.optimizer._trainable_variables[i]) for i in indices]
+        step, self.under_way = self.under_way, None
+        if step is not None:
+            self.engine.waited(*step.sent)
+        names = self._names(indices)
         found = yield from self.coded.average(dict(zip(names, grads, strict=True)))
         if found is not None:
             factor = np.float32(self.engine.collectives.size if self.sum_gradients else 1)
             for name in names:
                 means.append(self._memory.lend(found[0][name].size))
                 np.multiply(found[0][name], factor, out=means[-1])
+
+    def _names(self, indices: Sequence[int]) -> list[str]:
+        return [self.name_of(i, self.optimizer._trainable_variables[i]) for i in indices]
 
     def _together(self, indices: tuple[int, ...]) -> list[tuple[str, list[int]]]:
         """The positions of the gradients that an allreduce of the warm-up has, and its name."""
@@ -468,7 +507,10 @@ class Compressor:
             if not progress.marks[i]:
                 begun[i] = self.moments.mark(variance)
                 self.moments.hold(i, variance)
-        self.under_way = UnderWay(plan, factors, moved, edited=edited, begun=begun, moves=moves)
+        self.under_way = UnderWay(
+            engine=self.engine, plan=plan, places=range(len(indices)), contributed=self.contributed,
+            factors=factors, moved=moved, edited=edited, begun=begun, moves=moves,
+        )  # fmt: skip
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
@@ -518,7 +560,8 @@ class Compressor:
     @property
     def _refuses(self) -> bool:
         """Whether this worker cannot take the step that is under way, so that none may."""
-        return self.refusal is not None or (self.under_way is not None and bool(self.under_way.edited))
+        step = self.under_way
+        return self.refusal is not None or (isinstance(step, UnderWay) and bool(step.edited))
 
     def contributed(self, grad: Array) -> Array:
         """What is encoded of a gradient; NaN if this worker cannot take the step, which all workers then skip."""
@@ -545,7 +588,7 @@ class Compressor:
         ``finite``: whether the averages of the exact gradients are.
         """
         step = self.under_way
-        assert step is not None
+        assert isinstance(step, UnderWay)
         self.engine.waited(*step.sent)
         try:
             if self._refuses:
@@ -583,12 +626,13 @@ class Compressor:
     def _end(self) -> None:
         """Take back what is left of a step, and close its accounts."""
         step, self.under_way = self.under_way, None
-        self.compute(self._take_back)
+        assert step is not None
+        self.compute(partial(self._take_back, step.engine))
         del step  # with the memory that kernels have read until now
         self.engine.end_step()
 
-    def _take_back(self) -> None:
-        self.engine.rollback()
+    def _take_back(self, engine: Engine) -> None:
+        engine.rollback()
         if self.place is not None:
             self.place.wait()
 

@@ -15,7 +15,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Layout, TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tasks import Task
-from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.compressor import Compressor, Leaving
 
 MOST = 32
 """Sections of a step, about: each costs some time when a step is traced."""
@@ -55,23 +55,27 @@ class Section:
         self._buckets: list[int] = []
 
     def travel(self, grads: Sequence[Array]) -> Task[None]:
-        """Encode the section's buckets, and take their steps when their messages have arrived."""
-        engine, step = self.compressor.engine, self.compressor.under_way
-        assert step is not None
-        step.grads |= {i: self.compressor.contributed(g) for i, g in zip(self._all[self._number], grads, strict=True)}
-        for bucket in self._own():
-            engine.send(bucket, step.grads, step.plan)
-        step.sent = time.perf_counter(), engine.times.decode
-        yield from engine.step_into(self._own(), step.moved)
+        """Encode the section's buckets, and take in their messages when they have arrived; nothing if none may leave
+        before all gradients are there."""
+        step = self.compressor.under_way
+        if step is None:
+            return
+        there = dict(zip(self._all[self._number], grads, strict=True))
+        step.grads |= {i: step.contributed(there[at]) for i, at in enumerate(step.places) if at in there}
+        own = self._own(step)
+        for bucket in own:
+            step.engine.send(bucket, step.grads, step.plan)
+        step.sent = time.perf_counter(), step.engine.times.decode
+        yield from step.arrive(own)
 
-    def _own(self) -> list[int]:
+    def _own(self, step: Leaving) -> list[int]:
         """The buckets of this section."""
-        layout = self.compressor.engine.layout
+        layout = step.engine.layout
         assert layout is not None
         if layout is not self._layout:
             self._layout, self._buckets = layout, []
             for bucket in layout.buckets:
-                members = {piece.tensor for piece in bucket.pieces}
+                members = {step.places[piece.tensor] for piece in bucket.pieces}
                 if self._number == next(i for i, one in enumerate(self._all) if members <= set(one)):
                     self._buckets.append(bucket.index)
         return self._buckets

@@ -2,6 +2,8 @@
 
     agreement -> begin -> for each section, as soon as its gradients are there: encode -> rounds -> decode -> conclude
 
+An average of gradients in few bits goes the same way, but decodes when all messages are there.
+
 TensorFlow runs host functions in the order in which they were traced: sections follow each other. Weights change at the
 end.
 """
@@ -15,10 +17,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, view
 from horovod_onebit.tf.compressor import Compressor, Progress, Values
-from horovod_onebit.tf.graph import adopt, handed, host_values, in_rounds, on_device
+from horovod_onebit.tf.graph import adopt, handed, host_value, host_values, in_rounds, on_device
 from horovod_onebit.tf.place import Place, tensor_of
 from horovod_onebit.tf.sections import Section, sections
 
@@ -38,34 +41,33 @@ def compressed(
     if compressor.in_one_piece:
         return _collect(compressor, place, large, [finite, _begin(compressor, place, large, small, [finite])])
     begun = _begin(compressor, place, large, small)
-    members = sections(_sizes(large), compressor.engine.recipe)
-    arrived = []
-    for number, numbers in enumerate(members):
-        section = Section(compressor, members, number)
-        arrived.append(_travel(section, place, [large[i][0] for i in numbers], begun, str(number)))
+    arrived = _by_sections(compressor, place, large, begun, compressor.engine.recipe)
     return _collect(compressor, place, large, [finite, *arrived])
 
 
 def averaged(compressor: Compressor, large: Pairs) -> tuple[list[Any], Any]:
     """The averages of the gradients of ``large``, float32, in few bits, and whether all is finite, on all workers
     alike. Collective."""
+    assert compressor.coded is not None
     indices = tuple(compressor.optimizer._get_variable_index(v) for _, v in large)
+    begun = host_value(lambda: compressor.begin_average(indices), [], tf.bool)
+    arrived = _by_sections(compressor, None, large, begun, compressor.coded.engine.recipe)
     inputs, opened = handed(None, [tf.convert_to_tensor(grad) for grad, _ in large])
     means: list[Any] = []
 
     def work(*values: Any) -> Task[None]:
         means.clear()
-        return compressor.average_in_bits(indices, opened(values), means)
+        return compressor.average_in_bits(indices, opened(values[len(arrived) :]), means)
 
     def collect(_: Any) -> list[Any]:
         found, means[:] = list(means), []
         finite = np.bool_(len(found) == len(large))
         return [finite, *(map(adopt, found) if finite else map(tf.zeros, _sizes(large)))]
 
-    done = in_rounds(compressor.errand, compressor.collectives, work, inputs)
-    finite, *arrived = host_values(collect, [done], [tf.bool, *(tf.float32 for _ in large)])
+    done = in_rounds(compressor.errand, compressor.collectives, work, [*arrived, *inputs])
+    finite, *averages = host_values(collect, [done], [tf.bool, *(tf.float32 for _ in large)])
     finite.set_shape([])
-    return [tf.reshape(mean, v.shape) for mean, (_, v) in zip(arrived, large, strict=True)], finite
+    return [tf.reshape(mean, v.shape) for mean, (_, v) in zip(averages, large, strict=True)], finite
 
 
 def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pairs, finite: Sequence[Any] = ()) -> Any:
@@ -121,6 +123,16 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
     optimizer, adapter = compressor.optimizer, compressor.adapter
     indices = tuple(optimizer._get_variable_index(v) for _, v in large)
     return indices, [adapter.momentum(optimizer, i) for i in indices], [adapter.variance(optimizer, i) for i in indices]
+
+
+def _by_sections(compressor: Compressor, place: Place | None, large: Pairs, begun: Any, recipe: Recipe) -> list[Any]:
+    """Each section of ``large`` on its way with its gradients, once the step has ``begun``: tensors that are there when
+    it has arrived. ``recipe`` is that of the engine that sends."""
+    members, arrived = sections(_sizes(large), recipe), []
+    for number, numbers in enumerate(members):
+        section = Section(compressor, members, number)
+        arrived.append(_travel(section, place, [large[i][0] for i in numbers], begun, str(number)))
+    return arrived
 
 
 def _travel(section: Section, place: Place | None, grads: Sequence[Any], begun: Any, label: str) -> Any:

@@ -161,10 +161,12 @@ def test_gradients_that_are_accumulated():
 
 
 @pytest.mark.parametrize("settles", [False, True])
-def test_a_step_that_is_interrupted(settles):
-    """What was sent for it is taken back, and the run goes on."""
-    model = build()
-    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=THREE)
+@pytest.mark.parametrize("hidden", [(128,), (96, 64, 48)])
+def test_a_step_that_is_interrupted(hidden, settles):
+    """What was sent for it is taken back, and the run goes on: messages that leave at once, and by sections."""
+    model = build(hidden=hidden)
+    recipe = replace(THREE, bucket_size=2048, block_size=64)
+    optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=recipe)
     train(model, optimizer, FIRST + 3)
     before, engine = weights(model), optimizer._compressor.coded.engine
     residuals = {name: value.copy() for name, value in engine.feedback.state_dict().items()}
