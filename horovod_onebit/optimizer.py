@@ -207,6 +207,7 @@ class NumpyOptimizer(RunState):
             "rule": self.rule.name,
             "steps": self.steps,
             "frozen": self.driver.frozen,
+            "compresses": self._mature,
             "taken": {tensor.name: [tensor.step, tensor.variance_steps] for tensor in self._tensors},
         }
 
@@ -236,9 +237,7 @@ class NumpyOptimizer(RunState):
         self.steps, self.driver.frozen = counts["steps"], counts["frozen"]
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
-        self._bound = self._mature = False
-        if self.driver.rounds is None:
-            self.mature()
+        self._bound, self._mature = False, counts["compresses"]
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
