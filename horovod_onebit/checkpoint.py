@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import pickle
 from collections.abc import Iterable, Mapping
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,10 +72,8 @@ def load_weights(folder: str | os.PathLike[str], weights: Mapping[str, Array], *
         checkpoints.check_same(SAME, checkpoints.described(found["model"]), checkpoints.described(weights))
         _put(weights, found["model"])
 
-    def check() -> None:
-        check_weights(weights)
-
-    checkpoints.load_alone(folder, ["model"], check, take_over, Converter(), previous=previous)
+    checks = partial(check_weights, weights)
+    checkpoints.load_alone(folder, ["model"], checks, take_over, Converter(), previous=previous)
 
 
 class _Numpy(checkpoints.Face):
@@ -87,9 +86,6 @@ class _Numpy(checkpoints.Face):
 
     def gather(self, value: Any) -> list[Any]:
         return list(map(pickle.loads, run(gather(pickle.dumps(value), self.collectives, NAME))))
-
-    def check_arguments(self) -> None:
-        pass
 
     def flush(self) -> None:
         self.optimizer.flush()
