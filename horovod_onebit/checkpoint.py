@@ -16,7 +16,7 @@ import numpy as np
 
 from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter
-from horovod_onebit.errors import CheckpointArgumentError, ConfigurationError
+from horovod_onebit.errors import CheckpointArgumentError
 from horovod_onebit.handshake import gather
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer, check_weights
@@ -116,9 +116,6 @@ class _Numpy(checkpoints.Face):
         }
 
     def check(self, about: Any, own: Residuals) -> None:
-        rounds = self.optimizer.driver.rounds
-        if rounds is not None and rounds.hidden:
-            raise ConfigurationError("the exchange of a round is under way: call flush() on all workers before")
         checkpoints.check_same(SAME, about["model"], checkpoints.described(self.optimizer.weights))
         self.optimizer.check_progress(about["counts"], about["arrays"])
         if own["state"] is not None:

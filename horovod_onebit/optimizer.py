@@ -184,7 +184,7 @@ class NumpyOptimizer(RunState):
         alike, between steps.
 
         Raises ``ConfigurationError`` if it is of other arrays, of another rule, schedule, space of the recipe or number
-        of workers; nothing was changed then.
+        of workers, or if the exchange of a ``Local(delay=...)`` is under way; nothing was changed then.
         """
         expected = {"kind", "workers", "counts", "arrays", "feedback", "divisor", "served", "encodes", "gradients"}
         if mapping("state", state, "names to what state() gave").keys() != expected:
@@ -222,8 +222,10 @@ class NumpyOptimizer(RunState):
         return found
 
     def check_progress(self, counts: Mapping[str, Any], arrays: Mapping[str, str]) -> None:
-        """Raise ``ConfigurationError`` unless ``counts``, and arrays as ``arrays`` describes them, can be taken over.
-        Local."""
+        """Raise ``ConfigurationError`` unless ``counts``, and arrays as ``arrays`` describes them, can be taken over
+        now. Local."""
+        if self._bound and self.driver.rounds.hidden:
+            raise ConfigurationError("the exchange of a round is under way: call flush() on all workers before")
         own, saved = ({"the rule": str(one.get("rule")), **dict.fromkeys(one, "")} for one in (self.counts(), counts))
         check_same("optimizer", {**saved, **arrays}, {**own, **described(self.arrays())})
 

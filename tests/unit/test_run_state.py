@@ -333,10 +333,13 @@ def test_a_round_is_given_up_when_another_state_is_loaded(delay, tmp_path):
         optimizer, weights = build(collectives, schedule=Local(every=4, delay=delay))
         train(optimizer, weights, 0, 8)
         save_checkpoint(tmp_path, optimizer)
-        before = flat(optimizer.state())
+        state = optimizer.state()
+        before = flat(state)
         for step in range(8, 13):
             optimizer.step(gradients(weights, collectives.rank, step))
         if delay:
+            with pytest.raises(ConfigurationError, match="under way"):
+                optimizer.load_state(state)
             with pytest.raises(CheckpointError, match=r"under way: call flush\(\) on all workers"):
                 load_checkpoint(tmp_path, optimizer)
             optimizer.flush()
