@@ -1,4 +1,5 @@
-"""What both faces need of Horovod, which they hand over: nothing here imports it, or a framework."""
+"""What the faces share: arguments, and what PyTorch and Keras need of Horovod, which they hand over. Nothing here
+imports it, or a framework."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.schedule import ZeroOne
+from horovod_onebit.schedule import Local, ZeroOne
 
 T = TypeVar("T")
 
@@ -29,11 +29,13 @@ MARK = "onebit.residuals."
 
 
 def kind(space: str, *, divides: bool, schedule: object = None) -> str:
-    """What the residuals of a run are of, other than local steps: of updates, or of momenta, which are smaller by
-    orders of magnitude; with a ``schedule``, a ``Stepwise``, of what its steps send.
+    """What the residuals of a run are of: of moved weights (``"local"``); of updates, or of momenta, which are smaller
+    by orders of magnitude; with a ``schedule`` that is a ``Stepwise``, of what its steps send.
 
     ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
     """
+    if isinstance(schedule, Local):
+        return "local"
     found = "momentum" if divides and space == "momentum" else "step"
     if schedule is None:
         return found
@@ -50,6 +52,14 @@ def of_kind(kind: str) -> str:
     return f"with {schedule} and a recipe of space={space!r}"
 
 
+def check_kind(saved: str, kind: str, what: str, instead: str) -> None:
+    """Raise ``ConfigurationError`` unless ``what`` was ``saved`` with residuals of this ``kind``."""
+    if saved != kind:
+        raise ConfigurationError(
+            f"{what} saved {of_kind(saved)}, and this optimizer is {of_kind(kind)}: build it as it was, or {instead}"
+        )
+
+
 def mark(kind: str, workers: int) -> str:
     """The name of the entry that tells what residuals are."""
     return f"{MARK}{kind}.{workers}"
@@ -61,11 +71,7 @@ def unmarked(state: Mapping[str, T], kind: str, workers: int) -> dict[str, T]:
     residuals = {name: value for name, value in state.items() if not name.startswith(MARK)}
     for name in state.keys() - residuals.keys():
         saved, _, number = name.removeprefix(MARK).rpartition(".")
-        if saved != kind:
-            raise ConfigurationError(
-                f"these residuals were saved {of_kind(saved)}, and this optimizer is {of_kind(kind)}: build it as it "
-                "was, or continue without them"
-            )
+        check_kind(saved, kind, "these residuals were", "continue without them")
         if number != str(workers) and any(name.startswith(SERVER_PREFIX) for name in residuals):
             raise ConfigurationError(
                 f"these residuals are those of one of {number} workers, and there are {workers}: use save_checkpoint "

@@ -229,11 +229,16 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
 
     ``facts`` are this worker's, ``name`` that of the agreement which has found that something differs.
     """
-    own = np.frombuffer(packed(facts), np.uint8)
-    lengths = yield collectives.allgather(np.array([own.size], np.uint64).view(np.uint8), f"{name}.lengths")
-    longest = int(np.ascontiguousarray(lengths).view(np.uint64).max())
-    rows = yield collectives.allgather(np.pad(own, (0, longest - own.size)), f"{name}.facts")
-    return DesyncError(differences(str(found), [row.tobytes() for row in rows.reshape(collectives.size, longest)]))
+    return DesyncError(differences(str(found), (yield from gather(packed(facts), collectives, f"{name}.facts"))))
+
+
+def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:
+    """What each worker gives, of whatever length. Collective."""
+    sizes = yield collectives.allgather(np.array([len(own)], np.uint64).view(np.uint8), f"{name}.lengths")
+    lengths = np.ascontiguousarray(sizes).view(np.uint64).tolist()
+    padded = np.pad(np.frombuffer(own, np.uint8), (0, max(lengths) - len(own)))
+    rows = (yield collectives.allgather(padded, name)).reshape(collectives.size, -1)
+    return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
 def packed(facts: Facts) -> bytes:

@@ -7,43 +7,64 @@ exact part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 
-from horovod_onebit import warmup as warmups
+from horovod_onebit import run_state
 from horovod_onebit.averages import all_finite, start_mean
+from horovod_onebit.checkpoints import check_same, described
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.coded import CodedMean, codes
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
+from horovod_onebit.face import chosen
+from horovod_onebit.feedback import check_kind, kind
 from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, check, named, resolve
+from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.run_state import RunState
+from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.warmup import Phase, Warmup
+from horovod_onebit.warmup import AfterRise, Phase
+from horovod_onebit.warmup import make as make_warmup
 
 
-class NumpyOptimizer:
+def check_weights(weights: Mapping[str, Array]) -> None:
+    """Raise ``ConfigurationError`` unless they are named arrays that can be updated in place."""
+    if not mapping("weights", weights, "names to arrays"):
+        raise ConfigurationError("weights is empty: expected at least one named array")
+    for name, array in weights.items():
+        if not isinstance(array, np.ndarray):
+            raise ConfigurationError(f"weights[{name!r}] is {type(array).__name__}: expected a NumPy array")
+        if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
+            raise ConfigurationError(
+                f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
+            )
+
+
+class NumpyOptimizer(RunState):
     """1-bit training of ``weights``, float32 arrays of any shape that are updated in place.
 
     Args:
         weights: name -> C-contiguous float32 array, the same on every worker at the start.
         rule: one of ``horovod_onebit.rules``, such as ``rules.adam.Adam``; assign ``optimizer.rule`` to change the
             learning rate.
-        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``.
+        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which is
+            the default without a ``schedule``, and is not to be given with one.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: a preset's name, a ``Recipe``, or ``"exact"``, which never compresses.
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam, and another ``Stepwise`` says what its steps are;
             with ``Local`` each worker takes the steps of any rule alone, and the changes of the weights are exchanged;
-            with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits.
-            ``warmup_steps`` then has no effect. Workers are not asked whether their schedules are the same.
+            with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits. Workers are
+            not asked whether their schedules are the same.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: with rules that have no
             second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
@@ -55,7 +76,7 @@ class NumpyOptimizer:
         rule: Rule,
         *,
         collectives: Collectives,
-        warmup_steps: int | float | str = "auto",
+        warmup_steps: int | float | str | None = None,
         total_steps: int | None = None,
         recipe: str | Recipe = "robust",
         schedule: Schedule | None = None,
@@ -64,43 +85,29 @@ class NumpyOptimizer:
     ) -> None:
         if not isinstance(rule, Rule):
             raise ConfigurationError(f"rule={rule!r}: expected one of horovod_onebit.rules, such as adam.Adam(1e-3)")
-        if not mapping("weights", weights, "names to arrays"):
-            raise ConfigurationError("weights is empty: expected at least one named array")
-        for name, array in weights.items():
-            if not isinstance(array, np.ndarray):
-                raise ConfigurationError(f"weights[{name!r}] is {type(array).__name__}: expected a NumPy array")
-            if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
-                raise ConfigurationError(
-                    f"weights[{name!r}]: expected a writable C-contiguous float32 array, got {array.dtype}"
-                )
-        if schedule is not None:
-            check(schedule)
+        check_weights(weights)
+        recipe, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
+        if isinstance(warmup, AfterRise) and type(rule) is not Adam:
+            warmup = make_warmup(1)
         self.rule = rule
-        recipe, schedule = named(recipe, schedule)
-        self.engine = Engine(resolve(recipe, schedule), collectives, kernels=kernels)
+        self.engine = Engine(recipe, collectives, kernels=kernels)
         self._stepwise = isinstance(schedule, Stepwise)
-        warmup: Warmup
-        if schedule is None:
-            warmup = warmups.make(warmup_steps, total_steps)
-        elif isinstance(schedule, Stepwise):
-            warmup = warmups.make(schedule.exact_steps)
-        elif isinstance(schedule, Gradients):
-            warmup, schedule = warmups.make(warmups.FOREVER), None
-        else:
-            freezes = schedule.shares_moments and type(rule) is Adam
-            warmup = warmups.AfterRise(schedule.freeze) if freezes else warmups.make(1)
+        after = None if isinstance(schedule, Gradients) else schedule
+        self.kind = kind(recipe.space, divides=isinstance(rule, Adam), schedule=after)
         self.steps, self._mature, self._bound = 0, False, False
-        self.driver = Driver(self.engine, self, warmup, schedule)
-        self._shapes = {name: array.shape for name, array in weights.items()}
+        self.driver = Driver(self.engine, self, warmup, after)
+        self.weights = dict(weights)
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
         smallest = self.engine.recipe.min_compressed_size
         never = matching("exact", exact, weights)
         large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
-        self._coded: CodedMean | None = None
-        if codes(self.engine.recipe) and self._large:
-            self._coded = CodedMean(self.engine, kernels=kernels)
+        if codes(recipe) and self._large:
+            self.coded = CodedMean(self.engine, kernels=kernels)
+        rounds = self.driver.rounds
+        has_momentum = rounds is not None and rounds.rule.momentum
+        self._round_momenta = {t.name: np.zeros_like(t.weight) for t in self._tensors} if has_momentum else {}
 
     def _tensor(self, name: str, array: Array) -> Tensor:
         size = array.size
@@ -131,16 +138,108 @@ class NumpyOptimizer:
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
-        run(self.driver.flush())
+        if self.pending:
+            run(self.driver.flush())
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
-        expected = sorted(self._shapes)
+        expected = sorted(self.weights)
         if sorted(mapping("grads", grads, "names to arrays")) != expected:
             raise ConfigurationError(f"grads are of {sorted(grads)}: expected one for each of {expected}")
-        for name, shape in self._shapes.items():
-            if np.shape(grads[name]) != shape:
-                raise ConfigurationError(f"grads[{name!r}] has shape {np.shape(grads[name])}: expected {shape}")
+        for name, weight in self.weights.items():
+            if np.shape(grads[name]) != weight.shape:
+                raise ConfigurationError(f"grads[{name!r}] has shape {np.shape(grads[name])}: expected {weight.shape}")
         return {t.name: np.ascontiguousarray(grads[t.name], np.float32).reshape(-1) for t in self._tensors}
+
+    # -- what is saved ------------------------------------------------------------------------------------------------
+
+    what = "arrays"
+
+    def sizes(self) -> dict[str, int]:
+        return {tensor.name: tensor.weight.size for tensor in self._tensors}
+
+    @property
+    def pending(self) -> bool:
+        """Whether workers' weights differ, after local steps; alike on all."""
+        if self.driver.rounds is not None:
+            return self._bound and bool(self.driver.rounds.under_way)
+        return self._stepwise and any(t.layer is not None and t.layer[COUNT] for t in self._large)
+
+    def state(self) -> dict[str, Any]:
+        """All that this worker has to know to continue bit for bit, but the weights: counters for JSON, and copies of
+        named arrays. Each worker has its own, and saves it beside the weights. Local.
+
+        Raises ``ConfigurationError`` between the exchanges of ``Local`` and ``ZeroOne``: call ``flush()`` before.
+        """
+        if self.pending:
+            raise ConfigurationError(
+                "state() was called after local steps, when the weights of the workers differ: call flush() on all "
+                "workers before"
+            )
+        arrays = {name: array.copy() for name, array in self.arrays().items()}
+        about = {"kind": self.kind, "workers": self.engine.collectives.size}
+        return {**about, "counts": self.counts(), "arrays": arrays, **self.residuals()}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Continue from what ``state()`` of the same worker gave, with the weights of then. Local; on all workers
+        alike, between steps.
+
+        Raises ``ConfigurationError`` if it is of other arrays, of another rule, schedule, space of the recipe or number
+        of workers, or if the exchange of a ``Local(delay=...)`` is under way; nothing was changed then.
+        """
+        expected = {"kind", "workers", "counts", "arrays", "feedback", "divisor", "served", "encodes", "gradients"}
+        if mapping("state", state, "names to what state() gave").keys() != expected:
+            raise ConfigurationError(f"state has {sorted(state)}: expected what state() gave, {sorted(expected)}")
+        check_kind(state["kind"], self.kind, "this state was", "begin a new run from the weights")
+        if state["workers"] != (workers := self.engine.collectives.size):
+            raise ConfigurationError(
+                f"this state is that of one of {state['workers']} workers, and there are {workers}: use "
+                "save_checkpoint and load_checkpoint, which redistribute residuals"
+            )
+        self.check_progress(state["counts"], described(state["arrays"]))
+        self.check_residuals(dict(state))
+        self.take_progress(state["counts"], state["arrays"])
+        self.load_residuals(dict(state))
+
+    def counts(self) -> dict[str, Any]:
+        """How far this worker is, for JSON. Local."""
+        return {
+            **run_state.counts(self.engine, self.driver.warmup),
+            "rule": self.rule.name,
+            "steps": self.steps,
+            "frozen": self.driver.frozen,
+            "compresses": self._mature,
+            "taken": {tensor.name: [tensor.step, tensor.variance_steps] for tensor in self._tensors},
+        }
+
+    def arrays(self) -> dict[str, Array]:
+        """What the rule and rounds keep, by name: flat float32 arrays, which steps write to. Local."""
+        found = {f"round/{name}": momentum for name, momentum in self._round_momenta.items()}
+        for tensor in self._tensors:
+            assert tensor.variance is not None
+            found |= {f"momentum/{tensor.name}": tensor.momentum, f"variance/{tensor.name}": tensor.variance}
+            if tensor.layer is not None and not isinstance(self.driver.warmup, AfterRise):  # or it is a round's
+                found[f"layer/{tensor.name}"] = tensor.layer
+        return found
+
+    def check_progress(self, counts: Mapping[str, Any], arrays: Mapping[str, str]) -> None:
+        """Raise ``ConfigurationError`` unless ``counts``, and arrays as ``arrays`` describes them, can be taken over
+        now. Local."""
+        if self._bound and self.driver.rounds.hidden:
+            raise ConfigurationError("the exchange of a round is under way: call flush() on all workers before")
+        own, saved = ({"the rule": str(one.get("rule")), **dict.fromkeys(one, "")} for one in (self.counts(), counts))
+        check_same("optimizer", {**saved, **arrays}, {**own, **described(self.arrays())})
+
+    def take_progress(self, counts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
+        """Continue from these ``counts`` and ``arrays``; others stay as they are. Local; on all workers alike."""
+        self.engine.cancel(restore=False)
+        own = self.arrays()
+        for name, values in arrays.items():
+            own[name][:] = values
+        run_state.take_counts(self.engine, self.driver.warmup, counts)
+        self.steps, self.driver.frozen = counts["steps"], counts["frozen"]
+        for tensor in self._tensors:
+            tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
+        self._bound, self._mature = False, counts["compresses"]
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
@@ -159,10 +258,10 @@ class NumpyOptimizer:
         return Verdict(finite=not answers.any("bad"))
 
     def average(self, verdict: Verdict) -> Task[bool]:
-        if self._coded is None:
+        if self.coded is None:
             return (yield from self._start_mean(self._tensors))
         large = {tensor.name: self._grads[tensor.name] for tensor in self._large}
-        found = yield from self._coded.average(large, [self._grads[tensor.name] for tensor in self._small])
+        found = yield from self.coded.average(large, [self._grads[tensor.name] for tensor in self._small])
         if found is None:
             return False
         self._means = [(tensor, found[0][tensor.name]) for tensor in self._large]
@@ -216,8 +315,8 @@ class NumpyOptimizer:
             self._mature = True
             for tensor in self._large:
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
-            if self._coded is not None:
-                self._coded.forget()
+            if self.coded is not None:
+                self.coded.forget()
 
     def over(self, *, taken: bool) -> Task[None]:
         yield from ()
@@ -241,7 +340,8 @@ class NumpyOptimizer:
     def bind(self) -> tuple[list[Tensor], list[Tensor]]:
         self._bound = True
         if not self.driver.frozen:  # rounds have momenta of their own
-            bare = {t.name: Tensor(t.name, t.weight, np.zeros_like(t.weight), None, t.residual) for t in self._tensors}
+            momenta = self._round_momenta or {t.name: np.zeros_like(t.weight) for t in self._tensors}
+            bare = {t.name: Tensor(t.name, t.weight, momenta[t.name], None, t.residual) for t in self._tensors}
             found = [bare[t.name] for t in self._large], [bare[t.name] for t in self._small]
             for tensor in bare.values():
                 self.driver.rounds.rule.init(tensor)

@@ -212,7 +212,7 @@ def train(
         rank, n = collectives.rank, collectives.size
         named = dict(models[rank].named_parameters())
         weights = {name: p.detach().numpy() for name, p in named.items()}
-        warmup = kind.steps if cell.warmup is None else cell.warmup
+        warmup = None if schedule is not None else kind.steps if cell.warmup is None else cell.warmup
         optimizer = NumpyOptimizer(
             weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe, schedule=schedule, exact=exact
         )

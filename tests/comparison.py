@@ -92,7 +92,8 @@ def run(
     def worker(collectives: Any) -> tuple[list[bytes], list[bytes], int]:
         rng = np.random.default_rng(collectives.rank)
         weights = {name: np.full(size, 0.5, np.float32) for name, size in SIZES.items()}
-        how = {"collectives": collectives, "warmup_steps": warmup, "recipe": recipe, "kernels": kernels}
+        how = {"collectives": collectives, "recipe": recipe, "kernels": kernels}
+        how |= {"warmup_steps": warmup} if schedule is None else {}
         optimizer = NumpyOptimizer(weights, rule or Adam(lr=0.01), schedule=schedule, **how)
         for step in range(steps):
             noise = {name: 0.3 * rng.standard_normal(w.size) for name, w in weights.items()}

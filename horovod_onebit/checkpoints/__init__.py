@@ -24,10 +24,10 @@ from horovod_onebit.checkpoints import archive, files, lock
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.checkpoints.files import Complete, Digest
 from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
-from horovod_onebit.feedback import of_kind
+from horovod_onebit.feedback import check_kind
 from horovod_onebit.world import Residuals, total_residuals
 
-__all__ = ["Face", "check_same", "load", "load_alone", "save"]
+__all__ = ["Face", "check_same", "described", "load", "load_alone", "save"]
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -41,7 +41,7 @@ class Face(ABC):
     workers: int
 
     kind: str = "step"
-    """Of the residuals, as ``horovod_onebit.feedback.kind`` says, or ``"local"``."""
+    """Of the residuals, as ``horovod_onebit.feedback.kind`` says."""
 
     converter = Converter()
 
@@ -49,9 +49,9 @@ class Face(ABC):
     def gather(self, value: Any) -> list[Any]:
         """The values of all workers, on every worker."""
 
-    @abstractmethod
     def check_arguments(self) -> None:
         """Raise ``ConfigurationError`` unless the model and the optimizer are such as can be saved and loaded."""
+        return
 
     def check_saving(self) -> None:
         """Raise ``ConfigurationError`` if this worker is not between steps."""
@@ -104,6 +104,11 @@ class Face(ABC):
     @abstractmethod
     def spread(self, about: Any, own: Residuals) -> None:
         """Give all workers what worker 0 has, and this one its own."""
+
+
+def described(arrays: Mapping[str, Any]) -> dict[str, str]:
+    """The shape and dtype of each of ``arrays``, or variables, by name."""
+    return {name: f"{tuple(array.shape)} {array.dtype}" for name, array in arrays.items()}
 
 
 def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
@@ -209,11 +214,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     own, shared = mine
 
     def check() -> None:
-        if kind != face.kind:
-            raise ConfigurationError(
-                f"the checkpoint was saved {of_kind(kind)}, and this optimizer is {of_kind(face.kind)}: build it as "
-                "it was, or load the weights alone: load_weights()"
-            )
+        check_kind(kind, face.kind, "the checkpoint was", "load the weights alone: load_weights()")
         face.check(about, own)
 
     _together(face, "load", "check", check)

@@ -97,10 +97,10 @@ def _acquire(known: _Folder, place: Path, path: Path) -> None:
 
 def release(place: Path) -> None:
     """Let another process of this job, or another job, save in ``place``; nothing if this one does not."""
-    known = _known(place)
-    if known.lock is not None:
-        os.close(known.lock)
-        known.lock = None
+    # In one go, for simulated workers are threads of one process: the attribute is then the class's, which is None.
+    descriptor = vars(_known(place)).pop("lock", None)
+    if descriptor is not None:
+        os.close(descriptor)
 
 
 def _open(path: Path) -> int:

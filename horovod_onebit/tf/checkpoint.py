@@ -82,7 +82,7 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
 
     def take_over(found: dict[str, Any]) -> None:
         variables = _named(model)
-        checkpoints.check_same(SAME, _described(found["model"]), _described(variables))
+        checkpoints.check_same(SAME, checkpoints.described(found["model"]), checkpoints.described(variables))
         before = {name: np.array(v) for name, v in variables.items()}
         try:
             _assign(model, variables, found["model"])
@@ -139,7 +139,7 @@ class _Keras(checkpoints.Face):
         return int(self.optimizer.iterations)
 
     def owner(self) -> tuple[object, str]:
-        return self.optimizer, str(_described(self._named()))
+        return self.optimizer, str(checkpoints.described(self._named()))
 
     def own(self) -> Residuals:
         return {**self._compressor.residuals(), "state": {k: np.array(v) for k, v in self._own_variables().items()}}
@@ -178,10 +178,10 @@ class _Keras(checkpoints.Face):
     # -- loading --------------------------------------------------------------------------------------------------
 
     def about(self, shared: Mapping[str, Any]) -> Any:
-        return {"variables": _described(shared["model"] | shared["optimizer"]), "counts": shared["counts"]}
+        return {"variables": checkpoints.described(shared["model"] | shared["optimizer"]), "counts": shared["counts"]}
 
     def check(self, about: Any, own: Residuals) -> None:
-        checkpoints.check_same(SAME, about["variables"], _described(self._named()))
+        checkpoints.check_same(SAME, about["variables"], checkpoints.described(self._named()))
         self._compressor.check_residuals(own)
 
     def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
@@ -192,7 +192,8 @@ class _Keras(checkpoints.Face):
         variables = self._named()
         broadcast_variables(shared(variables.values()))
         _assign(self.model, variables, own["state"])
-        self._compressor.load_residuals(own, about["counts"])
+        self._compressor.take_counts(about["counts"])
+        self._compressor.load_residuals(own)
 
 
 def _assign(model: Any, variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
@@ -231,8 +232,3 @@ def _named(model: Any, optimizer: Any = None) -> dict[str, Any]:
             of = next((path for path in trained if variable.name.startswith(path)), "")
             add(f"optimizer/{variable.name.removeprefix(of).strip('_')}", variable)
     return found
-
-
-def _described(variables: Mapping[str, Any]) -> dict[str, str]:
-    """The shape and dtype of each variable, or of its value."""
-    return {name: f"{tuple(value.shape)} {value.dtype}" for name, value in variables.items()}

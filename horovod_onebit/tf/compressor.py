@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_onebit import run_state
 from horovod_onebit.ahead import Lent, compile_steps
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.checks import matching
@@ -33,7 +34,8 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rest import Moves
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.schedule import Sends, Stepwise
+from horovod_onebit.run_state import RunState
+from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
@@ -42,7 +44,7 @@ from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import FOREVER, AutoWarmup, Phase, unbiased
-from horovod_onebit.world import Residuals, Weighing
+from horovod_onebit.world import Residuals
 
 T = TypeVar("T")
 
@@ -127,20 +129,19 @@ class UnderWay(Leaving):
         return self.engine.step_into(buckets, self.moved)
 
 
-class Compressor:
+class Compressor(RunState):
     """Belongs to one Keras ``DistributedOptimizer``.
 
     Attributes:
-        kind: of its residuals.
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
         place: where the last step was taken, if that is not the host's memory.
-        coded: averages gradients of the warm-up in few bits; None if they are averaged exactly.
     """
 
     in_one_piece = False
     in_host_memory = False
     place: Place | None = None
+    what = "variables"
 
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         self.optimizer = optimizer
@@ -151,10 +152,8 @@ class Compressor:
         self.collectives = HorovodCollectives(self.process_set, name)
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        schedule = wrapping.schedule if isinstance(wrapping.schedule, Stepwise) else None
         divides = adapter.wraps.variance is not None
-        local = wrapping.local is not None
-        self.kind = "local" if local else kind(wrapping.recipe.space, divides=divides, schedule=schedule)
+        self.kind = kind(wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup)
         self.errand = Errand(self.collectives, self.compute)
         self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
@@ -684,20 +683,12 @@ class Compressor:
 
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
-        engine = self.engine
-        return {
-            "exchanges": engine.exchanges,
-            "skipped": engine.skipped,
-            "rates": engine.feedback.rates,
-            "warmup": self.optimizer._wrapping.warmup.state_dict(),
-        }
+        return run_state.counts(self.engine, self.optimizer._wrapping.warmup)
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave."""
         self.forget()
-        self.engine.exchanges, self.engine.skipped = counts["exchanges"], counts["skipped"]
-        self.engine.feedback.rates = counts["rates"]
-        self.optimizer._wrapping.warmup.load_state_dict(counts["warmup"])
+        run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
 
     def check_built(self) -> None:
         """Raise ``ConfigurationError`` if the optimizer does not know its variables yet."""
@@ -705,36 +696,21 @@ class Compressor:
             raise ConfigurationError("the optimizer is not built: optimizer.build(model.trainable_variables)")
 
     def residuals(self) -> Residuals:
-        """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
         self.settle()
         with self.here():
-            own = self.engine.residuals()
-        return {**own, "gradients": None if self.coded is None else self.coded.state()}
+            return super().residuals()
 
     def check_residuals(self, saved: Residuals) -> None:
-        """Raise ``ConfigurationError`` unless ``load_residuals`` can take over ``saved``. Local."""
         self.check_built()
-        self.engine.feedback.check(saved["feedback"], self.sizes(), "variables")
-        if self.coded is not None:
-            self.coded.check(saved["gradients"], self.sizes())
+        super().check_residuals(saved)
 
-    def load_residuals(self, saved: Residuals, counts: Mapping[str, Any]) -> None:
-        """Continue from what ``residuals`` and ``counts`` gave. Local; on all workers alike."""
-        self.load_feedback(saved["feedback"])
-        self.engine.weigh(Weighing.saved(saved))
-        self.take_counts(counts)
-        if self.coded is not None:
-            self.coded.load(saved["gradients"])
-
-    def load_feedback(self, state: Mapping[str, Array]) -> None:
-        """Take over this worker's residuals. Raises ``ConfigurationError`` if they do not fit."""
+    def load_feedback(self, feedback: Mapping[str, Array]) -> None:
         self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
         self.check_built()
         with self.here():
-            self.engine.feedback.load_state_dict(state, self.sizes(), "variables")
+            super().load_feedback(feedback if self.optimizer._wrapping.compresses else {})  # none is used
 
     def sizes(self) -> dict[str, int]:
-        """The number of elements of each trained variable, by name."""
         variables = enumerate(self.optimizer._trainable_variables)
         return {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
 

@@ -87,7 +87,8 @@ class KerasState(ObjectState):
         compressor.settle()
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
-        compressor.load_residuals(self._residuals, self._counts)
+        compressor.take_counts(self._counts)
+        compressor.load_residuals(self._residuals)
         self._left = None  # newer than what was restored
         super().restore()
 

@@ -8,7 +8,7 @@ others are float32 in the host's memory.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -159,9 +159,9 @@ class Coded:
         self._averaged, self._loads = [], self._parameters.loads
         self.over()
 
-    def check(self, saved: Learned | None) -> None:
+    def check(self, saved: Learned | None, sizes: Mapping[str, int]) -> None:
         """See ``CodedMean.check``."""
-        self._mean.check(saved, self._parameters.residual_sizes())
+        self._mean.check(saved, sizes)
 
     def _unit(self, p: torch.Tensor) -> Tensor:
         """What the core keeps of ``p``; nothing yet since a state was loaded."""

@@ -261,7 +261,7 @@ class _DistributedOptimizer:
         compressor = self._compressor
         own = feedback.unmarked(mapping("state", state, "names to tensors"), compressor.kind, compressor.workers)
         arrays = {name: torch.as_tensor(value).numpy(force=True) for name, value in own.items()}
-        self._parameters.load_feedback(arrays)
+        compressor.load_feedback(arrays)
 
     # -- state ----------------------------------------------------------------------------------------------------
 

@@ -22,6 +22,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.progress import Progress
 from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
@@ -547,14 +548,11 @@ class Parameters:
         parameters = self.ordered()
         return Progress(
             steps=self.steps,
-            skipped=self.engine.skipped,
-            exchanges=self.engine.exchanges,
-            warmup=self.warmup.state_dict(),
+            **counts(self.engine, self.warmup),
             exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
             variance_steps=[self.seen(p) or 0 for p in parameters],
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
-            rates=self.engine.feedback.rates,
             common=[self.common_steps(p) for p in parameters],
         )
 
@@ -663,14 +661,6 @@ class Parameters:
             compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
             if loaded:
                 self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
-
-    def residual_sizes(self) -> dict[str, int]:
-        """The number of elements of all parameters that may have residuals, those that are gone included."""
-        return {name: p.numel() for p, name in self.names.items()}
-
-    def load_feedback(self, feedback: Mapping[str, Array]) -> None:
-        """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave. Raises as its ``check``."""
-        self.engine.feedback.load_state_dict(feedback, self.residual_sizes(), "parameters")
 
 
 class _Gradients(dict[int, Any]):

@@ -11,6 +11,7 @@ import torch
 from horovod_onebit import replicas
 from horovod_onebit.engine import Engine
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.run_state import RunState
 from horovod_onebit.stats import Stats
 from horovod_onebit.tasks import run
 from horovod_onebit.torch import averaging
@@ -18,15 +19,14 @@ from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Residuals, Weighing
+from horovod_onebit.world import Residuals
 
 logger = logging.getLogger("horovod_onebit")
 
 
-class Steps:
+class Steps(RunState):
     """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's."""
 
-    kind: str  # of its residuals
     parameters: Parameters
     gradients: Any
     agreement: Agreement
@@ -42,7 +42,7 @@ class Steps:
         self.left: Residuals | None = None  # those of a world of other workers
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
-        self.parameters, self.gradients = parameters, gradients
+        self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
         compared = str(self._check_replicas_every)
         self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
 
@@ -102,28 +102,15 @@ class Steps:
 
     # -- what is saved of this worker alone -------------------------------------------------------------------------
 
-    def residuals(self) -> Residuals:
-        """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
-        coded = self.gradients.coded
-        return {**self.engine.residuals(), "gradients": None if coded is None else coded.state()}
+    what = "parameters"
 
-    def check_residuals(self, saved: Residuals) -> None:
-        """Raise ``ConfigurationError`` unless ``load_residuals`` can take over ``saved``. Local."""
-        self.engine.feedback.check(saved["feedback"], self.parameters.residual_sizes(), "parameters")
-        if self.gradients.coded is not None:
-            self.gradients.coded.check(saved["gradients"])
+    def sizes(self) -> dict[str, int]:
+        """Of all parameters that may have residuals, those that are gone included."""
+        return {name: p.numel() for p, name in self.parameters.names.items()}
 
     def load_residuals(self, saved: Residuals) -> None:
-        """Continue from what ``residuals`` gave. Local; on all workers alike."""
-        self.parameters.load_feedback(saved["feedback"])
-        self.weigh(Weighing.saved(saved))
+        super().load_residuals(saved)
         self.left = None  # older than what was saved
-        if self.gradients.coded is not None:
-            self.gradients.coded.load(saved["gradients"])
-
-    def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced: see ``Engine.weigh``."""
-        self.engine.weigh(weighing)
 
     # -- other workers ------------------------------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ class Embedding:
         self.weight = rng.standard_normal((ROWS, WIDTH)).astype(f32)
         self.start, self.target = self.weight.copy(), rng.standard_normal((ROWS, WIDTH)).astype(f32)
         self.rng, self.rank, self.late = np.random.default_rng(10 + collectives.rank), collectives.rank, late
-        options = {"warmup_steps": WARMUP} | options
+        options = {"warmup_steps": None if "schedule" in options else WARMUP} | options
         self.optimizer = NumpyOptimizer(
             {"embedding": self.weight}, rule or Adam(lr=0.02), collectives=collectives, **options
         )

@@ -1,0 +1,74 @@
+"""What is saved of a run besides weights and moments, whatever the framework: counts, and what each worker has of its
+own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from horovod_onebit.engine import Engine
+from horovod_onebit.kernels.reference import Array
+from horovod_onebit.warmup import Warmup
+from horovod_onebit.world import Residuals, Weighing
+
+
+def counts(engine: Engine, warmup: Warmup) -> dict[str, Any]:
+    """How far the run is, apart from what a framework's own state tells; for JSON."""
+    return {
+        "exchanges": engine.exchanges,
+        "skipped": engine.skipped,
+        "rates": engine.feedback.rates,
+        "warmup": warmup.state_dict(),
+    }
+
+
+def take_counts(engine: Engine, warmup: Warmup, saved: Mapping[str, Any]) -> None:
+    """Continue from what ``counts`` gave."""
+    engine.exchanges, engine.skipped = saved["exchanges"], saved["skipped"]
+    engine.feedback.rates = saved["rates"]
+    warmup.load_state_dict(saved["warmup"])
+
+
+class RunState:
+    """What each worker has of its own: a part of what a framework's optimizer is made of.
+
+    Attributes:
+        kind: of the residuals, as ``horovod_onebit.feedback.kind`` says.
+        coded: averages gradients of the warm-up in few bits, a ``CodedMean`` or what wraps it; None if they are
+            averaged exactly.
+        what: has residuals, in words.
+    """
+
+    engine: Engine
+    kind: str
+    coded: Any = None
+    what = "tensors"
+
+    def sizes(self) -> Mapping[str, int]:
+        """The number of elements of all that may have residuals, by name."""
+        raise NotImplementedError
+
+    def residuals(self) -> Residuals:
+        """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
+        return {**self.engine.residuals(), "gradients": None if self.coded is None else self.coded.state()}
+
+    def check_residuals(self, saved: Residuals) -> None:
+        """Raise ``ConfigurationError`` unless ``load_residuals`` can take over ``saved``. Local."""
+        self.engine.feedback.check(saved["feedback"], self.sizes(), self.what)
+        if self.coded is not None:
+            self.coded.check(saved["gradients"], self.sizes())
+
+    def load_residuals(self, saved: Residuals) -> None:
+        """Continue from what ``residuals`` gave. Local; on all workers alike."""
+        self.load_feedback(saved["feedback"])
+        self.weigh(Weighing.saved(saved))
+        if self.coded is not None:
+            self.coded.load(saved["gradients"])
+
+    def load_feedback(self, feedback: Mapping[str, Array]) -> None:
+        """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave. Raises as its ``check``."""
+        self.engine.feedback.load_state_dict(feedback, self.sizes(), self.what)
+
+    def weigh(self, weighing: Weighing | None) -> None:
+        """The residuals were replaced: see ``Engine.weigh``."""
+        self.engine.weigh(weighing)
