@@ -84,7 +84,7 @@ digits' first layers, weights of pixels that are always black are such elements.
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 | 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |
 | 16 | The paper's four networks? | `paper` loses the VGG; `robust` none, and is within half a point of exact Adam |
-| 17 | 0/1 Adam's gradients in three bits? | On text a little better at equal bytes, clearly if they renew the second moment |
+| 17 | 0/1 Adam's gradients in three bits? | A little better at equal bytes, clearly if they renew the second moment |
 """
 
 

@@ -112,9 +112,9 @@ WAYS = {
 
 SEEN = (
     "What to see: three bits are the better use of the same bytes, by 1 to 2 % of the loss, which is less than seeds "
-    "differ by. If they renew the second moment, too, and no float32 mean is sent, the loss ends below that of one bit with "
-    "each seed, for 16 % fewer bits. The library's `ZeroOne` has one bit; a warm-up in three bits and one bit in every "
-    "step after it (study 12) end lower than all rows, for 5.4 bits."
+    "differ by. If they renew the second moment, too, and no float32 mean is sent, the loss ends below that of one bit "
+    "with each seed, for 16 % fewer bits. The library's `ZeroOne` has one bit; a warm-up in three bits and one bit in "
+    "every step after it (study 12) end lower than all rows, for 5.4 bits."
 )
 
 
