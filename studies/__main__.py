@@ -27,6 +27,8 @@ from studies import (
     rates,
     report,
     stages,
+    tuned,
+    zero_one,
 )
 
 STUDIES: dict[str, Callable[[], str]] = {
@@ -46,13 +48,16 @@ STUDIES: dict[str, Callable[[], str]] = {
     "deepspeed": of_deepspeed.run,
     "fine-tuning": fine_tuning.run,
     "networks": networks.run,
+    "zero-one": zero_one.run,
+    "tuned": tuned.run,
 }
 HEAD = """# Studies
 
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
 removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
 gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
-digits' first layers, weights of pixels that are always black are such elements.
+digits' first layers, weights of pixels that are always black are such elements. Newer are, in study 12, `vit`,
+`language` and the other optimizers, and all of study 17.
 
 | name | meaning |
 |---|---|
@@ -74,11 +79,12 @@ digits' first layers, weights of pixels that are always black are such elements.
 | 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
-| 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate |
+| 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate; no ViT |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 | 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |
 | 16 | The paper's four networks? | `paper` loses the VGG; `robust` none, and is within half a point of exact Adam |
+| 17 | 0/1 Adam's gradients in three bits? | A little better at equal bytes, clearly if they renew the second moment |
 """
 
 

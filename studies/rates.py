@@ -185,12 +185,13 @@ Hook = Callable[[NumpyOptimizer, dict[str, NDArray]], None]
 
 def train(
     cell: Cell,
-    recipe: Recipe,
+    recipe: str | Recipe,
     hook: Callable[[], Hook] | None = None,
     schedule: Schedule | None = None,
     exact: Sequence[str] | None = None,
     look: int = 0,
     start: Mapping[str, Any] | None = None,
+    make: Callable[..., NumpyOptimizer] = NumpyOptimizer,
 ) -> Result:
     """Test loss and quality of one run, how many of its steps were exact, and the bits that a worker has sent for a
     parameter in a step. The quality is the accuracy (a share), or what the task has in its place.
@@ -198,7 +199,7 @@ def train(
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
     many steps, as ``"loss at 200"``. ``start`` is the state of the network that the run begins with, a new one if it is
-    not given.
+    not given. ``make`` makes each worker's optimizer, of what ``NumpyOptimizer`` takes.
     """
     import torch
 
@@ -213,7 +214,7 @@ def train(
         named = dict(models[rank].named_parameters())
         weights = {name: p.detach().numpy() for name, p in named.items()}
         warmup = None if schedule is not None else kind.steps if cell.warmup is None else cell.warmup
-        optimizer = NumpyOptimizer(
+        optimizer = make(
             weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe, schedule=schedule, exact=exact
         )
         before = hook() if hook is not None else None

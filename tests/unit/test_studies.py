@@ -14,7 +14,7 @@ from horovod_onebit.rules.adam import Adam
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from studies import frozen, of_deepspeed, paraboloid, published, quadratics, report
+from studies import frozen, of_deepspeed, paraboloid, published, quadratics, report, tuned, wrapped, zero_one
 from studies.lockstep import Workers
 
 f32 = np.float32
@@ -173,3 +173,69 @@ def test_without_deepspeed_its_study_says_so(monkeypatch):
     settings = of_deepspeed.SETTINGS
     runs = [of_deepspeed.Run(one, way, seed) for one in settings for way in of_deepspeed.ways(one) for seed in (0, 1)]
     assert len({run.name for run in runs}) == len(runs)
+
+
+def trained(steps, make, workers=3, **options):
+    """The weights of each worker, and the bytes that it has sent."""
+    start = {"blocks.a": np.random.default_rng(0).standard_normal((32, 40)).astype(f32), "b": np.ones(8, f32)}
+
+    def worker(collectives):
+        weights, draw = {name: x.copy() for name, x in start.items()}, np.random.default_rng(collectives.rank)
+        optimizer = make(weights, Adam(1e-2), collectives=collectives, recipe=frozen.ROBUST, **options)
+        for _ in range(steps):
+            optimizer.step({name: x + draw.standard_normal(x.shape).astype(f32) for name, x in weights.items()})
+        return weights, optimizer
+
+    return start, simulation.run(worker, workers)
+
+
+@pytest.mark.parametrize("way", wrapped.WAYS)
+def test_wrapped_optimizers_of_torch(way):
+    """With exact means, Muon and AdamW take their own steps of these; otherwise, workers stay together."""
+    torch = pytest.importorskip("torch")
+    if not hasattr(torch.optim, "Muon"):
+        pytest.skip("PyTorch has no Muon")
+    make = functools.partial(wrapped.Wrapped, of=wrapped.muon)
+    start, found = trained(14, make, schedule=wrapped.WAYS[way])
+    for weights, _ in found[1:]:
+        for name, x in found[0][0].items():
+            np.testing.assert_array_equal(weights[name], x)
+    expected = {name: torch.nn.Parameter(torch.from_numpy(x.copy())) for name, x in start.items()}
+    optimizers = [wrapped.muon(name, p) for name, p in expected.items()]
+    assert [type(one).__name__ for one in optimizers] == ["Muon", "AdamW"]
+    draws = [np.random.default_rng(rank) for rank in range(3)]
+    for _ in range(14):
+        for p, one in zip(expected.values(), optimizers, strict=True):
+            noise = sum(draw.standard_normal(p.shape).astype(f32) for draw in draws)
+            p.grad, one.param_groups[0]["lr"] = p.detach() + torch.from_numpy(noise / f32(3)), 1e-2
+            one.step()
+    off = max(float(np.abs(expected[name].detach().numpy() - x).max()) for name, x in found[0][0].items())
+    low, high = {"exact": (0, 1e-5), "three_bit": (1e-5, 5e-3), "every step alone": (1e-5, 0.2)}[way]
+    assert low <= off < high
+
+
+@pytest.mark.parametrize("renews", [False, True])
+def test_zero_one_adam_in_few_bits(renews):
+    """Workers stay together, and the second moment is frozen, or sees all means."""
+    schedule = zero_one.schedule(40, 12, zero_one.Until if renews else zero_one.ZeroOne)
+    _, found = trained(30, functools.partial(zero_one.InFewBits, renews=renews), schedule=schedule)
+    _, one_bit = trained(30, NumpyOptimizer, schedule=schedule)
+    for weights, _ in found[1:]:
+        for name, x in found[0][0].items():
+            np.testing.assert_array_equal(weights[name], x)
+    large, small = found[0][1]._tensors
+    assert large.step == small.step == small.variance_steps == 30
+    assert large.variance_steps == (30 if renews else 12 + 9)
+    if not renews:
+        assert found[0][1].engine.traffic.total > one_bit[0][1].engine.traffic.total
+        off = np.abs(found[0][0]["blocks.a"] - one_bit[0][0]["blocks.a"])
+        assert 0 < off.mean() < 0.05
+
+
+def test_diloco_and_powersgd_count_their_bytes():
+    assert tuned.times_fewer(tuned.DiLoCo(16), {"bits": 2.0}) == 16
+    exact = tuned.times_fewer(tuned.PowerSGD(4, 1000), {})
+    assert exact == 1
+    assert 3 < tuned.times_fewer(tuned.PowerSGD(4, 200), {}) < 5
+    runs = [*(one for every in tuned.EVERY for one in tuned.first(every)), *tuned.POWERSGD]
+    assert len({tuned.text_of(one) + str(one.rate) for one in runs}) == len(runs)
