@@ -69,7 +69,8 @@ def test_auto_takes_it_and_the_weights_are_those_of_numpy(graph):
 @pytest.mark.parametrize("graph", [False, True])
 def test_gradients_in_few_bits_and_elastic_states(graph):
     model = build()
-    optimizer = wrap(OPTIMIZERS["adamw"](), 40, recipe=Recipe(warmup="three_bit", exchange="hierarchical"))
+    recipe = Recipe(warmup="three_bit", exchange="hierarchical", block_size=64, bucket_size=2048)
+    optimizer = wrap(OPTIMIZERS["adamw"](), 40, recipe=recipe)
     model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
     train(model, optimizer, FIRST + 10, graph=graph)
     assert optimizer._compressor.coded.engine.exchange.name == "hierarchical"

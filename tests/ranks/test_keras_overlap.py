@@ -82,7 +82,6 @@ def test_overlap_changes_no_bit(what, monkeypatch):
 FEW = {
     "three bits": ("adamw", {}, {"recipe": THREE}),
     "two stages": ("lamb", {}, {"recipe": Recipe(warmup="two_bit", exchange="two_stage", **SMALL)}),
-    "hierarchical": ("adam", {}, {"recipe": replace(THREE, exchange="hierarchical")}),
     "clipnorm": ("adam", {"global_clipnorm": 0.05}, {"recipe": THREE}),
     "accumulation": ("sgd", {}, {"recipe": THREE, "backward_passes_per_step": 2}),
     "in every step": ("adam", {}, {"recipe": Recipe(**SMALL), "schedule": onebit.Gradients("four_bit")}),
