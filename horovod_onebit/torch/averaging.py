@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 import weakref
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -70,6 +70,13 @@ def check(parameters: Iterable[torch.Tensor]) -> None:
 
 def _around(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:
     """Those that have some of ``parameters``, among all objects of the program: their hooks do not show in Python."""
-    own = set(map(id, parameters))
-    all_of_them = [found for found in gc.get_objects() if issubclass(type(found), DistributedDataParallel)]
+    own, kinds = set(map(id, parameters)), set(_kinds(DistributedDataParallel))
+    # An object refers to its class. To look at all objects in Python would take three times as long.
+    all_of_them = [found for found in gc.get_referrers(*kinds) if type(found) in kinds]
     return [found for found in all_of_them if not own.isdisjoint(map(id, found.parameters()))]
+
+
+def _kinds(kind: type) -> Iterator[type]:
+    yield kind
+    for derived in kind.__subclasses__():
+        yield from _kinds(derived)

@@ -14,6 +14,7 @@ import pytest
 pytest.importorskip("torch.nn")
 import torch
 import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError
@@ -124,6 +125,22 @@ def test_nothing_is_left_open_of_worlds_that_were_destroyed():
         gc.collect()
         opened.append(len(os.listdir("/proc/self/fd")))
     assert opened[-1] == opened[0]
+
+
+def test_models_that_average_in_a_class_derived_from_ddps_are_found(process_group):
+    class Derived(DistributedDataParallel):
+        pass
+
+    class Again(Derived):
+        pass
+
+    for kind in (DistributedDataParallel, Derived, Again):
+        model, other = (kind(torch.nn.Linear(2, 2)) for _ in range(2))
+        with pytest.raises(ConfigurationError, match="require_backward_grad_sync = False"):
+            averaging.check(model.parameters())
+        averaging.switch_off(other)
+        averaging.check(other.parameters())
+        averaging.check(torch.nn.Linear(2, 2).parameters())
 
 
 def test_a_model_whose_own_averages_are_switched_off_can_be_copied():
