@@ -92,7 +92,7 @@ class NumpyOptimizer(RunState):
         self.rule = rule
         self.engine = Engine(recipe, collectives, kernels=kernels)
         self._stepwise = isinstance(schedule, Stepwise)
-        after = None if isinstance(schedule, Gradients) else schedule
+        self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
         self.kind = kind(recipe.space, divides=isinstance(rule, Adam), schedule=after)
         self.steps, self._mature, self._bound = 0, False, False
         self.driver = Driver(self.engine, self, warmup, after)
@@ -165,8 +165,9 @@ class NumpyOptimizer(RunState):
         return self._stepwise and any(t.layer is not None and t.layer[COUNT] for t in self._large)
 
     def state(self) -> dict[str, Any]:
-        """All that this worker has to know to continue bit for bit, but the weights: counters for JSON, and copies of
-        named arrays. Each worker has its own, and saves it beside the weights. Local.
+        """All that this worker has to know to continue bit for bit, but the weights, and hyperparameters with the learning
+        rate of now: counters for JSON, and copies of named arrays. Each worker has its own, and saves it beside the
+        weights. Local.
 
         Raises ``ConfigurationError`` between the exchanges of ``Local`` and ``ZeroOne``: call ``flush()`` before.
         """
@@ -205,6 +206,7 @@ class NumpyOptimizer(RunState):
         return {
             **run_state.counts(self.engine, self.driver.warmup),
             "rule": self.rule.name,
+            "schedule": repr(self._schedule),
             "steps": self.steps,
             "frozen": self.driver.frozen,
             "compresses": self._mature,
@@ -226,7 +228,10 @@ class NumpyOptimizer(RunState):
         now. Local."""
         if self._bound and self.driver.rounds.hidden:
             raise ConfigurationError("the exchange of a round is under way: call flush() on all workers before")
-        own, saved = ({"the rule": str(one.get("rule")), **dict.fromkeys(one, "")} for one in (self.counts(), counts))
+        own, saved = (
+            {**dict.fromkeys(one, ""), **{f"the {what}": str(one.get(what)) for what in ("rule", "schedule")}}
+            for one in (self.counts(), counts)
+        )
         check_same("optimizer", {**saved, **arrays}, {**own, **described(self.arrays())})
 
     def take_progress(self, counts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
@@ -245,7 +250,7 @@ class NumpyOptimizer(RunState):
 
     @property
     def learning_rate(self) -> float:
-        return self.rule.lr
+        return float(self.rule.lr)
 
     def announce(self) -> None:
         pass

@@ -157,6 +157,7 @@ class HorovodCollectives:
         self.process_set = process_set
         self.name = name
         self.groups = [self]
+        self._hosts: object = None  # of which workers the other groups are
         self.lock = threading.Lock()
         self._started: list[Handle] = []
         self._functions: dict[str, Any] = {}
@@ -186,11 +187,13 @@ class HorovodCollectives:
         return host_number(), int(hvd.local_size())
 
     def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives]:
-        host = next(ranks for ranks in places if self.rank in ranks)
-        place = host.index(self.rank)
-        groups = Group(self, host), Group(self, sorted(ranks[place] for ranks in places))
-        self.groups[1:] = groups
-        return groups
+        key = self.rank, [list(ranks) for ranks in places]
+        if key != self._hosts:  # or the groups that another exchange has would be forgotten
+            host = next(ranks for ranks in places if self.rank in ranks)
+            place = host.index(self.rank)
+            self.groups[1:] = Group(self, host), Group(self, sorted(ranks[place] for ranks in places))
+            self._hosts = key
+        return self.groups[1], self.groups[2]
 
     def _start(self, kind: str, array: NDArray) -> Handle:
         handle = Handle(self, kind, array)

@@ -371,6 +371,7 @@ class Compressor(RunState):
         assert self.coded is not None
         at = {name: place for place, name in enumerate(self._names(indices))}
         with self.collectives.lock:
+            self.errand.close()  # an average that was interrupted takes back its own messages, before new ones leave
             self.go_to(None)
             ready = self.coded.ready(at)
             if (plan := self.coded.begin(ready)) is not None:

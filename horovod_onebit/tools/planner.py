@@ -168,7 +168,7 @@ class Plan:
         exact, few = (1e3 * step for step in (self._of("float32").step, self.warmup.step))
         return (
             f"In the warm-up, some 200 steps by default, a step takes {exact:,.0f} ms; with "
-            f'Recipe(warmup="three_bit"), in PyTorch, {few:,.0f} ms after ten of them.'
+            f'Recipe(warmup="three_bit") {few:,.0f} ms after ten of them.'
         )
 
     def as_dict(self) -> dict[str, object]:

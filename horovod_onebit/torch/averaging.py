@@ -76,7 +76,7 @@ def _around(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]
     return [found for found in all_of_them if not own.isdisjoint(map(id, found.parameters()))]
 
 
-def _kinds(kind: type) -> Iterator[type]:
+def _kinds(kind: type[Any]) -> Iterator[type[Any]]:
     yield kind
     for derived in kind.__subclasses__():
         yield from _kinds(derived)

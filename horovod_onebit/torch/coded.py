@@ -57,7 +57,7 @@ class Coded:
     @property
     def elements(self) -> int:
         """See ``CodedMean.elements``."""
-        return self._mean.elements
+        return self._mean.elements if self._loads == self._parameters.loads else 0
 
     @torch.no_grad()
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
