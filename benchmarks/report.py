@@ -159,8 +159,9 @@ seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begi
 bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit")` and
 `compression=hvd.Compression.fp16`). `onebit local 8` is `schedule=Local()`: at so few steps, its second moments are not
 frozen yet, and its rounds have 4 steps. `onebit local 16` is `Local(every=16, freeze=0)`, whose moments stay each
-worker's own, with rounds of 16. The clock stands still during evaluations. Brackets hold the smallest and the largest
-of the seeds; ratios are taken within a seed.
+worker's own, with rounds of 16. DiLoCo has the published outer rate and momentum, which are not the best ones
+for short runs ([study 18](studies.md#18-diloco-and-powersgd-at-their-best)). The clock stands still during
+evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
 
 {tables}
 
