@@ -48,7 +48,8 @@ def load_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *
 
     ``optimizer`` is built as the one that was saved: hyperparameters, the learning rate of now among them, are not in
     the file. With as many workers as saved it, the run continues bit for bit; with another number, the residuals of all
-    workers are redistributed, and where gradients travel in few bits, ten steps are exact. ``previous`` loads the checkpoint before the last one.
+    workers are redistributed, and where gradients travel in few bits, ten steps are exact. ``previous`` loads
+    the checkpoint before the last one.
 
     Raises ``CheckpointError`` on all workers if a file is missing, damaged or of something else, or does not fit the
     weights and the optimizer of some worker (names, shapes, the rule, the schedule), and if the exchange of a
