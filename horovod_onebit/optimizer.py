@@ -165,9 +165,9 @@ class NumpyOptimizer(RunState):
         return self._stepwise and any(t.layer is not None and t.layer[COUNT] for t in self._large)
 
     def state(self) -> dict[str, Any]:
-        """All that this worker has to know to continue bit for bit, but the weights and hyperparameters, with the
-        learning rate of now: counters for JSON, and copies of named arrays. Each worker has its own, and saves it beside the
-        weights. Local.
+        """All that this worker has to know to continue bit for bit, but the weights and hyperparameters, the learning
+        rate of now among them: counters for JSON, and copies of named arrays. Each worker has its own, and saves it
+        beside the weights. Local.
 
         Raises ``ConfigurationError`` between the exchanges of ``Local`` and ``ZeroOne``: call ``flush()`` before.
         """
