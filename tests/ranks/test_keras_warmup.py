@@ -185,6 +185,39 @@ def test_a_step_that_is_interrupted(hidden, settles):
     assert_replicas_equal(model)
 
 
+def test_an_average_that_is_interrupted_when_its_messages_have_left():
+    """They are taken back before those of the next step leave: the run goes on as if there had been no such step."""
+
+    def run(interrupted):
+        model = build(hidden=(96, 64, 48))
+        recipe = replace(THREE, bucket_size=2048, block_size=64)
+        optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=recipe)
+
+        def step(number):
+            grads, _ = gradients(model, *batch(number))
+            grads[2] = tf.zeros_like(
+                grads[2]
+            )  # nothing is learned of it: its mean is exact, after the others have left
+            optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+        for number in range(FIRST + 3):
+            step(number)
+        compressor = optimizer._compressor
+        if interrupted:
+            collectives, own = compressor.collectives, compressor.collectives.fuse
+            collectives.fuse = lambda kinds: 1 / 0 if compressor.under_way is None else own(kinds)
+            with pytest.raises(ZeroDivisionError):
+                step(20)
+            del collectives.fuse
+        step(FIRST + 3)
+        return weights(model), compressor.coded.engine.feedback.state_dict()
+
+    found, expected = run(True), run(False)
+    np.testing.assert_allclose(found[0], expected[0], atol=1e-5)
+    for name, value in expected[1].items():
+        assert np.mean(np.abs(found[1][name] - value)) < 1e-3
+
+
 def test_a_state_that_one_worker_loads_and_broadcasts():
     """That worker has learned nothing of it: all begin anew."""
     model = build()

@@ -331,6 +331,18 @@ def test_what_is_sent():
     assert_replicas_equal(model)
 
 
+def test_what_is_counted_when_a_state_was_loaded():
+    """Its exact steps come again."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=60, recipe=THREE)
+    train(model, optimizer, FIRST + 2)
+    assert optimizer.stats().coded_parameters > 0
+    optimizer.load_state_dict(optimizer.state_dict())
+    assert optimizer.stats().coded_parameters == 0
+    train(model, optimizer, 2)
+    assert optimizer.stats().coded_parameters == 0
+
+
 ANY = [
     (torch.optim.RMSprop, {"lr": 1e-3}),
     (torch.optim.Adafactor, {"lr": 1e-2}),

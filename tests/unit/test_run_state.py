@@ -211,6 +211,9 @@ WRONG = {
     "other shapes": ({"shapes": {**SHAPES, "long": (1004,)}}, None, r"another model: long is \(1003,\) float32 there"),
     "another rule": ({"rule": LAMB(lr=0.01)}, None, r"another optimizer: it lacks layer/"),
     "a rule alike": ({"rule": Lion(lr=0.01)}, None, r"optimizer: the rule is adam there, expected lion"),
+    "another schedule": (
+        {"schedule": Gradients(), "warmup_steps": None}, None, r"the schedule is None there, expected Gradients\(",
+    ),
     "rounds": ({"schedule": Local(), "warmup_steps": None}, None, r"optimizer is with schedule=Local\(...\): build"),
     "another space": ({"recipe": MOMENTUM}, None, r"of space='momentum': build"),
     "a missing file": ({}, lambda folder, key: files.worker_file(folder, key, 1).unlink(), r"worker-0001.* not exist"),
