@@ -130,12 +130,12 @@ class CodedMean:
         arrays of the rest. None on all workers, and nothing has changed, if something of some worker is not finite.
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
-        ready = [tensor.name for tensor in self.ready(units)]
+        ready = self.ready(units)
         learning = [name for name, unit in units.items() if unit.variance_steps < FIRST]
         own, means = [*(grads[name] for name in learning), *others], list[Array]()
         beside = self._exact(own, means)
         if ready:
-            finite = yield from self.mean([units[name] for name in ready], [grads[name] for name in ready], beside)
+            finite = yield from self.mean(ready, [grads[tensor.name] for tensor in ready], beside)
         else:
             finite = yield from beside
         if not finite:
@@ -143,7 +143,7 @@ class CodedMean:
         found = dict(zip(learning, means, strict=False))
         told = {name: mean for name, mean in found.items() if mean.any()}
         self.observe([units[name] for name in told], list(told.values()))
-        return found | {name: units[name].weight for name in ready}, means[len(learning) :]
+        return found | {tensor.name: tensor.weight for tensor in ready}, means[len(learning) :]
 
     def _exact(self, own: Sequence[Array], means: list[Array]) -> Task[bool]:
         """Start the exact means of ``own``; the task puts them into ``means``, and says whether they are finite."""

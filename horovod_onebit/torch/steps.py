@@ -90,13 +90,13 @@ class Steps(RunState):
         run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
 
     def stats(self, norms: bool) -> Stats:
-        compressible, coded = self.parameters.compressible, self.gradients.coded
+        compressible = self.parameters.compressible
         return self.engine.stats(
             phase=self.phase.value,
             step=self.parameters.steps,
             parameters=sum(p.numel() for p in self.parameters.exact_steps),
             compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
-            coded=0 if coded is None else coded.elements,
+            coded=0 if self.coded is None else self.coded.elements,
             norms=norms,
         )
 
