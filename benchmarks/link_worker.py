@@ -14,13 +14,13 @@ import horovod.torch as hvd
 import numpy as np
 import torch
 import torch.distributed as dist
-from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.algorithms.ddp_comm_hooks import default_hooks
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
-from benchmarks.diloco import DiLoCo
 from benchmarks.link_job import MODELS, RX, finish, limited, parse, take_core
 from benchmarks.measure import Way
+from benchmarks.peers import DiLoCo, over_horovod, powersgd
 from horovod_onebit import wire
 from horovod_onebit.coded import FIRST
 from horovod_onebit.layout import TensorSpec, plan
@@ -133,7 +133,7 @@ def local(every: int, *, exact: Any = None, **options: Any) -> Make:
 def diloco(every: int) -> Make:
     def make(name: str, data: torch.Tensor, way: str) -> Way:
         model = build(name)
-        return whole_rounds(model, DiLoCo(adamw(model), every, name=way), data, every)
+        return whole_rounds(model, DiLoCo(adamw(model), every, over_horovod(way)), data, every)
 
     return make
 
@@ -144,14 +144,6 @@ def start_gloo(hosts: str) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "e0"
     address = f"tcp://{hosts.split(',')[0]}:29555"
     dist.init_process_group("gloo", init_method=address, rank=hvd.rank(), world_size=hvd.size())
-
-
-def powersgd(module: torch.nn.Module, rank: int, start: int) -> DistributedDataParallel:
-    """Compressed from step ``start`` on."""
-    model = DistributedDataParallel(module, bucket_cap_mb=1000)  # over Gloo it crashes with more than one bucket
-    state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
-    model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return model
 
 
 HOOKS: dict[str | None, Any] = {

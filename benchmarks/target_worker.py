@@ -19,10 +19,10 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from benchmarks.diloco import DiLoCo
 from benchmarks.link_job import received, take_core
-from benchmarks.link_worker import named, powersgd, start_gloo
+from benchmarks.link_worker import named, start_gloo
 from benchmarks.measure import Loaded, Workers, order, others, refuse, usage
+from benchmarks.peers import DiLoCo, over_horovod, powersgd
 from horovod_onebit import Recipe
 from jobs.data import Task, load
 from jobs.options import Options, parse
@@ -85,7 +85,7 @@ def local(every: int, **options: Any) -> Make:
 
 
 def diloco(every: int) -> Make:
-    return lambda module, optimizer, name: Trained(module, module, DiLoCo(optimizer, every, name=name), every)
+    return lambda module, optimizer, name: Trained(module, module, DiLoCo(optimizer, every, over_horovod(name)), every)
 
 
 WAYS: dict[str, Make] = {

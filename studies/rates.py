@@ -10,7 +10,7 @@ import copy
 import json
 import math
 import sysconfig
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
@@ -104,14 +104,10 @@ def cells() -> Iterator[Cell]:
                 yield Cell(task, workers, rate, warmup, seed)
 
 
-def documentation() -> str:
-    """The documentation that comes with Python: of its help, and of the modules of its standard library."""
-    from pydoc_data.topics import topics
-
-    found = [topics[name] for name in sorted(topics)]
-    library = Path(sysconfig.get_path("stdlib"))
-    for file in sorted(library.rglob("*.py")):
-        if {"site-packages", "dist-packages", "test", "tests", "idlelib"} & set(file.relative_to(library).parts):
+def docstrings(folder: Path, apart: Collection[str] = ()) -> Iterator[str]:
+    """Those of the modules in ``folder``, but for the ones in folders of the names ``apart``."""
+    for file in sorted(folder.rglob("*.py")):
+        if not set(apart).isdisjoint(file.relative_to(folder).parts):
             continue
         try:
             tree = ast.parse(file.read_text(encoding="utf-8"))
@@ -119,8 +115,16 @@ def documentation() -> str:
             continue
         kinds = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
         texts = (ast.get_docstring(node) for node in ast.walk(tree) if isinstance(node, kinds))
-        found += [text for text in texts if text]
-    return "\n\n".join(found)
+        yield from (text for text in texts if text)
+
+
+def documentation() -> str:
+    """The documentation that comes with Python: of its help, and of the modules of its standard library."""
+    from pydoc_data.topics import topics
+
+    found = [topics[name] for name in sorted(topics)]
+    apart = ("site-packages", "dist-packages", "test", "tests", "idlelib")
+    return "\n\n".join([*found, *docstrings(Path(sysconfig.get_path("stdlib")), apart)])
 
 
 def source() -> str:

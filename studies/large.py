@@ -1,0 +1,194 @@
+"""Study 19: a GPT of 9 M parameters on all the text at hand, 5,120 steps; by torchrun, on a GPU if there is one.
+
+    python -m studies.large [--seeds 0 1] [--ways exact onebit] [--at-once 1]     makes the runs, and keeps them
+
+On a GPU a run takes minutes; on two cores it takes hours.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, field
+from functools import cache
+from itertools import product
+from pathlib import Path
+from statistics import mean
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from horovod_onebit.recipe import Recipe
+from horovod_onebit.schedule import Local
+from jobs.data import Task
+from jobs.processes import packages, result
+from jobs.processes import run as finished
+from studies import report
+from studies.rates import RUNS, beside, docstrings, documentation, kept
+from studies.translation import ENGLISH, bible, learned
+
+STEPS, LOOK, RISE, RATE = 5120, 320, 100, 2e-3
+"""Multiples of each way's rounds; the rate rises, and then falls along a cosine."""
+ROWS, LENGTH, TEST_ROWS, TOKENS = 64, 128, 512, 4096
+"""Of a batch, of all workers together; and the byte pairs of the vocabulary."""
+WIDTH, LAYERS, HEADS = 320, 6, 5
+SEEDS = (0, 1)
+PACKAGES = ("keras", "matplotlib", "networkx", "numpy", "scipy", "sklearn", "sympy", "tensorflow", "torch")
+"""Whose documentation is read besides that of Python, and the King James Version."""
+TEXT = RUNS / "large" / "text.npy"
+
+
+@dataclass(frozen=True)
+class Way:
+    """A row of the table: what trains, in so many ``processes``; ``bits`` a parameter and step, where a method's are
+    known beforehand."""
+
+    text: str
+    processes: int = 2
+    rate: float = RATE
+    bits: float | None = None
+    options: dict[str, Any] | None = field(default=None, hash=False)
+    rank: int = 0
+    every: int = 0
+    outer: tuple[float, float] = (0.7, 0.9)
+
+
+WAYS = {
+    "exact": Way("exact Adam", 1, bits=32),
+    "exact 0.001": Way("exact Adam at a rate of 0.001", 1, 1e-3, bits=32),
+    "exact 0.004": Way("exact Adam at a rate of 0.004", 1, 4e-3, bits=32),
+    "onebit": Way("one bit", options={}),
+    "three bits": Way('one bit, `warmup="three_bit"`', options={"recipe": Recipe(warmup="three_bit")}),
+    "local": Way("`Local()`: rounds of 8", options={"schedule": Local()}),
+    "local 64": Way("`Local(every=64)`", options={"schedule": Local(every=64)}),
+    "powersgd 4": Way("PowerSGD of rank 4", rank=4),
+    "diloco 16": Way("DiLoCo, rounds of 16", every=16, bits=32 / 16),
+    "diloco 16 plain": Way("DiLoCo, rounds of 16, outer rate 1, no momentum", every=16, outer=(1.0, 0.0), bits=32 / 16),
+    "diloco 64": Way("DiLoCo, rounds of 64", every=64, bits=32 / 64),
+    "onebit of 4": Way("one bit, four workers", 4, options={}),
+}  # fmt: skip
+SECOND = ("exact", "onebit", "three bits", "local")
+"""Run with all of SEEDS; the others with the first."""
+
+
+def text() -> NDArray[np.uint16]:
+    """The tokens of all texts; kept, since they take minutes."""
+    if not TEXT.exists():
+        import importlib.util
+
+        folders = [Path(str(importlib.util.find_spec(name).origin)).parent for name in PACKAGES]  # type: ignore[union-attr]
+        texts = ["\n".join(bible(ENGLISH).values()), documentation(), *("\n\n".join(docstrings(f)) for f in folders)]
+        tokens = learned(texts, TOKENS)
+        found = np.concatenate([np.asarray(tokens.encode(one).ids, np.uint16) for one in texts])
+        TEXT.parent.mkdir(parents=True, exist_ok=True)
+        np.save(TEXT, found)
+    return np.asarray(np.load(TEXT), np.uint16)
+
+
+@cache
+def data() -> Task:
+    """Rows of tokens, and the tokens that follow; those of tests are drawn at random."""
+    ids = text()
+    rows = (len(ids) - 1) // LENGTH
+    x, y = (ids[at : at + rows * LENGTH].reshape(rows, LENGTH) for at in (0, 1))
+    order = np.random.default_rng(0).permutation(rows)
+    test, train = np.sort(order[:TEST_ROWS]), np.sort(order[TEST_ROWS:])
+    return Task(*(part.astype(np.int64) for part in (x[train], y[train], x[test], y[test])), TOKENS)
+
+
+def rate_at(step: int, rate: float) -> float:
+    """The learning rate of ``step``, from 0."""
+    if step < RISE:
+        return rate * (step + 1) / RISE
+    return rate * 0.5 * float(1 + np.cos(np.pi * (step - RISE) / (STEPS - RISE)))
+
+
+def todo(names: Sequence[str] = tuple(WAYS), seeds: Sequence[int] = SEEDS) -> list[tuple[str, int]]:
+    """The runs of these ways and seeds that the page shows."""
+    return [(name, seed) for seed, name in product(seeds, names) if seed == SEEDS[0] or name in SECOND]
+
+
+def measured(one: tuple[str, int]) -> dict[str, Any]:
+    """The result of a way with a seed, by processes of torchrun."""
+    name, seed = one
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(Path(__file__).with_name("large_worker.py"))
+    command = [*torchrun, "--nproc-per-node", str(WAYS[name].processes), script, name, str(seed)]
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages()}
+    run = lambda: dict(result(finished(command, env, timeout=10 * 3600)))  # noqa: E731
+    return kept(f"large/{name.replace(' ', '-')}-{seed}", run)
+
+
+def bits(name: str, found: dict[str, Any]) -> float:
+    """What a worker sends in a step for a parameter."""
+    known = WAYS[name].bits
+    return found["bits"] if known is None else known
+
+
+def _rows(found: dict[tuple[str, int], dict[str, Any]]) -> Iterator[list[str]]:
+    exact = [found["exact", seed]["loss"] for seed in SEEDS]
+    for name, way in WAYS.items():
+        seeds = [seed for seed in SEEDS if (name, seed) in found]
+        losses = [found[name, seed]["loss"] for seed in seeds]
+        base = mean(exact[: len(losses)])
+        each = [*(f"{loss:.3f}" for loss in losses), *["" for _ in SEEDS[len(seeds) :]]]
+        times = 32 / bits(name, found[name, seeds[0]])
+        last = f"{base:.3f}" if name == "exact" else beside(mean(losses), base)
+        yield [way.text, f"{times:.1f}", *each, last, f"{100 * mean(found[name, s]['accuracy'] for s in seeds):.1f} %"]
+
+
+def _curves(found: dict[tuple[str, int], dict[str, Any]]) -> str:
+    """Test loss by step, and by the bytes that a worker has sent until then."""
+    figure, (by_step, by_bytes) = report.axes(ncols=2, figsize=(10, 4), sharey=True)
+    for name, way in WAYS.items():
+        if name.startswith("exact ") or way.processes > 2:
+            continue
+        run = found[name, SEEDS[0]]
+        steps = range(LOOK, STEPS + 1, LOOK)
+        by_step.plot(steps, run["losses"], label=way.text.replace("`", ""))
+        sent = run.get("sent") or [bits(name, run) / 8 * step for step in steps]
+        by_bytes.plot(np.array(sent) * run["parameters"] / 1e6, run["losses"])
+    by_step.set(xlabel="step", ylabel="test loss, nats a token", ylim=(None, 6))
+    by_bytes.set(xlabel="megabytes that a worker has sent", xscale="log")
+    by_step.legend()
+    return report.save(figure, "large")
+
+
+def run() -> str:
+    """The section of the page."""
+    found = {one: measured(one) for one in todo()}
+    first = found["exact", SEEDS[0]]
+    head = ["", "times fewer bits, whole run", *(f"seed {seed}" for seed in SEEDS), "mean test loss", "right"]
+    text_of = f"{first['tokens'] / 1e6:.0f} million tokens (byte pairs, a vocabulary of {TOKENS:,})"
+    text = [
+        "## 19. A larger model, for longer",
+        f"A GPT of {first['parameters'] / 1e6:.1f} M parameters ({LAYERS} layers of width {WIDTH}) on the King James "
+        f"Version and the documentation of Python and of {', '.join(PACKAGES)}: {text_of}. {STEPS:,} steps of AdamW "
+        f"with {ROWS} rows of {LENGTH} tokens for all workers together, at a rate of {RATE:g} unless told otherwise. "
+        f"Two processes of torchrun, with models on a GPU ({first['device']}). One bit begins after "
+        '`warmup_steps="auto"`, PowerSGD (PyTorch\'s own) after 300 steps. DiLoCo has its published outer rate and '
+        "momentum unless told otherwise. Exact Adam stands for float32 and float16 alike; its bits are those of "
+        "float32.",
+        report.table(head, _rows(found)),
+        _curves(found),
+    ]
+    return "\n\n".join(text) + "\n"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, nargs="*", default=SEEDS)
+    parser.add_argument("--ways", nargs="*", default=tuple(WAYS), choices=WAYS)
+    parser.add_argument("--at-once", type=int, default=1, help="runs beside each other")
+    options = parser.parse_args()
+    text()
+    with ProcessPoolExecutor(options.at_once) as pool:
+        list(pool.map(measured, todo(options.ways, options.seeds)))
+
+
+if __name__ == "__main__":
+    main()
