@@ -19,7 +19,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 
-from jobs.demo import LAUNCHERS, run
+from jobs.demo import LAUNCHERS, parse, run
 
 RESULTS = Path(__file__).parent / "results" / "gpu_training.json"
 
@@ -30,11 +30,10 @@ def train(
     """One job: its losses, the last line of its metrics, and whether the replicas were equal."""
     with tempfile.TemporaryDirectory() as folder:
         weights = str(Path(folder, "{rank}.npz"))
-        more = ["--device", device, "--width", str(width), "--batch-size", str(batch), "--save-weights", weights]
-        options = argparse.Namespace(
-            framework="torch", task="charlm", np=processes, backend="gloo", recipe="robust",
-            steps=steps, warmup_steps=50, output=Path(folder), more=more,
-        )  # fmt: skip
+        job = ["--device", device, "--width", str(width), "--batch-size", str(batch), "--save-weights", weights]
+        own = ["--task", "charlm", "--steps", str(steps), "--warmup-steps", "50", "--warmup", "exact"]
+        options = parse([*own, "--launcher", launcher, "--output", folder, *job])
+        options.np = processes
         done = run(options, "onebit", seed, launcher=launcher)
         ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)]
         equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks for name in ranks[0].files)

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu_training
 from jobs.demo import parse
 from jobs.processes import ROOT, run
 from tests.long import LONG
@@ -145,6 +146,13 @@ def test_a_short_demo_imports_no_horovod(tmp_path, monkeypatch):
     assert sorted(file.name for file in output.iterdir()) == [
         "torch-mlp-none-0.jsonl", "torch-mlp-onebit-0.jsonl", "torch-mlp.png",
     ]  # fmt: skip
+
+
+def test_the_training_that_is_measured_on_a_gpu_runs_on_a_cpu():
+    found = gpu_training.train("torchrun", 1, "cpu", steps=3, width=16)
+    assert len(found["losses"]) == 3
+    assert found["last"]["parameters"] > 0
+    assert found["replicas equal"]
 
 
 def test_a_demo_in_keras_is_refused(tmp_path, capsys):

@@ -250,7 +250,7 @@ class _DistributedOptimizer:
         compressor = self._compressor
         residuals = compressor.engine.feedback.state_dict()
         found = {name: torch.from_numpy(value) for name, value in residuals.items()}
-        return found | {feedback.mark(compressor.kind, compressor.workers): torch.empty(0)}
+        return found | {feedback.mark(compressor.kind, compressor.workers): torch.empty(0, device="cpu")}
 
     @outside_inference
     def load_feedback_state_dict(self, state: Mapping[str, torch.Tensor]) -> None:
