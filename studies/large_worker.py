@@ -13,11 +13,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from benchmarks.peers import DiLoCo, powersgd
+from benchmarks.peers import DiLoCo
 from jobs.options import parse
 from studies import large, report
 from studies.magnitudes import networks
-from studies.peers import powersgd_bits
 
 
 def average(tensors: Sequence[torch.Tensor]) -> None:
@@ -28,13 +27,11 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
         tensor /= dist.get_world_size()
 
 
-def made(way: large.Way, module: torch.nn.Module) -> tuple[Any, Any]:
-    """What computes the loss, and what takes the steps. Collective."""
+def made(way: large.Way, module: torch.nn.Module) -> Any:
+    """What takes the steps. Collective."""
     optimizer: Any = torch.optim.AdamW(module.parameters(), lr=way.rate, weight_decay=0.1)
     if way.options is not None:
-        return module, onebit.DistributedOptimizer(optimizer, module.named_parameters(), **way.options)
-    if way.rank:
-        return powersgd(module, way.rank, large.RISE + 200), optimizer
+        return onebit.DistributedOptimizer(optimizer, module.named_parameters(), **way.options)
     return module, DiLoCo(
         optimizer, way.every, average, lr=way.outer[0], momentum=way.outer[1]
     ) if way.every else optimizer
@@ -66,7 +63,7 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
     rank, workers, task = dist.get_rank(), dist.get_world_size(), large.data()
     torch.manual_seed(seed)
     module = networks().CharacterModel(large.TOKENS, large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH).to(device)
-    model, optimizer = made(way, module)
+    optimizer = made(way, module)
     options = parse(["--seed", str(seed), "--batch-size", str(large.ROWS // workers)])
     test = [torch.from_numpy(a).to(device) for a in (task.test_x, task.test_y)]
     losses, sent, seconds = [], [], 0.0
@@ -76,7 +73,7 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
             group["lr"] = large.rate_at(step, way.rate)
         x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, rank, workers))
         optimizer.zero_grad()
-        cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        cross_entropy(module(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         if (step + 1) % large.LOOK == 0:
             if device == "cuda":
@@ -94,12 +91,6 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
     found["device"] = torch.cuda.get_device_name() if device == "cuda" else report.machine()
     if sent:
         found |= {"sent": sent, "bits": 8 * sent[-1] / large.STEPS}
-    if way.rank:
-        exact = large.RISE + 200
-        low = powersgd_bits([tuple(p.shape) for p in module.parameters()], way.rank)
-        found["bits"] = (32 * exact + low * (large.STEPS - exact)) / large.STEPS
-        steps = range(large.LOOK, large.STEPS + 1, large.LOOK)
-        found["sent"] = [4 * min(step, exact) + low / 8 * max(0, step - exact) for step in steps]
     return found
 
 
