@@ -77,11 +77,12 @@ def run(
 
 
 def _job(args: argparse.Namespace, compression: str, seed: int, metrics: Path) -> list[str]:
+    half = ["--half"] if compression == "onebit" and args.warmup != "exact" else []
     often = ["--log-interval", str(max(1, args.steps // 60)), "--eval-interval", str(max(1, args.steps // 6))]
     return [
         sys.executable, str(ROOT / args.framework / "train.py"), "--task", args.task, "--compression", compression,
         "--seed", str(seed), "--steps", str(args.steps), "--warmup-steps", str(args.warmup_steps),
-        "--warmup", args.warmup, "--recipe", args.recipe, "--metrics", str(metrics), *often, *args.more,
+        "--warmup", args.warmup, "--recipe", args.recipe, "--metrics", str(metrics), *half, *often, *args.more,
     ]  # fmt: skip
 
 
@@ -107,7 +108,9 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
     """Say what is going to happen, and for how long."""
     ways = " then ".join(report.NAMES[kind] for kind in args.compressions)
     how = (
-        "exact steps" if args.warmup == "exact" else f"steps, {FIRST} exact ones and others of {args.warmup[:-4]} bits"
+        "exact steps"
+        if args.warmup == "exact"
+        else f"steps, {FIRST} in float16 and the others in {args.warmup[:-4]} bits"
     )
     exact = f" One bit begins after {args.warmup_steps} {how}." if "onebit" in args.compressions else ""
     console.print(

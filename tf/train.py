@@ -41,7 +41,7 @@ def distributed_optimizer(options: Options) -> Any:
         arguments["momentum"] = options.momentum
     return onebit.DistributedOptimizer(
         kind(**arguments),
-        compression=hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
+        compression=hvd.Compression.fp16 if options.half or options.compression == "fp16" else hvd.Compression.none,
         warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
         recipe=recipe_of(options),
     )
