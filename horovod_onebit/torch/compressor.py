@@ -281,7 +281,7 @@ class Compressor(Steps):
 
     def start_exact(self) -> Task[bool]:
         self._now.compresses = True
-        return self.gradients.start_fused(self._exact())  # unscaled: workers may have different scales
+        return self.gradients.means.fused(self._exact(), self.gradients.generation)  # unscaled: scales may differ
 
     def own_gradients(self) -> Mapping[int, Array]:
         self.parameters.pull()

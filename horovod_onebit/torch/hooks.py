@@ -28,7 +28,7 @@ from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Generation, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule
-from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.tasks import Task
 from horovod_onebit.torch import exact
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
@@ -82,6 +82,7 @@ class Gradients:
         automatic: ``step()`` synchronizes.
         passes: backward passes that make a step.
         recallable: see ``agreement.Compared``.
+        means: the exact averages of the warm-up, and of what is not compressed after it.
         coded: averages gradients of the warm-up in few bits; None if they are averaged exactly.
     """
 
@@ -96,7 +97,7 @@ class Gradients:
         self.passes = arguments.backward_passes_per_step
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
-        self._means = exact.means(arguments, engine, parameters.names)
+        self.means = exact.means(arguments, engine, parameters.names)
         self._generation = Generation()  # of averages
         self._sends_early = overlap
         self._averages_early = overlap
@@ -138,7 +139,7 @@ class Gradients:
         self._forget_coded(parameters)
         for p in parameters:
             self._watched.pop(p, None)
-            self._means.forget(p)
+            self.means.forget(p)
             if p in _owners and _owners[p][1]() is self:
                 _owners.pop(p)[0].remove()
 
@@ -183,8 +184,8 @@ class Gradients:
             if self.coded is not None and self._proven:
                 self.coded.computed(p, self._in_few_bits)
         elif self.coded is None or not self._arguments.transport.in_order:
-            self._means.begin(self._exact, self.generation)
-            self._means.computed(p, self.generation)
+            self.means.begin(self._exact, self.generation)
+            self.means.computed(p, self.generation)
 
     def _densify(self, p: torch.Tensor) -> None:
         if p.grad is None or not p.grad.is_sparse:
@@ -242,7 +243,7 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
-            stale = self._means.stale(self._exact)
+            stale = self.means.stale(self._exact)
             return bool(changed) or stale or (self.coded is not None and self.coded.stale(self._in_few_bits))
         if plan is None:
             if changed:
@@ -278,7 +279,7 @@ class Gradients:
         """
         exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
-            yield from self._means.recall(exact, self.generation)
+            yield from self.means.recall(exact, self.generation)
             if self.coded is not None:
                 yield from self.coded.recall(self._overwritten())
         arrive = self._mean(exact)
@@ -294,7 +295,7 @@ class Gradients:
     def _mean(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
         """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
         they are finite when they have arrived, where somebody asks."""
-        yield from self._means.start(exact, self.generation)
+        yield from self.means.start(exact, self.generation)
         return self.coded is None or all_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:
@@ -310,30 +311,6 @@ class Gradients:
 
     def _name(self, p: torch.Tensor) -> str:
         return self._parameters.names[p]
-
-    def start_fused(self, parameters: Sequence[torch.Tensor]) -> Task[bool]:
-        """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
-
-        The task that is returned waits, stores the averages, and says whether all of them are finite.
-        """
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p in parameters:
-            by_dtype.setdefault(p.dtype, []).append(p)
-        waiting = []
-        for dtype, group in by_dtype.items():
-            fused = torch.cat([exact.gradient_of(p).reshape(-1) for p in group])
-            waiting.append((group, *self._means.allreduce(fused, f"exact.{self.generation}.{dtype}")))
-
-        return self._store(waiting)
-
-    def _store(self, waiting: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
-        finite = True
-        for group, handle, context in waiting:
-            flat = self._means.decompress((yield handle), context).to(group[0].dtype)
-            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                p.grad = part.view(p.shape)
-            finite &= bool(torch.isfinite(flat).all())
-        return finite
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 
@@ -370,7 +347,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget gradients that were computed and not yet used."""
-        self._means.drop()
+        self.means.drop()
         self._watched = dict.fromkeys(self._watched, self.passes)
         if self.where is Where.LOCAL:
             self.where = Where.NOWHERE
@@ -390,7 +367,7 @@ class Gradients:
 
     @torch.no_grad()
     def _cancel(self, *, by_all: bool, restore: bool) -> None:
-        self._generation.cancelled(by_all=by_all, under_way=self._means.begun)
+        self._generation.cancelled(by_all=by_all, under_way=self.means.begun)
         self._engine.cancel(by_all=by_all, restore=restore)
         if self.coded is not None:
             self.coded.cancel(by_all=by_all)
@@ -418,7 +395,7 @@ class Gradients:
 
     def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are averaged no more."""
-        self._means.rest()
+        self.means.rest()
         self._forget_coded(parameters)
 
     def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -462,14 +439,7 @@ def _coding(rule: Rule) -> dict[str, object]:
 def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    grads = [g._values() if g.is_sparse else g for g in grads]
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for g in grads:
-        sums.setdefault(g.device, []).append(g.sum(dtype=torch.float32))
-    # NaN and Inf show in a sum. A sum of finite numbers may overflow: only then does every element count.
-    if all(bool(torch.isfinite(torch.stack(each)).all()) for each in sums.values()):
-        return True
-    return all(bool(torch.isfinite(g).all()) for g in grads)
+    return exact.finite([g._values() if g.is_sparse else g for g in grads])
 
 
 def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
