@@ -66,7 +66,7 @@ class Plan:
 class Generation:
     """In the names of messages, which workers can exchange only if it is the same: the names of those that were
     cancelled under way are not free yet. It counts the times that all workers have cancelled together, and the times
-    that this one has since."""
+    that this one has since; ``text`` is both."""
 
     def __init__(self) -> None:
         self.reset()
@@ -74,6 +74,7 @@ class Generation:
     def reset(self) -> None:
         """There are other workers now, which have cancelled nothing."""
         self._by_all = self._by_me = 0
+        self.text = "0.0"
 
     def cancelled(self, *, by_all: bool, under_way: bool) -> None:
         """Something was, if there was anything ``under_way``."""
@@ -81,9 +82,7 @@ class Generation:
             self._by_all, self._by_me = self._by_all + 1, 0
         else:
             self._by_me += under_way
-
-    def __str__(self) -> str:
-        return f"{self._by_all}.{self._by_me}"
+        self.text = f"{self._by_all}.{self._by_me}"
 
 
 class _Sent:
@@ -205,6 +204,7 @@ class Engine:
         self.weighing: Weighing | None = None  # of the residuals, where it is known
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
+        self._bytes: list[tuple[int, int]] = []  # of each message: those that leave, and what float32 would need
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
@@ -351,6 +351,10 @@ class Engine:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
+        self._bytes = [
+            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
+            for bucket in layout.buckets
+        ]
         if on_device != [message.on_device for message in self._messages]:
             stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
@@ -406,7 +410,7 @@ class Engine:
     @property
     def generation(self) -> str:
         """See ``Generation``."""
-        return str(self._generation)
+        return self._generation.text
 
     @property
     def under_way(self) -> bool:
@@ -460,8 +464,7 @@ class Engine:
         item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout, plan.number)
-        fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
-        self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
+        self.traffic.add(*self._bytes[bucket_index])
 
     def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Send what of ``plan`` was not sent before, if it may leave now."""
@@ -561,7 +564,7 @@ class Engine:
 
     def _send_all(self, grads: Mapping[int, Array], plan: Plan) -> None:
         assert self.layout is not None
-        for index in self._in_turn(bucket.index for bucket in self.layout.buckets):
+        for index in self._in_turn(range(len(self.layout.buckets))):
             if index not in self._sent:
                 self.send(index, grads, plan)
         self._leave(self._sent.values())
@@ -598,7 +601,7 @@ class Engine:
             return
         key = number, self.generation
         if key != self._turn[0]:
-            self._turn = key, deque(self._in_turn(bucket.index for bucket in layout.buckets))
+            self._turn = key, deque(self._in_turn(range(len(layout.buckets))))
         waiting = self._turn[1]
         while waiting:
             item = self._sent.get(waiting[0])

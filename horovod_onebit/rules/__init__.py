@@ -13,7 +13,7 @@ that is all that the frameworks' packages need in order to wrap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -100,24 +100,34 @@ class Context:
     def codec(self) -> Codec:
         return codecs.find(self.recipe.codec)
 
-    def remembered(self, key: tuple[Hashable, ...], make: Callable[[], P]) -> P:
-        """What ``make()`` gave for the same ``key``: scalars, which are the same for all tensors of a rule that have
-        taken the same steps."""
-        found = self._remembered.get(key)
-        if found is None:
-            if len(self._remembered) >= REMEMBERED:
-                self._remembered.clear()
-            found = self._remembered[key] = make()
-        return found
+    @cached_property
+    def clip(self) -> float:
+        """The most that a worker contributes of an update."""
+        return self.recipe.clip_for(self.workers)
 
     @cached_property
-    def _remembered(self) -> dict[tuple[Hashable, ...], Any]:
+    def scalars(self) -> dict[tuple[Hashable, ...], Any]:
+        """Those of the last steps, which are the same for all tensors of a rule that have taken the same steps."""
+        return {}
+
+    def remember(self, key: tuple[Hashable, ...], scalars: P) -> P:
+        """Keep ``scalars``, and return them."""
+        if len(self.scalars) >= REMEMBERED:
+            self.scalars.clear()
+        self.scalars[key] = scalars
+        return scalars
+
+    @cached_property
+    def _codings(self) -> dict[tuple[int, Codec | None], Coding]:
         return {}
 
     def coding(self, block_size: int, codec: Codec | None = None) -> Coding:
         """How blocks become records of this worker's ``codec``, or of another."""
-        guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
-        return Coding(codec or self.codec, block_size, guard)
+        found = self._codings.get((block_size, codec))
+        if found is None:
+            guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
+            found = self._codings[block_size, codec] = Coding(codec or self.codec, block_size, guard)
+        return found
 
 
 class Use(NamedTuple):

@@ -317,7 +317,7 @@ class Gradients:
     @property
     def generation(self) -> str:
         """In the names of averages; the same on all workers after each step that all of them refuse."""
-        return str(self._generation)
+        return self._generation.text
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
