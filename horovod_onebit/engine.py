@@ -133,6 +133,12 @@ class _Sent:
             self.arrived = end.value
 
 
+def part_of(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """The elements of ``piece``, as views."""
+    tensor = tensors[piece.tensor]
+    return tensor if piece.stop - piece.start == tensor.weight.size else tensor.part(piece.start, piece.stop)
+
+
 def apply(
     messages: wire.Gathered,
     rules: Sequence[Rule],
@@ -144,8 +150,7 @@ def apply(
     ``Rule.apply``."""
     with context.kernels.batch():
         for piece in messages.bucket.pieces:
-            tensor = tensors[piece.tensor].part(piece.start, piece.stop)
-            old = None if before is None else before[piece.tensor].part(piece.start, piece.stop)
+            tensor, old = part_of(tensors, piece), None if before is None else part_of(before, piece)
             coding = context.coding(piece.block_size, messages.bucket.codec)
             at, innovation = wire.RECORDS + piece.bytes.start, messages.innovation
             rules[piece.tensor].apply(tensor, messages.rows, at, coding, context, old, innovation=innovation)
@@ -157,7 +162,7 @@ def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context
     host = context.kernels.host
 
     def take(piece: Piece, values: Array) -> None:
-        tensor = tensors[piece.tensor].part(piece.start, piece.stop)
+        tensor = part_of(tensors, piece)
         predict = rules[piece.tensor].prediction(context)
         if predict is not None:
             variance = None if tensor.variance is None else host(tensor.variance)
@@ -448,7 +453,7 @@ class Engine:
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
             kernels, pieces = self.context.kernels, message.bucket.pieces
-            tensors = [self.tensors[piece.tensor].part(piece.start, piece.stop) for piece in pieces]
+            tensors = [part_of(self.tensors, piece) for piece in pieces]
             with self.times.measure("encode"), ExitStack() as held:
                 for tensor in tensors if plan.share < 1 else ():
                     held.enter_context(held_back(tensor.residual, plan.share, kernels))
@@ -788,7 +793,7 @@ class Engine:
             return
         message, gradient = item.encoded
         for piece in message.bucket.pieces:
-            tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+            tensor = part_of(self.tensors, piece)
             at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
             item.rules[piece.tensor].restore(tensor, grad, message.row, at, piece.block_size, self.context)
 

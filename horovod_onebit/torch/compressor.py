@@ -293,8 +293,7 @@ class Compressor(Steps):
 
     def exact_step(self) -> None:
         assert self._now.exact_step is not None
-        self.parameters.exact_step_alone(self._now.exact_step)
-        self.parameters.took_exact(self._now.exact)
+        self.parameters.exact_step_alone(self._now.exact_step, self._now.exact)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         self.engine.take_second_moments(seconds)

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
@@ -65,14 +67,21 @@ class _Mark:
 
     grad: torch.Tensor
     version: int
+    address: int  # of which ``values`` are a view; 0 if they are none
+    values: NDArray[Any]
     sample: bytes
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> _Mark:
-        return cls(grad, grad._version, _sample(grad))
+        values = _sample(grad)
+        address = grad.data_ptr() if values.size and grad.is_contiguous() else 0
+        return cls(grad, grad._version, address, values, values.tobytes())
 
     def differs(self, grad: torch.Tensor | None) -> bool:
-        return grad is not self.grad or grad._version != self.version or _sample(grad) != self.sample
+        if grad is not self.grad or grad._version != self.version:
+            return True
+        values = self.values if self.address and grad.data_ptr() == self.address else _sample(grad)
+        return values.tobytes() != self.sample
 
 
 class Gradients:
@@ -91,7 +100,7 @@ class Gradients:
     def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
         self._parameters = parameters
         self._engine = engine
-        self._arguments = arguments
+        self._arguments, self._described = arguments, str(arguments)
         self.where = Where.NOWHERE
         self.automatic = True
         self.passes = arguments.backward_passes_per_step
@@ -103,6 +112,7 @@ class Gradients:
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
+        self._warm = True  # whether this step is one of the warm-up, by its first gradient
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
         self._decided = False  # whether anything may be sent in this step
         self._plan: Plan | None = None  # what is being sent
@@ -161,16 +171,17 @@ class Gradients:
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        self._densify(p)
+        if p.grad is not None and p.grad.is_sparse:
+            self._densify(p)
         self._watched[p] = left
         if self.where is not Where.LOCAL:
             self._parameters.adopt()
             self.where = Where.LOCAL
-            warm = self._sends_early and self._parameters.phase is Phase.WARMUP
-            self._noticed = self._surroundings() if warm else None
+            self._warm = self._parameters.phase is Phase.WARMUP
+            self._noticed = self._surroundings() if self._sends_early and self._warm else None
         if p.grad is None or left:
             return
-        if self._parameters.phase is Phase.WARMUP:
+        if self._warm:
             if self._averages_early:
                 self._marks[p] = _Mark.of(p.grad)
                 self._leave(p)
@@ -188,8 +199,7 @@ class Gradients:
             self.means.computed(p, self.generation)
 
     def _densify(self, p: torch.Tensor) -> None:
-        if p.grad is None or not p.grad.is_sparse:
-            return
+        assert p.grad is not None
         if not self._arguments.sparse_as_dense:
             raise UnsupportedError(
                 f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
@@ -226,8 +236,10 @@ class Gradients:
     def _send(self, bucket: int, plan: Plan) -> None:
         grads = {}
         for number in self._buckets.members[bucket]:
-            self._bindings[number].pull()
-            grads[number] = self._bindings[number].grad()
+            binding = self._bindings[number]
+            if not binding.in_place:
+                binding.pull()
+            grads[number] = binding.grad()
         self._engine.send(bucket, grads, plan)
 
     def _surroundings(self) -> object:
@@ -254,10 +266,8 @@ class Gradients:
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
         if changed or self._version != parameters.version:
             return True
-        # All parameters of a group have the same rule.
         both = zip(plan.rules, parameters.plan().rules, strict=True)
-        pairs = {(id(sent), id(now)): (sent, now) for sent, now in both}
-        return any(_coding(sent) != _coding(now) for sent, now in pairs.values())
+        return any(sent is not now and _coding(sent) != _coding(now) for sent, now in both)
 
     def send_late(self, reason: str, *, averages: bool = False) -> None:
         """From the next step on, send in ``step``: the gradients are not final during backward.
@@ -322,7 +332,7 @@ class Gradients:
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
         coded = "" if self.coded is None else f"{self.coded.describe()} {self.coded.generation}"
-        return f"{self._arguments} {self.passes} {self.generation} {coded}"
+        return f"{self._described} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
         """What ``describe`` is made of, by name."""
@@ -334,7 +344,7 @@ class Gradients:
         """A few values of every averaged gradient: they must be the same on all workers."""
         digest = hashlib.blake2b(digest_size=8)
         for p in self._parameters.exact():
-            digest.update(b"" if p.grad is None else _sample(p.grad))
+            digest.update(b"" if p.grad is None else _sample(p.grad).tobytes())
         return digest.hexdigest()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -417,17 +427,16 @@ def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
             owner()._lost.add(p)
 
 
-def _sample(grad: torch.Tensor) -> bytes:
-    """Some of the values; none of a GPU's, which would have to be waited for."""
+def _sample(grad: torch.Tensor) -> NDArray[Any]:
+    """Some of the values, a view if ``grad`` is contiguous; none of a GPU's, which would have to be waited for."""
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
-        return b""
+        return np.empty(0)
     grad = grad.detach()
     if grad.dtype is torch.bfloat16:
         grad = grad.view(torch.int16)
     if not grad.is_contiguous():
         grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
-    values: bytes = grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)].tobytes()
-    return values
+    return grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)]
 
 
 def _coding(rule: Rule) -> dict[str, object]:

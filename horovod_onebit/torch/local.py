@@ -232,9 +232,11 @@ class LocalParameters(Parameters):
         trained = [b for b in self.bindings.values() if b.tensor.name in rules and b.p.grad is not None]
         with context.kernels.batch():
             for binding in trained:
-                binding.pull()
+                if not binding.in_place:
+                    binding.pull()
                 rules[binding.tensor.name].local_step(binding.tensor, binding.grad(), context)
-                binding.push()
+                if not binding.in_place:
+                    binding.push()
         if trained:
             add_to_all([binding.state["step"] for binding in trained], 1)
 
