@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
 from horovod_onebit.formulas import Formula, of_innovation, resting
-from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding
 from horovod_onebit.recipe import Recipe
 
 HEADROOM = 1024.0
@@ -308,14 +308,14 @@ def listed(framework: str) -> str:
     return "; ".join(module + ", ".join(names) for module, names in by_module.items())
 
 
-def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context) -> list[NDArray[np.float64] | None]:
-    """The sums of squares that each of ``uses`` asks for, (2,), in one batch."""
+def sums(uses: Sequence[Use | None], arrays: Sequence[Arrays], context: Context) -> list[NDArray[np.float64] | None]:
+    """The sums of squares that each of ``uses`` asks for of its ``arrays``, (2,), in one batch."""
     chunks: list[NDArray[np.float64] | None] = []
     with context.kernels.batch():
-        for use, tensor in zip(uses, tensors, strict=True):
-            out = None if use is None else np.empty((num_blocks(tensor.weight.size, CHUNK), 2))
+        for use, each in zip(uses, arrays, strict=True):
+            out = None if use is None else np.empty((-(-each.weight.size // CHUNK), 2))
             if use is not None:
-                context.kernels.sums(*use, tensor.arrays(), out)
+                context.kernels.sums(*use, each, out)
             chunks.append(out)
     return [None if out is None else out.sum(axis=0) for out in chunks]
 
@@ -323,7 +323,7 @@ def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context
 def finish_step(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> None:
     """All parts of ``tensors`` have moved: ``finish`` each, and count the step. ``rules`` are by tensor."""
     uses = [rule.lengths(tensor, context) for rule, tensor in zip(rules, tensors, strict=True)]
-    lengths = sums(uses, tensors, context) if any(uses) else [None] * len(uses)
+    lengths = sums(uses, [tensor.arrays() for tensor in tensors], context) if any(uses) else [None] * len(uses)
     with context.kernels.batch():
         for rule, tensor, found in zip(rules, tensors, lengths, strict=True):
             rule.finish(tensor, found, context)

@@ -225,7 +225,7 @@ class Gradients:
         parameters, layout = self._parameters, self._engine.layout
         if not self._proven or self._engine.workers_changed or parameters.schedule is not None:
             return None
-        if layout is None or not parameters.prepared or not parameters.all_current:
+        if layout is None or not parameters.all_current:
             return None
         self._buckets.start(layout, parameters.bindings)
         self._bindings = list(parameters.bindings.values())

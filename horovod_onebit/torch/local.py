@@ -34,12 +34,12 @@ from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
+from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
-from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
 

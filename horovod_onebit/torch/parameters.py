@@ -364,8 +364,8 @@ class Parameters:
 
     @property
     def all_current(self) -> bool:
-        """Whether ``refresh`` would change nothing."""
-        return not (self.leaving or self._moved() or self.edited())
+        """Whether the engine is prepared for them as they are, and ``refresh`` would change nothing."""
+        return self.prepared and not (self.leaving or self._moved() or self.edited())
 
     def _moved(self) -> list[torch.Tensor]:
         """The compressed parameters that have other memory than the engine, or another state."""
@@ -377,17 +377,22 @@ class Parameters:
     def plan(self, sends: Sends = Sends.CONTRIBUTION, loss_scale: float = 1.0) -> Plan:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
+        groups = self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]
         of: dict[int, Rule] = {}
-        for group in self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]:
+        for group in groups:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, sends)  # type: ignore[arg-type]
-            of.update(dict.fromkeys(map(id, group["params"]), rule))
+            if len(groups) > 1:
+                of.update(dict.fromkeys(map(id, group["params"]), rule))
         # What was taken out of the groups is flushed, which is the same by any rule.
-        return self.engine.plan(sends, [of.get(id(p), rule) for p in self.bindings])
+        return self.engine.plan(
+            sends, [of.get(id(p), rule) for p in self.bindings] if of else [rule] * len(self.bindings)
+        )
 
     def gradients(self) -> Mapping[int, Array]:
-        """The compressed parameters' gradients, by their number."""
+        """The compressed parameters' gradients, by their number; their weights are where the engine works on them."""
+        self.pull()
         return _Gradients(list(self.bindings.values()))
 
     def pull(self) -> None:
