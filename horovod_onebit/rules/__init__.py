@@ -115,17 +115,13 @@ class Context:
         self.scalars[key] = scalars
         return scalars
 
-    @cached_property
-    def _codings(self) -> dict[tuple[int, Codec | None], Coding]:
-        return {}
-
     def coding(self, block_size: int, codec: Codec | None = None) -> Coding:
         """How blocks become records of this worker's ``codec``, or of another."""
-        found = self._codings.get((block_size, codec))
-        if found is None:
-            guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
-            found = self._codings[block_size, codec] = Coding(codec or self.codec, block_size, guard)
-        return found
+        guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
+        return _coding(codec or self.codec, block_size, guard)
+
+
+_coding = cache(Coding)
 
 
 class Use(NamedTuple):

@@ -270,7 +270,7 @@ class Compressor(Steps):
         )
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
-        return self.agreement.finish()
+        return run(self.agreement.answer())
 
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
@@ -389,7 +389,7 @@ class Compressor(Steps):
             bindings = parameters.bindings.values()
             details = [b.detail() for b in bindings]
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
-            parameters.are_prepared()
+            parameters.prepared_for = parameters.version
             self.share_out()
         return plan
 

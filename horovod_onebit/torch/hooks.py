@@ -319,9 +319,6 @@ class Gradients:
     def _takes_coded(self, p: torch.Tensor) -> bool:
         return self.coded is not None and self.coded.takes(p)
 
-    def _name(self, p: torch.Tensor) -> str:
-        return self._parameters.names[p]
-
     # -- what all workers compare ---------------------------------------------------------------------------------
 
     @property
@@ -392,7 +389,7 @@ class Gradients:
         """What was sent has been taken back. Where a gradient was changed in place since, so that its residual was not
         restored, that is zero."""
         lost = self._overwritten()
-        self._engine.feedback.reset([self._name(p) for p in lost])
+        self._engine.feedback.reset([self._parameters.names[p] for p in lost])
         if self.coded is not None:
             self.coded.lose(lost)
 
@@ -410,7 +407,7 @@ class Gradients:
 
     def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.coded is not None:
-            self.coded.forget([self._name(p) for p in parameters])
+            self.coded.forget([self._parameters.names[p] for p in parameters])
 
     def _clear(self) -> None:
         self.drop()

@@ -52,6 +52,7 @@ class Parameters:
         never: those that are never compressed.
         unstarted: those with a momentum that the wrapped optimizer would not have yet.
         version: how often what is trained, or how, has changed.
+        prepared_for: the version that the engine is prepared for.
         lineage: a digest of the state that was loaded, or taken over when the optimizer was wrapped.
         steps: optimizer steps taken.
     """
@@ -89,7 +90,7 @@ class Parameters:
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
-        self._prepared = -1  # the version that the engine is prepared for
+        self.prepared_for = -1
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
         self._described: tuple[Any, str] = (None, "")
@@ -114,7 +115,7 @@ class Parameters:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def exact(self) -> list[torch.Tensor]:
-        compressed = _identities(self.bindings)
+        compressed = set(map(id, self.bindings))  # PyTorch hashes tensors in Python
         return [p for p in self.exact_steps if id(p) not in compressed and p.requires_grad]
 
     def compressible(self, p: torch.Tensor) -> bool:
@@ -127,11 +128,7 @@ class Parameters:
     @property
     def prepared(self) -> bool:
         """Whether nothing has changed since the engine was prepared."""
-        return self._prepared == self.version
-
-    def are_prepared(self) -> None:
-        """The engine was prepared for them as they are."""
-        self._prepared = self.version
+        return self.prepared_for == self.version
 
     def seen(self, p: torch.Tensor) -> int | None:
         """The steps that the second moment of ``p`` has seen, if it is frozen; it is in the state, and goes with it."""
@@ -142,7 +139,7 @@ class Parameters:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
         fresh: list[tuple[Group, torch.Tensor, str]] = []
-        known = _identities(self.exact_steps)
+        known = set(map(id, self.exact_steps))
         names: set[str] | None = None  # that are taken
         for index, group in enumerate(self.optimizer.param_groups):
             for position, p in enumerate(group["params"]):
@@ -172,7 +169,7 @@ class Parameters:
 
     def forget_gone(self) -> set[torch.Tensor]:
         """Forget parameters that were taken out of the groups."""
-        here = _identities(self.ordered())
+        here = set(map(id, self.ordered()))
         gone = {p for p in self.exact_steps if id(p) not in here}
         for p in gone:
             self.bindings.pop(p, None)
@@ -285,7 +282,7 @@ class Parameters:
 
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
         """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
-        other = _identities(edited)
+        other = set(map(id, edited))
         moved = [p for p in self._moved() if id(p) not in other]
         for p in moved:
             self.bind(p)
@@ -679,11 +676,6 @@ class _Gradients(dict[int, Any]):
     def __missing__(self, number: int) -> Any:
         grad = self[number] = self._bindings[number].grad()
         return grad
-
-
-def _identities(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """To look parameters up by, of which there are many in each step: PyTorch hashes tensors in Python."""
-    return set(map(id, parameters))
 
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
