@@ -104,15 +104,16 @@ class Context:
         return self.recipe.clip_for(self.workers)
 
     @cached_property
-    def scalars(self) -> dict[tuple[Hashable, ...], Any]:
-        """Those of the last steps, which are the same for all tensors of a rule that have taken the same steps."""
+    def scalars(self) -> dict[tuple[Hashable, ...], tuple[Rule, Any]]:
+        """Those of the last steps, which are the same for all tensors of a rule that have taken the same steps; and
+        the rule, which has its ``id`` as long as it is here."""
         return {}
 
-    def remember(self, key: tuple[Hashable, ...], scalars: P) -> P:
+    def remember(self, key: tuple[Hashable, ...], rule: Rule, scalars: P) -> P:
         """Keep ``scalars``, and return them."""
         if len(self.scalars) >= REMEMBERED:
             self.scalars.clear()
-        self.scalars[key] = scalars
+        self.scalars[key] = rule, scalars
         return scalars
 
     def coding(self, block_size: int, codec: Codec | None = None) -> Coding:

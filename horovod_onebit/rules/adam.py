@@ -154,10 +154,9 @@ class Adam(Rule):
 
     def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
         """Those of a compressed step, but for ``changes``; made once for all tensors that have taken the same steps."""
-        key = self, tensor.step, tensor.variance_steps, *changes.items()
-        found: Scalars | None = context.scalars.get(key)
-        if found is not None:
-            return found
+        key = id(self), tensor.step, tensor.variance_steps, *changes.items()
+        if (found := context.scalars.get(key)) is not None:
+            return found[1]
         values = {
             "beta1": self.beta1,
             "grad": (1 - self.beta1) * self.grad_scale,
@@ -168,7 +167,7 @@ class Adam(Rule):
             "decay": self.decay,
             "step": self.step_size(tensor),
         }
-        return context.remember(key, scalars(Scalars, **(values | changes)))
+        return context.remember(key, self, scalars(Scalars, **(values | changes)))
 
     def in_space(self, update: Formula, momentum: Formula, tensor: Tensor, context: Context) -> Use:
         """The formula of the two that is for the recipe's space."""
