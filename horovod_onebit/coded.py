@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit.averages import all_finite, start_mean
-from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.engine import Engine, Plan, part_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Lane
 from horovod_onebit.exchange import kind as way_named
@@ -182,7 +182,7 @@ class CodedMean:
         for name, bucket in served.items():  # whose errors are in host memory
             error, at = engine.feedback.residual(name, bucket.size), 0
             for piece in bucket.pieces:
-                part, end = tensors[piece.tensor].part(piece.start, piece.stop), at + piece.stop - piece.start
+                part, end = part_of(tensors, piece), at + piece.stop - piece.start
                 arrays = Arrays(None, error[at:end], host(part.variance), host(part.weight), None)
                 engine.context.kernels.move(*rescales[part.name], arrays)
                 at = end

@@ -210,6 +210,7 @@ class Driver:
         self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: Stepwise | Local | None
     ) -> None:
         self.engine, self.warmup, self.schedule = engine, warmup, schedule
+        self._stepwise = None if isinstance(schedule, Local) else schedule
         self.face: Any = face
         self.frozen = False
         self.rounds: Any = None
@@ -220,10 +221,6 @@ class Driver:
     def sends(self) -> Sends:
         """What the next compressed step sends, the same on all workers."""
         return step_of(self._stepwise, self.engine.exchanges + 1)
-
-    @property
-    def _stepwise(self) -> Stepwise | None:
-        return None if isinstance(self.schedule, Local) else self.schedule
 
     # -- together -------------------------------------------------------------------------------------------------
 

@@ -66,7 +66,7 @@ class Plan:
 class Generation:
     """In the names of messages, which workers can exchange only if it is the same: the names of those that were
     cancelled under way are not free yet. It counts the times that all workers have cancelled together, and the times
-    that this one has since."""
+    that this one has since; ``text`` is both."""
 
     def __init__(self) -> None:
         self.reset()
@@ -74,6 +74,7 @@ class Generation:
     def reset(self) -> None:
         """There are other workers now, which have cancelled nothing."""
         self._by_all = self._by_me = 0
+        self.text = "0.0"
 
     def cancelled(self, *, by_all: bool, under_way: bool) -> None:
         """Something was, if there was anything ``under_way``."""
@@ -81,9 +82,7 @@ class Generation:
             self._by_all, self._by_me = self._by_all + 1, 0
         else:
             self._by_me += under_way
-
-    def __str__(self) -> str:
-        return f"{self._by_all}.{self._by_me}"
+        self.text = f"{self._by_all}.{self._by_me}"
 
 
 class _Sent:
@@ -134,6 +133,12 @@ class _Sent:
             self.arrived = end.value
 
 
+def part_of(tensors: Sequence[Tensor], piece: Piece) -> Tensor:
+    """The elements of ``piece``, as views."""
+    tensor = tensors[piece.tensor]
+    return tensor if piece.stop - piece.start == tensor.weight.size else tensor.part(piece.start, piece.stop)
+
+
 def apply(
     messages: wire.Gathered,
     rules: Sequence[Rule],
@@ -145,8 +150,7 @@ def apply(
     ``Rule.apply``."""
     with context.kernels.batch():
         for piece in messages.bucket.pieces:
-            tensor = tensors[piece.tensor].part(piece.start, piece.stop)
-            old = None if before is None else before[piece.tensor].part(piece.start, piece.stop)
+            tensor, old = part_of(tensors, piece), None if before is None else part_of(before, piece)
             coding = context.coding(piece.block_size, messages.bucket.codec)
             at, innovation = wire.RECORDS + piece.bytes.start, messages.innovation
             rules[piece.tensor].apply(tensor, messages.rows, at, coding, context, old, innovation=innovation)
@@ -158,7 +162,7 @@ def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context
     host = context.kernels.host
 
     def take(piece: Piece, values: Array) -> None:
-        tensor = tensors[piece.tensor].part(piece.start, piece.stop)
+        tensor = part_of(tensors, piece)
         predict = rules[piece.tensor].prediction(context)
         if predict is not None:
             variance = None if tensor.variance is None else host(tensor.variance)
@@ -205,6 +209,7 @@ class Engine:
         self.weighing: Weighing | None = None  # of the residuals, where it is known
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
+        self._bytes: list[tuple[int, int]] = []  # of each message: those that leave, and what float32 would need
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
@@ -351,6 +356,10 @@ class Engine:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
+        self._bytes = [
+            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
+            for bucket in layout.buckets
+        ]
         if on_device != [message.on_device for message in self._messages]:
             stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
@@ -406,7 +415,7 @@ class Engine:
     @property
     def generation(self) -> str:
         """See ``Generation``."""
-        return str(self._generation)
+        return self._generation.text
 
     @property
     def under_way(self) -> bool:
@@ -444,7 +453,7 @@ class Engine:
 
         def encode(message: wire.Message, gradient: Gradient) -> None:
             kernels, pieces = self.context.kernels, message.bucket.pieces
-            tensors = [self.tensors[piece.tensor].part(piece.start, piece.stop) for piece in pieces]
+            tensors = [part_of(self.tensors, piece) for piece in pieces]
             with self.times.measure("encode"), ExitStack() as held:
                 for tensor in tensors if plan.share < 1 else ():
                     held.enter_context(held_back(tensor.residual, plan.share, kernels))
@@ -460,8 +469,7 @@ class Engine:
         item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout, plan.number)
-        fp32 = allreduce_bytes(4 * message.bucket.size, self.collectives.size)
-        self.traffic.add(self.exchange.bytes_sent(message.bucket), fp32)
+        self.traffic.add(*self._bytes[bucket_index])
 
     def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Send what of ``plan`` was not sent before, if it may leave now."""
@@ -561,7 +569,7 @@ class Engine:
 
     def _send_all(self, grads: Mapping[int, Array], plan: Plan) -> None:
         assert self.layout is not None
-        for index in self._in_turn(bucket.index for bucket in self.layout.buckets):
+        for index in self._in_turn(range(len(self.layout.buckets))):
             if index not in self._sent:
                 self.send(index, grads, plan)
         self._leave(self._sent.values())
@@ -598,7 +606,7 @@ class Engine:
             return
         key = number, self.generation
         if key != self._turn[0]:
-            self._turn = key, deque(self._in_turn(bucket.index for bucket in layout.buckets))
+            self._turn = key, deque(self._in_turn(range(len(layout.buckets))))
         waiting = self._turn[1]
         while waiting:
             item = self._sent.get(waiting[0])
@@ -785,7 +793,7 @@ class Engine:
             return
         message, gradient = item.encoded
         for piece in message.bucket.pieces:
-            tensor = self.tensors[piece.tensor].part(piece.start, piece.stop)
+            tensor = part_of(self.tensors, piece)
             at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
             item.rules[piece.tensor].restore(tensor, grad, message.row, at, piece.block_size, self.context)
 

@@ -62,6 +62,7 @@ def rests(formula: Formula) -> Formula:
     return formula
 
 
+@cache
 def resting(formula: Formula) -> bool:
     """Whether elements rest: see ``rests``."""
     return getattr(formula, "rests", False)

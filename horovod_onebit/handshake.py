@@ -188,8 +188,9 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
     ``Mismatch``."""
     found = _answers(total, TOLD, workers)
     found.compare({})
-    calls, known = found.fields["call"], {_number(call): f"{call}()" for call in CALLS}
-    if not found.same("call") and known.keys() >= set(calls.tolist()):
+    calls = found.fields["call"]
+    known = {} if found.same("call") else {_number(call): f"{call}()" for call in CALLS}
+    if known.keys() >= set(calls.tolist()):
         made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {known[int(c)]}" for c in np.unique(calls))
         raise DesyncError(
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "

@@ -9,7 +9,7 @@ are learned as fast as others (tests/unit/test_rest.py).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,8 +18,8 @@ from numpy.typing import NDArray
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.formulas import TINY, Number, absolute, alive, f32, sign, where
 from horovod_onebit.handshake import ask
-from horovod_onebit.kernels.reference import CHUNK, Array, Bytes, num_blocks
-from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+from horovod_onebit.kernels.reference import Array, Bytes
+from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars, sums
 from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import Task
 
@@ -56,7 +56,9 @@ class Held(NamedTuple):
 def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
     """Of those of ``tensors``, by number, in which elements rest. Local."""
     found, host = {}, context.kernels.host
-    for (number, tensor), (resting, wanted) in zip(tensors.items(), _counted(tensors.values(), context), strict=True):
+    counted = sums([COUNTS] * len(tensors), [tensor.arrays(tensor.residual) for tensor in tensors.values()], context)
+    for (number, tensor), both in zip(tensors.items(), counted, strict=True):
+        resting, wanted = (0, 0) if both is None else map(int, both)
         if wanted:
             of_resting = host(tensor.residual)[~alive(host(tensor.variance))]
             found[number] = Held(resting, np.packbits(of_resting != 0))
@@ -107,12 +109,3 @@ def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], conte
             residual[elements] = 0
             context.kernels.write(tensors[number].residual, residual)
     return found
-
-
-def _counted(tensors: Collection[Tensor], context: Context) -> list[tuple[int, int]]:
-    """Of each tensor, how many elements rest, and of how many of those the residual holds anything."""
-    sums = [np.zeros((num_blocks(tensor.weight.size, CHUNK), 2)) for tensor in tensors]
-    with context.kernels.batch():
-        for tensor, out in zip(tensors, sums, strict=True):
-            context.kernels.sums(*COUNTS, tensor.arrays(tensor.residual), out)
-    return [(int(rest), int(held)) for rest, held in (out.sum(axis=0) for out in sums)]

@@ -1,14 +1,28 @@
-"""What a run has cost so far, as this worker counts it."""
+"""What a run has cost so far, as this worker counts it.
+
+Ranges for NVIDIA's profilers (Nsight Systems) are ``encode``, ``exchange`` and ``decode`` in the domain
+``horovod_onebit``, where the package ``nvtx`` is installed. Without a profiler they cost a microsecond.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from horovod_onebit import marks
+try:
+    import nvtx
+except ImportError:
+    nvtx = None
+
+DOMAIN = "horovod_onebit"
+
+
+def mark(name: str) -> AbstractContextManager[object]:
+    """A range called ``name``, from here to the end of the ``with``."""
+    return nullcontext() if nvtx is None else nvtx.annotate(name, domain=DOMAIN)
 
 
 @dataclass
@@ -65,7 +79,7 @@ class Times:
     def measure(self, what: str) -> Iterator[None]:
         start = time.perf_counter()
         try:
-            with marks.range(what):
+            with mark(what):
                 yield
         finally:
             self.add(what, time.perf_counter() - start)

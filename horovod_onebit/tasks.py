@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator
 from typing import Any, Protocol, TypeVar
 
-from horovod_onebit import marks
+from horovod_onebit.stats import mark
 
 T = TypeVar("T")
 
@@ -58,7 +58,7 @@ def run(task: Task[T]) -> T:
         finally:
             value = None  # an error would keep this frame, and this frame the error
         try:
-            with marks.range("exchange"):
+            with mark("exchange"):
                 proceed, value = task.send, handle.wait()
         except BaseException as error:
             proceed, value = task.throw, error

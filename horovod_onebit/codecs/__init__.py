@@ -29,9 +29,10 @@ from horovod_onebit.errors import ConfigurationError
 GUARD, NO_GUARD = 1.5, 1e30
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Codec:
-    """What the loops need to know of a codec; ``name`` is that of its file, ``bits`` those of an element."""
+    """What the loops need to know of a codec; ``name`` is that of its file, ``bits`` those of an element. There is one
+    value for each name, so that it is found in a dictionary at once."""
 
     name: str
     bits: int

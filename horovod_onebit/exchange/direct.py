@@ -19,7 +19,7 @@ class Exchange(exchange.Exchange):
         yield from encoded(outgoing)
         message = outgoing.message
         gathered = yield self.collectives.allgather(message.outgoing, outgoing.name)
-        return wire.read(gathered, message.bucket, outgoing.stamp, workers=self.collectives.size)
+        return wire.read(gathered, message.bucket, outgoing.stamp, workers=self.compressors)
 
     def bytes_sent(self, bucket: Bucket) -> int:
-        return (self.collectives.size - 1) * wire.message_size(bucket)
+        return (self.compressors - 1) * wire.message_size(bucket)

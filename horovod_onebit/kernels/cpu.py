@@ -2,14 +2,19 @@
 
 Same functions, arguments and results as ``reference``: codes exactly, floats to rounding of a float64 sum. Each block
 of a tensor is worked on while it is in the first-level cache, so memory is read and written once. Large tensors are
-split between threads by blocks; the result does not depend on how many there are.
+split between threads by blocks; the result does not depend on how many there are. The threads are a plain pool's:
+Numba's own may not be entered from two Python threads at a time, and one of their layers does not survive a fork.
 
 The loops are templates: ``_loop`` binds their formulas and compiles one of each kind that is used.
 """
 
 from __future__ import annotations
 
+import os
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -17,6 +22,7 @@ from numba import types
 from numba.extending import overload
 from numpy.typing import NDArray
 
+from horovod_onebit.checks import whole
 from horovod_onebit.codecs import Codec
 from horovod_onebit.formulas import OF_ONE, Formula, alive, bound, label, named, resting
 from horovod_onebit.kernels.compiling import exact, reordered
@@ -35,7 +41,6 @@ from horovod_onebit.kernels.reference import (
     write,
     zeros,
 )
-from horovod_onebit.kernels.threads import over_blocks, set_num_threads
 
 __all__ = [
     "apply",
@@ -58,6 +63,7 @@ __all__ = [
 
 f32, f64, u8, u32 = np.float32, np.float64, np.uint8, np.uint32
 PIECE = 1024  # elements that stay in the first-level cache, where no block says how many
+MIN_ELEMENTS_PER_THREAD = 1 << 15
 
 # What the templates call, and ``_loop`` binds.
 formula: Any = None
@@ -432,37 +438,72 @@ def _compiled(template: Any, codec: Codec | None = None, function: Formula | Non
     return _loop(template, "_".join(kinds if function is None else [*kinds, label(function)]), **names)
 
 
+class _Pool:
+    """Made when first needed, once per process (a forked child makes its own)."""
+
+    def __init__(self) -> None:
+        self.count = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        self.executor: ThreadPoolExecutor | None = None
+        self.pid = -1
+
+    def get(self) -> ThreadPoolExecutor:
+        if self.executor is None or self.pid != os.getpid():
+            self.executor = ThreadPoolExecutor(self.count, thread_name_prefix="horovod_onebit")
+            self.pid = os.getpid()
+        return self.executor
+
+
+_pool = _Pool()
+
+
+def set_num_threads(count: int) -> None:
+    """Let at most ``count`` threads work on one tensor. Results do not depend on it."""
+    whole("count", count)
+    _pool.count, _pool.executor = count, None
+
+
+def _over_blocks(size: int, block_size: int, work: Callable[[int, int], Any]) -> list[Any]:
+    """``work(first, last)`` over all blocks of ``size`` elements, split between threads where that pays."""
+    blocks = -(-size // block_size)
+    parts = min(_pool.count, blocks, size // MIN_ELEMENTS_PER_THREAD)
+    if parts <= 1:
+        return [work(0, blocks)]
+    edges = [blocks * i // parts for i in range(parts + 1)]
+    rest = [_pool.get().submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
+    return [work(edges[0], edges[1]), *(future.result() for future in rest)]
+
+
 def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
     """See ``reference.encode``."""
-    loop, record = _compiled(_encode, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    loop, record = _compiled(_encode, coding.codec, formula), coding.record
     words, moves = row.view(f32), arrays.variance if resting(formula) else None
 
     def work(first: int, last: int) -> bool:
         return loop(p, *arrays, moves, residual, row, words, at, record, coding.guard, coding.block_size, first, last)
 
-    return all(over_blocks(residual.size, coding.block_size, work))
+    return all(_over_blocks(residual.size, coding.block_size, work))
 
 
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:
     """See ``reference.restore``."""
-    loop, record = _compiled(_restore, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    loop, record = _compiled(_restore, coding.codec, formula), coding.record
     words, moves = row.view(f32), arrays.variance if resting(formula) else None
 
     def work(first: int, last: int) -> None:
         loop(p, *arrays, moves, residual, row, words, at, record, coding.block_size, first, last)
 
-    over_blocks(residual.size, coding.block_size, work)
+    _over_blocks(residual.size, coding.block_size, work)
 
 
 def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
     """See ``reference.decode_mean``."""
     loop, out = _compiled(_decode, coding.codec), np.empty(size, f32)
-    record, words = coding.codec.record_size(coding.block_size), rows.view(f32)
+    record, words = coding.record, rows.view(f32)
 
     def work(first: int, last: int) -> None:
         loop(out, rows, words, at, record, coding.block_size, first, last)
 
-    over_blocks(size, coding.block_size, work)
+    _over_blocks(size, coding.block_size, work)
     return out
 
 
@@ -471,14 +512,13 @@ def recode(
 ) -> None:
     """See ``reference.recode``."""
     loop = _recoder(coding.codec, again.codec)
-    records = [kind.codec.record_size(kind.block_size) for kind in (coding, again)]
     words, own = rows.view(f32), row.view(f32)
 
     def work(first: int, last: int) -> None:
-        numbers = row, own, out, records[1], again.guard, coding.block_size, first, last
-        loop(residual, new_residual, rows, words, at, records[0], *numbers)
+        numbers = row, own, out, again.record, again.guard, coding.block_size, first, last
+        loop(residual, new_residual, rows, words, at, coding.record, *numbers)
 
-    over_blocks(residual.size, coding.block_size, work)
+    _over_blocks(residual.size, coding.block_size, work)
 
 
 @cache
@@ -492,13 +532,13 @@ def apply(
 ) -> None:
     """See ``reference.apply``."""
     old = (None, None) if before is None else (before.momentum, before.weight)
-    loop, record = _compiled(_apply, coding.codec, formula), coding.codec.record_size(coding.block_size)
+    loop, record = _compiled(_apply, coding.codec, formula), coding.record
     words = rows.view(f32)
 
     def work(first: int, last: int) -> None:
         loop(p, *arrays[1:], *old, rows, words, at, record, coding.block_size, first, last)
 
-    over_blocks(arrays.weight.size, coding.block_size, work)
+    _over_blocks(arrays.weight.size, coding.block_size, work)
 
 
 def move(formula: Formula, p: Any, arrays: Arrays) -> None:
@@ -508,7 +548,7 @@ def move(formula: Formula, p: Any, arrays: Arrays) -> None:
     def work(first: int, last: int) -> None:
         loop(p, *arrays, first, last)
 
-    over_blocks(arrays.weight.size, PIECE, work)
+    _over_blocks(arrays.weight.size, PIECE, work)
 
 
 def sums(formula: Formula, p: Any, arrays: Arrays, out: NDArray[np.float64]) -> None:
@@ -518,4 +558,4 @@ def sums(formula: Formula, p: Any, arrays: Arrays, out: NDArray[np.float64]) -> 
     def work(first: int, last: int) -> None:
         loop(p, *arrays, out, first, last)
 
-    over_blocks(arrays.weight.size, CHUNK, work)
+    _over_blocks(arrays.weight.size, CHUNK, work)

@@ -15,7 +15,9 @@ vanishes.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import nullcontext
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,18 +43,22 @@ class Arrays(NamedTuple):
     anchor: Any = None
 
 
-class Coding(NamedTuple):
+@dataclass(frozen=True)
+class Coding:
     """How blocks become records."""
 
     codec: Codec
     block_size: int
     guard: float
 
+    @cached_property
+    def record(self) -> int:
+        """Bytes of the record of a whole block."""
+        return self.codec.record_size(self.block_size)
 
-@contextmanager
-def batch() -> Iterator[None]:
-    """Calls within do not depend on each other, and their results are there at its end: for those who launch."""
-    yield
+
+batch = nullcontext
+"""Calls within do not depend on each other, and their results are there at its end: for those who launch."""
 
 
 def twin(size: int, scales: int) -> Any:

@@ -13,7 +13,7 @@ that is all that the frameworks' packages need in order to wrap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from importlib import import_module
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
 from horovod_onebit.formulas import Formula, of_innovation, resting
-from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding
 from horovod_onebit.recipe import Recipe
 
 HEADROOM = 1024.0
@@ -68,8 +68,6 @@ class Tensor:
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
-        if start == 0 and stop == self.weight.size:
-            return self
         piece = slice(start, stop)
         return Tensor(
             self.name,
@@ -100,24 +98,31 @@ class Context:
     def codec(self) -> Codec:
         return codecs.find(self.recipe.codec)
 
-    def remembered(self, key: tuple[Hashable, ...], make: Callable[[], P]) -> P:
-        """What ``make()`` gave for the same ``key``: scalars, which are the same for all tensors of a rule that have
-        taken the same steps."""
-        found = self._remembered.get(key)
-        if found is None:
-            if len(self._remembered) >= REMEMBERED:
-                self._remembered.clear()
-            found = self._remembered[key] = make()
-        return found
+    @cached_property
+    def clip(self) -> float:
+        """The most that a worker contributes of an update."""
+        return self.recipe.clip_for(self.workers)
 
     @cached_property
-    def _remembered(self) -> dict[tuple[Hashable, ...], Any]:
+    def scalars(self) -> dict[tuple[Hashable, ...], tuple[Rule, Any]]:
+        """Those of the last steps, which are the same for all tensors of a rule that have taken the same steps; and
+        the rule, which has its ``id`` as long as it is here."""
         return {}
+
+    def remember(self, key: tuple[Hashable, ...], rule: Rule, scalars: P) -> P:
+        """Keep ``scalars``, and return them."""
+        if len(self.scalars) >= REMEMBERED:
+            self.scalars.clear()
+        self.scalars[key] = rule, scalars
+        return scalars
 
     def coding(self, block_size: int, codec: Codec | None = None) -> Coding:
         """How blocks become records of this worker's ``codec``, or of another."""
         guard = codecs.GUARD if self.recipe.scale == "guarded" else NO_GUARD
-        return Coding(codec or self.codec, block_size, guard)
+        return _coding(codec or self.codec, block_size, guard)
+
+
+_coding = cache(Coding)
 
 
 class Use(NamedTuple):
@@ -300,14 +305,14 @@ def listed(framework: str) -> str:
     return "; ".join(module + ", ".join(names) for module, names in by_module.items())
 
 
-def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context) -> list[NDArray[np.float64] | None]:
-    """The sums of squares that each of ``uses`` asks for, (2,), in one batch."""
+def sums(uses: Sequence[Use | None], arrays: Sequence[Arrays], context: Context) -> list[NDArray[np.float64] | None]:
+    """The sums of squares that each of ``uses`` asks for of its ``arrays``, (2,), in one batch."""
     chunks: list[NDArray[np.float64] | None] = []
     with context.kernels.batch():
-        for use, tensor in zip(uses, tensors, strict=True):
-            out = None if use is None else np.empty((num_blocks(tensor.weight.size, CHUNK), 2))
+        for use, each in zip(uses, arrays, strict=True):
+            out = None if use is None else np.empty((-(-each.weight.size // CHUNK), 2))
             if use is not None:
-                context.kernels.sums(*use, tensor.arrays(), out)
+                context.kernels.sums(*use, each, out)
             chunks.append(out)
     return [None if out is None else out.sum(axis=0) for out in chunks]
 
@@ -315,7 +320,7 @@ def sums(uses: Sequence[Use | None], tensors: Sequence[Tensor], context: Context
 def finish_step(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> None:
     """All parts of ``tensors`` have moved: ``finish`` each, and count the step. ``rules`` are by tensor."""
     uses = [rule.lengths(tensor, context) for rule, tensor in zip(rules, tensors, strict=True)]
-    lengths = sums(uses, tensors, context) if any(uses) else [None] * len(uses)
+    lengths = sums(uses, [tensor.arrays() for tensor in tensors], context) if any(uses) else [None] * len(uses)
     with context.kernels.batch():
         for rule, tensor, found in zip(rules, tensors, lengths, strict=True):
             rule.finish(tensor, found, context)

@@ -154,21 +154,20 @@ class Adam(Rule):
 
     def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
         """Those of a compressed step, but for ``changes``; made once for all tensors that have taken the same steps."""
-        key = self, tensor.step, tensor.variance_steps, *changes.items()
-        return context.remembered(key, lambda: self._scalars(tensor, context, changes))
-
-    def _scalars(self, tensor: Tensor, context: Context, changes: dict[str, float]) -> Scalars:
+        key = id(self), tensor.step, tensor.variance_steps, *changes.items()
+        if (found := context.scalars.get(key)) is not None:
+            return found[1]
         values = {
             "beta1": self.beta1,
             "grad": (1 - self.beta1) * self.grad_scale,
             "l2": self.l2,
             "correction": self.correction(tensor),
             **self.epsilons(context),
-            "clip": context.recipe.clip_for(context.workers),
+            "clip": context.clip,
             "decay": self.decay,
             "step": self.step_size(tensor),
         }
-        return scalars(Scalars, **(values | changes))
+        return context.remember(key, self, scalars(Scalars, **(values | changes)))
 
     def in_space(self, update: Formula, momentum: Formula, tensor: Tensor, context: Context) -> Use:
         """The formula of the two that is for the recipe's space."""
@@ -181,7 +180,7 @@ class Adam(Rule):
         return Use(momentum_l2 if self.l2 else momentum, p)
 
     def bound(self, tensor: Tensor, context: Context) -> float:
-        return context.recipe.clip_for(context.workers) if context.recipe.space == "update" else np.inf
+        return context.clip if context.recipe.space == "update" else np.inf
 
     def direction(self, tensor: Tensor, context: Context) -> Array:
         m = super().direction(tensor, context)

@@ -175,7 +175,7 @@ class LAMB(Adam):
         return scalars(ExactStep, **values)
 
     def _exact_coefficient(self, tensor: Tensor, context: Context, decay: float) -> float:
-        (found,) = sums([Use(exact_lengths, self._exact_step(tensor, decay))], [tensor], context)
+        (found,) = sums([Use(exact_lengths, self._exact_step(tensor, decay))], [tensor.arrays()], context)
         assert found is not None
         return self.coefficient(*map(_length, found))
 

@@ -122,7 +122,7 @@ class ZeroOneAdam(Adam):
             return super().contribution(tensor, context)
         # Of one gradient 1 - beta1 goes into the momentum, so that its bound is that much wider.
         formula, p = super().contribution(tensor, context)
-        clip = f32(context.recipe.clip_for(context.workers) / (1 - self.beta1))
+        clip = f32(context.clip / (1 - self.beta1))
         return Use(formula, p._replace(beta1=ZERO, grad=f32(self.grad_scale), clip=clip))
 
     def bound(self, tensor: Tensor, context: Context) -> float:

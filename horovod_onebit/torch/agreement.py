@@ -90,7 +90,7 @@ class Compared(Protocol):
 
 
 class Agreement:
-    """Compares what this worker is about to do with what the others are: ``start``, then ``finish``, for each call.
+    """Compares what this worker is about to do with what the others are: ``start``, then ``answer``, for each call.
 
     It rests on one rule: whatever a worker believes, it starts the agreement before every call that needs the others,
     under the same name, and waits for it before it waits for any collective that depends on what it believes.
@@ -160,10 +160,6 @@ class Agreement:
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
                     self._threads.cancel(self)  # all workers have found the same
             raise
-
-    def finish(self) -> Verdict:
-        """``answer``, for those that are no tasks."""
-        return run(self.answer())
 
     def answer(self) -> Task[Verdict]:
         """Wait for the answer, if it is not known yet; raise on all workers alike if they disagree."""

@@ -180,8 +180,10 @@ class Binding:
 
     def is_current(self) -> bool:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""
-        same_state = all(self.state.get(key) is value for key, value in self.shared.items())
-        return same_state and self.data_ptr == self.p.data_ptr()
+        for key, value in self.shared.items():
+            if self.state.get(key) is not value:
+                return False
+        return self.data_ptr == self.p.data_ptr()
 
     def coarsen(self, key: str | None) -> None:
         """Round the state tensor ``key``, so that ``state_dict()`` can give multiples of it."""
@@ -196,12 +198,10 @@ class Binding:
         return self._array(flat(g, self.strides).to(self.device, g.dtype if g.dtype in self._dtypes else torch.float32))
 
     def pull(self) -> None:
-        """Copy the weights to the core's array, where they do not share memory."""
-        if not self.in_place:
-            self._weight.copy_(flat(self.p.detach(), self.strides))
+        """Copy the weights to the core's array; for those that are not ``in_place``."""
+        self._weight.copy_(flat(self.p.detach(), self.strides))
 
     def push(self) -> None:
-        """Copy the core's array back to the weights."""
-        if not self.in_place:
-            with torch.no_grad():
-                self.p.copy_(self._weight.as_strided(self.p.shape, self.strides))
+        """Copy the core's array back to the weights; for those that are not ``in_place``."""
+        with torch.no_grad():
+            self.p.copy_(self._weight.as_strided(self.p.shape, self.strides))

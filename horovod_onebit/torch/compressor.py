@@ -1,36 +1,150 @@
-"""One step of the PyTorch face, and all else that needs the other workers."""
+"""The steps of the PyTorch face, and all else that needs the other workers: what both kinds of steps have, those of
+``Compressor`` and those of ``local.LocalSteps``, and the first kind."""
 
 from __future__ import annotations
 
+import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
 import torch
 
-from horovod_onebit import feedback
+from horovod_onebit import feedback, replicas
 from horovod_onebit.ahead import compile_steps
 from horovod_onebit.averages import mean_norms
 from horovod_onebit.coded import codes, own_recipe
 from horovod_onebit.driver import Driver
-from horovod_onebit.engine import Plan
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import NonFiniteError
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Sends
+from horovod_onebit.stats import Stats
 from horovod_onebit.tasks import Task, run
+from horovod_onebit.torch import averaging
+from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
-from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Weighing
+from horovod_onebit.world import Residuals, Weighing
+
+logger = logging.getLogger("horovod_onebit")
+
+
+class Steps(RunState):
+    """Belongs to one ``DistributedOptimizer``; holds all that is not Horovod's or the wrapped optimizer's."""
+
+    parameters: Parameters
+    gradients: Any
+    agreement: Agreement
+
+    def __init__(self, arguments: Arguments, name: str, recipe: Recipe, check_replicas_every: int | None) -> None:
+        self.transport = transport = arguments.transport
+        self.included = transport.included  # asked once: Horovod may be shut down, or restarted
+        if transport.size == 1:
+            logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
+        self.engine = Engine(recipe, transport.collectives(), name=name, lane=transport.lane())
+        self._check_replicas_every = check_replicas_every
+        self._checked_averaging = False
+        self.left: Residuals | None = None  # those of a world of other workers
+
+    def _concern(self, parameters: Parameters, gradients: Any) -> None:
+        self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
+        compared = str(self._check_replicas_every)
+        self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
+
+    def check_averaging(self) -> None:
+        """In the first step, when the model is complete, raise if its gradients are averaged already. Local."""
+        if not self._checked_averaging:
+            averaging.check(self.parameters.names)
+            self._checked_averaging = True
+
+    @property
+    def workers(self) -> int:
+        """That train together; 0 on a worker that does not."""
+        return self.engine.collectives.size if self.included else 0
+
+    @property
+    def steps(self) -> int:
+        """Those taken, which the driver counts; of local ones, those that this worker has skipped, too."""
+        return self.parameters.steps
+
+    @steps.setter
+    def steps(self, steps: int) -> None:
+        self.parameters.steps = steps
+
+    @property
+    def learning_rate(self) -> float:
+        """The largest of the groups'."""
+        return self.parameters.learning_rate
+
+    @property
+    def pending(self) -> bool:
+        """Whether workers' weights differ, after local steps; alike on all."""
+        raise NotImplementedError
+
+    @property
+    def phase(self) -> Phase:
+        self.adopt()
+        return self.parameters.phase
+
+    def adopt(self) -> None:
+        """Take over progress that Horovod has broadcast."""
+        raise NotImplementedError
+
+    def check_replicas(self) -> None:
+        """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
+        run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
+
+    def stats(self, norms: bool) -> Stats:
+        compressible = self.parameters.compressible
+        return self.engine.stats(
+            phase=self.phase.value,
+            step=self.parameters.steps,
+            parameters=sum(p.numel() for p in self.parameters.exact_steps),
+            compressed=sum(p.numel() for p in self.parameters.bindings if compressible(p)),
+            coded=0 if self.coded is None else self.coded.elements,
+            norms=norms,
+        )
+
+    # -- what is saved of this worker alone -------------------------------------------------------------------------
+
+    what = "parameters"
+
+    def sizes(self) -> dict[str, int]:
+        """Of all parameters that may have residuals, those that are gone included."""
+        return {name: p.numel() for p, name in self.parameters.names.items()}
+
+    def load_residuals(self, saved: Residuals) -> None:
+        super().load_residuals(saved)
+        self.left = None  # older than what was saved
+
+    # -- other workers ------------------------------------------------------------------------------------------------
+
+    def leave_world(self) -> None:
+        """Horovod was restarted: forget what is under way, remember the residuals. Local."""
+        self.left = self.engine.leave_world(self.left)
+        self.agreement.reset()
+
+    def with_residuals(self) -> Iterable[torch.Tensor]:
+        """The parameters that have error feedback."""
+        return self.parameters.bindings
+
+    def share_out(self) -> None:
+        """Share out the residuals, if the workers have changed; all of them or none call this after ``leave_world``.
+        Collective then."""
+        if self.left is not None:
+            run(self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.with_residuals()}))
+            self.left = None
 
 
 @dataclass
@@ -113,7 +227,7 @@ class Compressor(Steps):
         if self.engine.workers_changed:
             self.leave_world()
         fresh = self.parameters.find_new()
-        if self.included:
+        if self.included and fresh:
             self.gradients.add(fresh)
         self.adopt()
         self._flush_leaving()
@@ -156,7 +270,7 @@ class Compressor(Steps):
         )
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
-        return self.agreement.finish()
+        return run(self.agreement.answer())
 
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
@@ -275,16 +389,15 @@ class Compressor(Steps):
             bindings = parameters.bindings.values()
             details = [b.detail() for b in bindings]
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
-            parameters.are_prepared()
+            parameters.prepared_for = parameters.version
             self.share_out()
         return plan
 
     def start_exact(self) -> Task[bool]:
         self._now.compresses = True
-        return self.gradients.start_fused(self._exact())  # unscaled: workers may have different scales
+        return self.gradients.means.fused(self._exact(), self.gradients.generation)  # unscaled: scales may differ
 
     def own_gradients(self) -> Mapping[int, Array]:
-        self.parameters.pull()
         return self.parameters.gradients()
 
     def moved(self, sends: Sends) -> None:
@@ -293,8 +406,7 @@ class Compressor(Steps):
 
     def exact_step(self) -> None:
         assert self._now.exact_step is not None
-        self.parameters.exact_step_alone(self._now.exact_step)
-        self.parameters.took_exact(self._now.exact)
+        self.parameters.exact_step_alone(self._now.exact_step, self._now.exact)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         self.engine.take_second_moments(seconds)

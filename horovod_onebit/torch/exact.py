@@ -68,7 +68,7 @@ class ByName:
     def _start(self, p: torch.Tensor, generation: str, *, in_place: bool) -> None:
         if p not in self._started:
             name = f"{generation}.{self._names[p]}"
-            self._started[p] = self.allreduce(gradient_of(p), name, in_place=in_place)
+            self._started[p] = self.allreduce(gradient_of(p).contiguous(), name, in_place=in_place)
 
     def _arrive(self) -> Task[None]:
         for p, (handle, context) in self._started.items():
@@ -76,6 +76,25 @@ class ByName:
             assert p.grad is not None
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
+
+    def fused(self, exact: Sequence[torch.Tensor], generation: str) -> Task[bool]:
+        """Start one allreduce for each dtype of ``exact``, which stay so after the warm-up. The task waits; their
+        gradients are then means, or sums. Returns whether all are finite. Collective."""
+        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+        for p in exact:
+            by_dtype.setdefault(p.dtype, []).append(p)
+        started = [
+            (group, *self.allreduce(_flat(group), f"exact.{generation}.{dtype}")) for dtype, group in by_dtype.items()
+        ]
+        return self._store(started)
+
+    def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
+        found = []
+        for group, handle, context in started:
+            found.append(self.decompress((yield handle), context).to(group[0].dtype))
+            for p, part in _parts(found[-1], group):
+                p.grad = part
+        return finite(found)
 
     def drop(self) -> None:
         """The step is over, or given up. Local."""
@@ -154,16 +173,15 @@ class InOrder(ByName):
     def _leave(self, generation: str) -> None:
         """The next group does."""
         number = len(self._started)
-        flat = torch.cat([gradient_of(p).reshape(-1) for p in self._groups[number]])
+        flat = _flat(self._groups[number])
         self._started[number] = self.allreduce(flat, f"means.{generation}.{number}", lane=self._lane)
         start(self._started[number][0])
 
     def _arrive(self) -> Task[None]:
         for number, (handle, context) in self._started.items():
-            group, flat = self._groups[number], self.decompress((yield handle), context)
-            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
+            for p, part in _parts(self.decompress((yield handle), context), self._groups[number]):
                 assert p.grad is not None
-                p.grad.copy_(part.view(p.shape))
+                p.grad.copy_(part)
 
     def drop(self) -> None:
         super().drop()
@@ -184,10 +202,32 @@ def means(arguments: Arguments, *more: Any) -> ByName:
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor:
-    """The contiguous gradient of ``p``; zeros if it has none, since other workers may have one."""
+    """The gradient of ``p``; zeros if it has none, since other workers may have one."""
     if p.grad is None:
         p.grad = torch.zeros_like(p)
-    return p.grad.contiguous()
+    return p.grad
+
+
+def finite(tensors: Sequence[torch.Tensor]) -> bool:
+    """Whether all elements of ``tensors`` are."""
+    sums: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        sums.setdefault(tensor.device, []).append(tensor.sum(dtype=torch.float32))
+    # NaN and Inf show in a sum. A sum of finite numbers may overflow: only then does every element count.
+    if all(bool(torch.isfinite(torch.stack(each)).all()) for each in sums.values()):
+        return True
+    return all(bool(torch.isfinite(tensor).all()) for tensor in tensors)
+
+
+def _flat(group: Sequence[torch.Tensor]) -> torch.Tensor:
+    """A copy of the gradients of ``group``, one after the other."""
+    return torch.cat([gradient_of(p).flatten() for p in group])
+
+
+def _parts(flat: torch.Tensor, group: Sequence[torch.Tensor]) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Each of ``group``, and what ``flat`` has of it: views, in its shape."""
+    parts = flat.split([p.numel() for p in group])
+    return ((p, part if p.dim() == 1 else part.view(p.shape)) for p, part in zip(group, parts, strict=True))
 
 
 def _layout(exact: Sequence[torch.Tensor]) -> list[Any]:

@@ -20,7 +20,9 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
@@ -28,7 +30,7 @@ from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Generation, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.rules import Rule
-from horovod_onebit.tasks import Handle, Task
+from horovod_onebit.tasks import Task
 from horovod_onebit.torch import exact
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, is_dense
@@ -65,14 +67,21 @@ class _Mark:
 
     grad: torch.Tensor
     version: int
+    address: int  # of which ``values`` are a view; 0 if they are none
+    values: NDArray[Any]
     sample: bytes
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> _Mark:
-        return cls(grad, grad._version, _sample(grad))
+        values = _sample(grad)
+        address = grad.data_ptr() if values.size and grad.is_contiguous() else 0
+        return cls(grad, grad._version, address, values, values.tobytes())
 
     def differs(self, grad: torch.Tensor | None) -> bool:
-        return grad is not self.grad or grad._version != self.version or _sample(grad) != self.sample
+        if grad is not self.grad or grad._version != self.version:
+            return True
+        values = self.values if self.address and grad.data_ptr() == self.address else _sample(grad)
+        return values.tobytes() != self.sample
 
 
 class Gradients:
@@ -82,6 +91,7 @@ class Gradients:
         automatic: ``step()`` synchronizes.
         passes: backward passes that make a step.
         recallable: see ``agreement.Compared``.
+        means: the exact averages of the warm-up, and of what is not compressed after it.
         coded: averages gradients of the warm-up in few bits; None if they are averaged exactly.
     """
 
@@ -90,18 +100,19 @@ class Gradients:
     def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
         self._parameters = parameters
         self._engine = engine
-        self._arguments = arguments
+        self._arguments, self._described = arguments, str(arguments)
         self.where = Where.NOWHERE
         self.automatic = True
         self.passes = arguments.backward_passes_per_step
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
-        self._means = exact.means(arguments, engine, parameters.names)
+        self.means = exact.means(arguments, engine, parameters.names)
         self._generation = Generation()  # of averages
         self._sends_early = overlap
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
+        self._warm = True  # whether this step is one of the warm-up, by its first gradient
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
         self._decided = False  # whether anything may be sent in this step
         self._plan: Plan | None = None  # what is being sent
@@ -138,7 +149,7 @@ class Gradients:
         self._forget_coded(parameters)
         for p in parameters:
             self._watched.pop(p, None)
-            self._means.forget(p)
+            self.means.forget(p)
             if p in _owners and _owners[p][1]() is self:
                 _owners.pop(p)[0].remove()
 
@@ -160,16 +171,17 @@ class Gradients:
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
                 "Increase backward_passes_per_step to accumulate gradients locally."
             )
-        self._densify(p)
+        if p.grad is not None and p.grad.is_sparse:
+            self._densify(p)
         self._watched[p] = left
         if self.where is not Where.LOCAL:
             self._parameters.adopt()
             self.where = Where.LOCAL
-            warm = self._sends_early and self._parameters.phase is Phase.WARMUP
-            self._noticed = self._surroundings() if warm else None
+            self._warm = self._parameters.phase is Phase.WARMUP
+            self._noticed = self._surroundings() if self._sends_early and self._warm else None
         if p.grad is None or left:
             return
-        if self._parameters.phase is Phase.WARMUP:
+        if self._warm:
             if self._averages_early:
                 self._marks[p] = _Mark.of(p.grad)
                 self._leave(p)
@@ -183,12 +195,11 @@ class Gradients:
             if self.coded is not None and self._proven:
                 self.coded.computed(p, self._in_few_bits)
         elif self.coded is None or not self._arguments.transport.in_order:
-            self._means.begin(self._exact, self.generation)
-            self._means.computed(p, self.generation)
+            self.means.begin(self._exact, self.generation)
+            self.means.computed(p, self.generation)
 
     def _densify(self, p: torch.Tensor) -> None:
-        if p.grad is None or not p.grad.is_sparse:
-            return
+        assert p.grad is not None
         if not self._arguments.sparse_as_dense:
             raise UnsupportedError(
                 f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
@@ -214,7 +225,7 @@ class Gradients:
         parameters, layout = self._parameters, self._engine.layout
         if not self._proven or self._engine.workers_changed or parameters.schedule is not None:
             return None
-        if layout is None or not parameters.prepared or not parameters.all_current:
+        if layout is None or not parameters.all_current:
             return None
         self._buckets.start(layout, parameters.bindings)
         self._bindings = list(parameters.bindings.values())
@@ -225,8 +236,10 @@ class Gradients:
     def _send(self, bucket: int, plan: Plan) -> None:
         grads = {}
         for number in self._buckets.members[bucket]:
-            self._bindings[number].pull()
-            grads[number] = self._bindings[number].grad()
+            binding = self._bindings[number]
+            if not binding.in_place:
+                binding.pull()
+            grads[number] = binding.grad()
         self._engine.send(bucket, grads, plan)
 
     def _surroundings(self) -> object:
@@ -242,7 +255,7 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
-            stale = self._means.stale(self._exact)
+            stale = self.means.stale(self._exact)
             return bool(changed) or stale or (self.coded is not None and self.coded.stale(self._in_few_bits))
         if plan is None:
             if changed:
@@ -253,10 +266,8 @@ class Gradients:
             logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
         if changed or self._version != parameters.version:
             return True
-        # All parameters of a group have the same rule.
         both = zip(plan.rules, parameters.plan().rules, strict=True)
-        pairs = {(id(sent), id(now)): (sent, now) for sent, now in both}
-        return any(_coding(sent) != _coding(now) for sent, now in pairs.values())
+        return any(sent is not now and _coding(sent) != _coding(now) for sent, now in both)
 
     def send_late(self, reason: str, *, averages: bool = False) -> None:
         """From the next step on, send in ``step``: the gradients are not final during backward.
@@ -278,7 +289,7 @@ class Gradients:
         """
         exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
-            yield from self._means.recall(exact, self.generation)
+            yield from self.means.recall(exact, self.generation)
             if self.coded is not None:
                 yield from self.coded.recall(self._overwritten())
         arrive = self._mean(exact)
@@ -294,7 +305,7 @@ class Gradients:
     def _mean(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
         """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
         they are finite when they have arrived, where somebody asks."""
-        yield from self._means.start(exact, self.generation)
+        yield from self.means.start(exact, self.generation)
         return self.coded is None or all_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:
@@ -308,44 +319,17 @@ class Gradients:
     def _takes_coded(self, p: torch.Tensor) -> bool:
         return self.coded is not None and self.coded.takes(p)
 
-    def _name(self, p: torch.Tensor) -> str:
-        return self._parameters.names[p]
-
-    def start_fused(self, parameters: Sequence[torch.Tensor]) -> Task[bool]:
-        """Start one allreduce (for each dtype) for all of ``parameters``, which stay exact after warm-up.
-
-        The task that is returned waits, stores the averages, and says whether all of them are finite.
-        """
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
-        for p in parameters:
-            by_dtype.setdefault(p.dtype, []).append(p)
-        waiting = []
-        for dtype, group in by_dtype.items():
-            fused = torch.cat([exact.gradient_of(p).reshape(-1) for p in group])
-            waiting.append((group, *self._means.allreduce(fused, f"exact.{self.generation}.{dtype}")))
-
-        return self._store(waiting)
-
-    def _store(self, waiting: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
-        finite = True
-        for group, handle, context in waiting:
-            flat = self._means.decompress((yield handle), context).to(group[0].dtype)
-            for p, part in zip(group, flat.split([p.numel() for p in group]), strict=True):
-                p.grad = part.view(p.shape)
-            finite &= bool(torch.isfinite(flat).all())
-        return finite
-
     # -- what all workers compare ---------------------------------------------------------------------------------
 
     @property
     def generation(self) -> str:
         """In the names of averages; the same on all workers after each step that all of them refuse."""
-        return str(self._generation)
+        return self._generation.text
 
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
         coded = "" if self.coded is None else f"{self.coded.describe()} {self.coded.generation}"
-        return f"{self._arguments} {self.passes} {self.generation} {coded}"
+        return f"{self._described} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
         """What ``describe`` is made of, by name."""
@@ -357,7 +341,7 @@ class Gradients:
         """A few values of every averaged gradient: they must be the same on all workers."""
         digest = hashlib.blake2b(digest_size=8)
         for p in self._parameters.exact():
-            digest.update(b"" if p.grad is None else _sample(p.grad))
+            digest.update(b"" if p.grad is None else _sample(p.grad).tobytes())
         return digest.hexdigest()
 
     # -- the end --------------------------------------------------------------------------------------------------
@@ -370,7 +354,7 @@ class Gradients:
 
     def drop(self) -> None:
         """Forget gradients that were computed and not yet used."""
-        self._means.drop()
+        self.means.drop()
         self._watched = dict.fromkeys(self._watched, self.passes)
         if self.where is Where.LOCAL:
             self.where = Where.NOWHERE
@@ -390,7 +374,7 @@ class Gradients:
 
     @torch.no_grad()
     def _cancel(self, *, by_all: bool, restore: bool) -> None:
-        self._generation.cancelled(by_all=by_all, under_way=self._means.begun)
+        self._generation.cancelled(by_all=by_all, under_way=self.means.begun)
         self._engine.cancel(by_all=by_all, restore=restore)
         if self.coded is not None:
             self.coded.cancel(by_all=by_all)
@@ -405,7 +389,7 @@ class Gradients:
         """What was sent has been taken back. Where a gradient was changed in place since, so that its residual was not
         restored, that is zero."""
         lost = self._overwritten()
-        self._engine.feedback.reset([self._name(p) for p in lost])
+        self._engine.feedback.reset([self._parameters.names[p] for p in lost])
         if self.coded is not None:
             self.coded.lose(lost)
 
@@ -418,12 +402,12 @@ class Gradients:
 
     def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are averaged no more."""
-        self._means.rest()
+        self.means.rest()
         self._forget_coded(parameters)
 
     def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
         if self.coded is not None:
-            self.coded.forget([self._name(p) for p in parameters])
+            self.coded.forget([self._parameters.names[p] for p in parameters])
 
     def _clear(self) -> None:
         self.drop()
@@ -440,17 +424,16 @@ def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
             owner()._lost.add(p)
 
 
-def _sample(grad: torch.Tensor) -> bytes:
-    """Some of the values; none of a GPU's, which would have to be waited for."""
+def _sample(grad: torch.Tensor) -> NDArray[Any]:
+    """Some of the values, a view if ``grad`` is contiguous; none of a GPU's, which would have to be waited for."""
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
-        return b""
+        return np.empty(0)
     grad = grad.detach()
     if grad.dtype is torch.bfloat16:
         grad = grad.view(torch.int16)
     if not grad.is_contiguous():
         grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
-    values: bytes = grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)].tobytes()
-    return values
+    return grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)]
 
 
 def _coding(rule: Rule) -> dict[str, object]:
@@ -462,14 +445,7 @@ def _coding(rule: Rule) -> dict[str, object]:
 def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
     grads = [p.grad for p in parameters if p.grad is not None]
-    grads = [g._values() if g.is_sparse else g for g in grads]
-    sums: dict[torch.device, list[torch.Tensor]] = {}
-    for g in grads:
-        sums.setdefault(g.device, []).append(g.sum(dtype=torch.float32))
-    # NaN and Inf show in a sum. A sum of finite numbers may overflow: only then does every element count.
-    if all(bool(torch.isfinite(torch.stack(each)).all()) for each in sums.values()):
-        return True
-    return all(bool(torch.isfinite(g).all()) for g in grads)
+    return exact.finite([g._values() if g.is_sparse else g for g in grads])
 
 
 def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:

@@ -34,12 +34,12 @@ from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
+from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
-from horovod_onebit.torch.steps import Steps
 from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
 
@@ -232,9 +232,11 @@ class LocalParameters(Parameters):
         trained = [b for b in self.bindings.values() if b.tensor.name in rules and b.p.grad is not None]
         with context.kernels.batch():
             for binding in trained:
-                binding.pull()
+                if not binding.in_place:
+                    binding.pull()
                 rules[binding.tensor.name].local_step(binding.tensor, binding.grad(), context)
-                binding.push()
+                if not binding.in_place:
+                    binding.push()
         if trained:
             add_to_all([binding.state["step"] for binding in trained], 1)
 

@@ -26,7 +26,7 @@ from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
-from horovod_onebit.torch.plain import VARIANCE_STEPS, Mark
+from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.warmup import FOREVER, Phase, Warmup
@@ -52,6 +52,7 @@ class Parameters:
         never: those that are never compressed.
         unstarted: those with a momentum that the wrapped optimizer would not have yet.
         version: how often what is trained, or how, has changed.
+        prepared_for: the version that the engine is prepared for.
         lineage: a digest of the state that was loaded, or taken over when the optimizer was wrapped.
         steps: optimizer steps taken.
     """
@@ -86,10 +87,10 @@ class Parameters:
         self.loads = 0  # times that a state was loaded
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
-        self._marks: dict[torch.Tensor, dict[str, Mark]] = {}  # of their states, as the last step left them
+        self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
-        self._prepared = -1  # the version that the engine is prepared for
+        self.prepared_for = -1
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
         self._described: tuple[Any, str] = (None, "")
@@ -114,7 +115,7 @@ class Parameters:
         return [p for group in self.optimizer.param_groups for p in group["params"]]
 
     def exact(self) -> list[torch.Tensor]:
-        compressed = _identities(self.bindings)
+        compressed = set(map(id, self.bindings))  # PyTorch hashes tensors in Python
         return [p for p in self.exact_steps if id(p) not in compressed and p.requires_grad]
 
     def compressible(self, p: torch.Tensor) -> bool:
@@ -127,11 +128,7 @@ class Parameters:
     @property
     def prepared(self) -> bool:
         """Whether nothing has changed since the engine was prepared."""
-        return self._prepared == self.version
-
-    def are_prepared(self) -> None:
-        """The engine was prepared for them as they are."""
-        self._prepared = self.version
+        return self.prepared_for == self.version
 
     def seen(self, p: torch.Tensor) -> int | None:
         """The steps that the second moment of ``p`` has seen, if it is frozen; it is in the state, and goes with it."""
@@ -142,7 +139,7 @@ class Parameters:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
         fresh: list[tuple[Group, torch.Tensor, str]] = []
-        known = _identities(self.exact_steps)
+        known = set(map(id, self.exact_steps))
         names: set[str] | None = None  # that are taken
         for index, group in enumerate(self.optimizer.param_groups):
             for position, p in enumerate(group["params"]):
@@ -172,7 +169,7 @@ class Parameters:
 
     def forget_gone(self) -> set[torch.Tensor]:
         """Forget parameters that were taken out of the groups."""
-        here = _identities(self.ordered())
+        here = set(map(id, self.ordered()))
         gone = {p for p in self.exact_steps if id(p) not in here}
         for p in gone:
             self.bindings.pop(p, None)
@@ -285,8 +282,8 @@ class Parameters:
 
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
         """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
-        other = _identities(edited)
-        moved = [p for p in self.bindings if not self._is_current(p) and id(p) not in other]
+        other = set(map(id, edited))
+        moved = [p for p in self._moved() if id(p) not in other]
         for p in moved:
             self.bind(p)
         if moved:
@@ -302,12 +299,9 @@ class Parameters:
             self._watching = key, [(p, keys) for p in self.exact_steps if (keys := self._watched_keys(p))]
         for p, keys in self._watching[1] if not but else [one for one in self._watching[1] if id(one[0]) not in but]:
             state, marks = self.optimizer.state.get(p, {}), self._marks.get(p)
-            if marks is None or marks.keys() != keys or not all(m.is_of(state.get(k)) for k, m in marks.items()):
-                self._marks[p] = {k: Mark(state[k]) for k in keys if isinstance(state.get(k), torch.Tensor)}
+            if marks is None or not marks.renew(state, keys):
+                self._marks[p] = Marks(state, keys)
                 self._zeros[p] = self._count_zeros(state) if self._takes_frozen(p) else p.numel() - 1
-                continue
-            for mark in marks.values():
-                mark.renew()
 
     def _watched_keys(self, p: torch.Tensor) -> set[str]:
         """What of the state of ``p`` has to be as a step has left it: all, once the second moment is frozen; before,
@@ -319,12 +313,16 @@ class Parameters:
 
     def edited(self) -> list[torch.Tensor]:
         """The parameters whose state is not what the last step has left, and that cannot continue with it."""
-        return [p for p, marks in self._marks.items() if p.requires_grad and self._is_edited(p, marks)]
+        states, found = self.optimizer.state, []
+        for p, marks in self._marks.items():
+            if p.requires_grad and (keys := marks.edited(states.get(p, {}))) and self._begins_again(p, keys):
+                found.append(p)
+        return found
 
-    def _is_edited(self, p: torch.Tensor, marks: Mapping[str, Mark]) -> bool:
-        state = self.optimizer.state.get(p, {})
-        edited = [(mark, state.get(key)) for key, mark in marks.items() if mark.edited(state.get(key))]
-        changed = bool(edited) and not all(mark.moved(now) for mark, now in edited)
+    def _begins_again(self, p: torch.Tensor, edited: Sequence[str]) -> bool:
+        """Whether ``p`` cannot continue with what is under the ``edited`` keys."""
+        state, marks = self.optimizer.state.get(p, {}), self._marks[p]
+        changed = not all(marks.moved(key, state) for key in edited)
         if not changed or self._takes_frozen(p):
             return changed
         # Exact steps follow all edits. But a second moment that was set to zeros has seen less than its count says.
@@ -348,8 +346,8 @@ class Parameters:
     def _begin_again(self, group: Group, p: torch.Tensor) -> None:
         # From an empty state where the second moment was set to zeros, or something is missing.
         state, key = self.optimizer.state[p], self.moments.variance_key
-        mark = None if key is None else self._marks[p].get(key)
-        reset = mark is not None and mark.edited(state.get(key)) and not mark.moved(state.get(key))
+        marks = self._marks[p]
+        reset = key in marks.edited(state) and not marks.moved(str(key), state)
         if not self.moments.complete(p, state) or (reset and self._was_reset(p, state)):
             state.clear()
         self._unbind(group, p)
@@ -358,45 +356,53 @@ class Parameters:
     @property
     def leaving(self) -> bool:
         """Whether parameters that are bound were frozen, or taken out of the groups."""
-        trained = _identities(p for p in self.ordered() if p.requires_grad)
-        return any(id(p) not in trained for p in self.bindings)
+        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
+        return not trained.issuperset(map(id, self.bindings))
 
     @property
     def all_current(self) -> bool:
-        """Whether ``refresh`` would change nothing."""
-        return not self.leaving and all(self._is_current(p) for p in self.bindings) and not self.edited()
+        """Whether the engine is prepared for them as they are, and ``refresh`` would change nothing."""
+        return self.prepared and not (self.leaving or self._moved() or self.edited())
 
-    def _is_current(self, p: torch.Tensor) -> bool:
-        binding = self.bindings[p]
-        return binding.state is self.optimizer.state.get(p) and binding.is_current()
+    def _moved(self) -> list[torch.Tensor]:
+        """The compressed parameters that have other memory than the engine, or another state."""
+        states = self.optimizer.state
+        return [p for p, b in self.bindings.items() if b.state is not states.get(p) or not b.is_current()]
 
     # -- one step -------------------------------------------------------------------------------------------------
 
     def plan(self, sends: Sends = Sends.CONTRIBUTION, loss_scale: float = 1.0) -> Plan:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
+        groups = self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]
         of: dict[int, Rule] = {}
-        for group in self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]:
+        for group in groups:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, sends)  # type: ignore[arg-type]
-            of.update(dict.fromkeys(map(id, group["params"]), rule))
+            if len(groups) > 1:
+                of.update(dict.fromkeys(map(id, group["params"]), rule))
         # What was taken out of the groups is flushed, which is the same by any rule.
-        return self.engine.plan(sends, [of.get(id(p), rule) for p in self.bindings])
+        return self.engine.plan(
+            sends, [of.get(id(p), rule) for p in self.bindings] if of else [rule] * len(self.bindings)
+        )
 
     def gradients(self) -> Mapping[int, Array]:
-        """The compressed parameters' gradients, by their number."""
+        """The compressed parameters' gradients, by their number; their weights are where the engine works on them."""
+        self.pull()
         return _Gradients(list(self.bindings.values()))
 
     def pull(self) -> None:
         """Put the compressed parameters' weights where the engine works on them."""
         for binding in self.bindings.values():
-            binding.pull()
+            if not binding.in_place:
+                binding.pull()
 
     def push(self) -> None:
         """Take them back from there."""
         for binding in self.bindings.values():
-            binding.push()
+            if not binding.in_place:
+                binding.push()
 
     def forget_frozen(self) -> None:
         """Gradients of parameters that were frozen since the backward pass: they are this worker's alone."""
@@ -410,8 +416,8 @@ class Parameters:
             self.optimizer.state[p][self.adapter.momentum_key] = None
             self.unstarted.discard(p)
 
-    def exact_step_alone(self, exact_step: Callable[[], None]) -> None:
-        """The wrapped optimizer's step for exact parameters: it passes over those without a gradient."""
+    def exact_step_alone(self, exact_step: Callable[[], None], exact: Sequence[torch.Tensor]) -> None:
+        """The wrapped optimizer's step of ``exact``, which are counted: it passes over those without a gradient."""
         grads = {p: p.grad for p in self.bindings}
         for p in grads:
             p.grad = None
@@ -420,6 +426,8 @@ class Parameters:
         finally:
             for p, grad in grads.items():
                 p.grad = grad
+        for p in exact:
+            self.exact_steps[p] += 1
 
     def moved(self, sends: Sends) -> None:
         """The engine has taken a step that ``sends`` this: so have the framework's tensors."""
@@ -431,11 +439,6 @@ class Parameters:
         counters = [b.state["step"] for b in self.bindings.values() if "step" in b.state]
         if counters:
             add_to_all(counters, 1)
-
-    def took_exact(self, exact: Sequence[torch.Tensor]) -> None:
-        """The wrapped optimizer has taken a step of ``exact``."""
-        for p in exact:
-            self.exact_steps[p] += 1
 
     @property
     def learning_rate(self) -> float:
@@ -673,11 +676,6 @@ class _Gradients(dict[int, Any]):
     def __missing__(self, number: int) -> Any:
         grad = self[number] = self._bindings[number].grad()
         return grad
-
-
-def _identities(parameters: Iterable[torch.Tensor]) -> set[int]:
-    """To look parameters up by, of which there are many in each step: PyTorch hashes tensors in Python."""
-    return set(map(id, parameters))
 
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:

@@ -8,6 +8,7 @@ rounded off when it is frozen, 2^-20 of its value, and what multiplication and d
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -35,39 +36,55 @@ def restored(value: torch.Tensor, factor: float) -> torch.Tensor:
     return coarsen(value.float() / factor).to(value.dtype)
 
 
-class Mark:
-    """What a tensor of an optimizer's state was like when a step ended.
+class _Mark:
+    """A tensor, and what it was like: its version, and one element."""
 
-    Kernels write to it without PyTorch's knowledge, and so does ``.data``: one element is remembered as well, if it is
-    in the host's memory.
-    """
-
-    __slots__ = ("_probe", "_tensor", "_value", "_version")
+    __slots__ = ("probe", "tensor", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self._tensor = tensor
-        self._probe = _probe(tensor)
-        self.renew()
+        self.tensor, self.version = tensor, tensor._version
+        self.probe = _probe(tensor)
+        self.value = None if self.probe is None else self.probe[0]
 
-    def is_of(self, tensor: Any) -> bool:
-        """Whether it is of this very ``tensor``."""
-        return tensor is self._tensor
 
-    def renew(self) -> None:
-        """It is as it should be now."""
-        self._version = self._tensor._version
-        self._value = None if self._probe is None else self._probe[0]
+class Marks:
+    """What the tensors of a parameter's state, of some keys, were like when a step ended.
 
-    def moved(self, now: Any) -> bool:
-        """Whether ``now`` is another tensor of the same values."""
-        same = isinstance(now, torch.Tensor) and now is not self._tensor and now.shape == self._tensor.shape
-        return same and torch.equal(now.to(self._tensor), self._tensor) and not self.edited(self._tensor)
+    Kernels write to them without PyTorch's knowledge, and so does ``.data``: one element is remembered as well, if it
+    is in the host's memory.
+    """
 
-    def edited(self, now: Any) -> bool:
-        """Whether ``now`` is not the tensor as it was."""
-        if now is not self._tensor or now._version != self._version:
-            return True
-        return self._probe is not None and self._probe[0] != self._value
+    def __init__(self, state: Mapping[str, Any], keys: Iterable[str]) -> None:
+        self._marks = {key: _Mark(state[key]) for key in keys if isinstance(state.get(key), torch.Tensor)}
+
+    def renew(self, state: Mapping[str, Any], keys: Collection[str]) -> bool:
+        """They are as they should be now. False if ``state`` has others under ``keys``: then these marks are of no more
+        use."""
+        if self._marks.keys() != keys:
+            return False
+        for key, mark in self._marks.items():
+            if state.get(key) is not mark.tensor:
+                return False
+            mark.version = mark.tensor._version
+            if mark.probe is not None:
+                mark.value = mark.probe[0]
+        return True
+
+    def edited(self, state: Mapping[str, Any]) -> list[str]:
+        """The keys of those that are not the tensors as they were."""
+        found = []
+        for key, mark in self._marks.items():
+            now, probe = state.get(key), mark.probe
+            if now is not mark.tensor or now._version != mark.version or (probe is not None and probe[0] != mark.value):
+                found.append(key)
+        return found
+
+    def moved(self, key: str, state: Mapping[str, Any]) -> bool:
+        """Whether there is another tensor of the same values."""
+        was = self._marks[key].tensor
+        now: Any = state.get(key)
+        same = isinstance(now, torch.Tensor) and now is not was and now.shape == was.shape
+        return same and torch.equal(now.to(was), was) and key not in self.edited({key: was})
 
 
 def _probe(tensor: torch.Tensor) -> memoryview | None:

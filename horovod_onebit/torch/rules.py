@@ -25,13 +25,6 @@ RULES = 16
 DTYPES = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
-def option(values: Mapping[str, Any], path: str) -> Any:
-    """``"betas.0"`` of ``values`` is the first of its ``betas``; numbers as Python's."""
-    name, _, position = path.partition(".")
-    value = values[name][int(position)] if position else values[name]
-    return value if isinstance(value, bool) else float(value)
-
-
 class Adapter:
     """How one family of PyTorch optimizers keeps its state, and which rule takes its steps."""
 
@@ -44,6 +37,8 @@ class Adapter:
     def __init__(self, wraps: Wraps) -> None:
         self.wraps = wraps
         self.momentum_key, self.variance_key = wraps.momentum, wraps.variance
+        split = [(field, *path.partition(".")[::2]) for field, path in wraps.options.items()]
+        self._options = [(field, name, int(position) if position else None) for field, name, position in split]
         self._rules: dict[tuple, Rule] = {}  # that were built last, by their hyperparameters
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
@@ -105,7 +100,10 @@ class Adapter:
 
     def rule(self, group: ParamGroup, grad_scale: float) -> Rule:
         """The rule with the hyperparameters that ``group`` has now: built, and validated, when they have changed."""
-        values = {field: option(group, path) for field, path in self.wraps.options.items()}
+        values = {}
+        for field, name, position in self._options:
+            value = group[name] if position is None else group[name][position]
+            values[field] = value if isinstance(value, bool) else float(value)
         scale = -grad_scale if group.get("maximize") else grad_scale
         key = (scale, *values.values())
         if (found := self._rules.get(key)) is None:

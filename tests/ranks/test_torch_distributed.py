@@ -234,7 +234,7 @@ def test_exact_means_leave_during_the_backward_pass(passes, monkeypatch):
                 (cross_entropy(trained(x), y) / passes).backward()
                 if trained is model:
                     early = len(left)
-        groups = optimizer._gradients._means._groups
+        groups = optimizer._gradients.means._groups
         assert (early > 2) == (step > 0)  # those before ``unused``, which has no gradient
         optimizer.step()
         assert len(groups) > early or step == 0

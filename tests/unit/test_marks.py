@@ -4,7 +4,7 @@ import contextlib
 
 import numpy as np
 
-from horovod_onebit import marks, simulation
+from horovod_onebit import simulation, stats
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 
@@ -21,7 +21,7 @@ class Profiler:
 
 def test_a_compressed_step_is_marked(monkeypatch):
     profiler = Profiler()
-    monkeypatch.setattr(marks, "nvtx", profiler)
+    monkeypatch.setattr(stats, "nvtx", profiler)
 
     def worker(collectives):
         weights = {"a": np.ones(2000, np.float32)}
@@ -35,8 +35,8 @@ def test_a_compressed_step_is_marked(monkeypatch):
 
 
 def test_without_a_profiler_nothing_happens(monkeypatch):
-    with marks.range("x"):
+    with stats.mark("x"):
         pass
-    monkeypatch.setattr(marks, "nvtx", None)
-    with marks.range("x"):
+    monkeypatch.setattr(stats, "nvtx", None)
+    with stats.mark("x"):
         pass

@@ -129,7 +129,7 @@ def _row(coding: Coding | None = None, p: Any = ()) -> Row:
     if coding is not None:
         row[Column.BLOCK_SIZE], row[Column.PORTION] = coding.block_size, _inverse(coding.block_size)
         row[Column.SHIFT] = coding.block_size.bit_length() - 1 if row[Column.PORTION] else -1
-        row[Column.RECORD] = row[Column.OUT_RECORD] = coding.codec.record_size(coding.block_size)
+        row[Column.RECORD] = row[Column.OUT_RECORD] = coding.record
         row[Column.GUARD] = coding.guard
     row[Column.SCALARS : Column.SCALARS + len(p)] = p
     return row
@@ -221,7 +221,7 @@ def recode(
     if _on_host(residual):
         return cpu.recode(rows, at, coding, residual, new_residual, row, out, again)
     line = _row(coding)
-    line[Column.OUT_RECORD] = again.codec.record_size(again.block_size)
+    line[Column.OUT_RECORD] = again.record
     line[Column.GUARD] = again.guard
     _set_tensors(line, (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, new_residual))
     program, sent = Program("recode", codec=coding.codec, again=again.codec), _set_rows(line, rows, at, coding)
