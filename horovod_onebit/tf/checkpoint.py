@@ -92,7 +92,7 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
                     _assign(model, variables, {name: value})
             raise
 
-    checkpoints.load_alone(folder, ["model"], check_model, take_over, _Keras.converter, previous=previous)
+    checkpoints.load_alone(folder, ["model"], check_model, take_over, _Keras, previous=previous)
 
 
 class _Variables(Converter):
@@ -101,6 +101,7 @@ class _Variables(Converter):
 
 
 class _Keras(checkpoints.Face):
+    framework = "Keras"
     converter = _Variables()
 
     def __init__(self, model: Any) -> None:

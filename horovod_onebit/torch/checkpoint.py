@@ -113,7 +113,7 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
             raise
 
     only = ("model", "versions")
-    checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch.converter, previous=previous)
+    checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch, previous=previous)
 
 
 CALL = "save_checkpoint() or load_checkpoint"
@@ -194,6 +194,7 @@ def _constant(kind: str, name: str) -> Any:
 
 
 class _Torch(checkpoints.Face):
+    framework = "PyTorch"
     converter = _Tensors()
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:

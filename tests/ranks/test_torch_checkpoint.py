@@ -15,9 +15,20 @@ from horovod_onebit import CheckpointArgumentError, CheckpointError, Configurati
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from horovod_onebit.world import total_residuals
-from tests.ranks.disks import another_job, fill, no_space, small_disk
+from tests.ranks.disks import OF_NUMPY, another_job, checkpoint_of_numpy, fill, no_space, small_disk
 from tests.ranks.kinds import KINDS
-from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import (
+    RANK,
+    REPEATABLE,
+    SIZE,
+    Net,
+    assert_replicas_equal,
+    batch,
+    digest,
+    train,
+    weights,
+    wrap,
+)
 from tests.ranks.world import world
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -494,6 +505,22 @@ def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
     for path in folder.glob("*.npz"):
         with np.load(path, allow_pickle=False) as file:
             assert all(isinstance(file[name], np.ndarray) for name in file.files if name != "values.json")
+
+
+def test_a_checkpoint_of_another_framework_is_refused_on_all_workers(folder):
+    if RANK == 0:
+        checkpoint_of_numpy(folder)
+    world.barrier()
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 3)
+    before = digest(model, optimizer)
+    for load in (lambda: onebit.load_checkpoint(folder, model, optimizer), lambda: onebit.load_weights(folder, model)):
+        with pytest.raises(CheckpointError, match=OF_NUMPY):
+            load()
+    assert digest(model, optimizer) == before
+    train(model, optimizer, 1, start=3)
+    assert_replicas_equal(model)
 
 
 def test_the_checkpoint_before_is_kept(folder):
