@@ -72,8 +72,8 @@ class Face(ABC):
 
     @abstractmethod
     def own(self) -> Residuals:
-        """What is this worker's: its residuals with all that ``Compressor.residuals`` has, and as ``"state"`` what its
-        optimizer or model keeps and no other worker has, or None."""
+        """What is this worker's: its residuals with all that ``RunState.residuals`` has, and as ``"state"`` what its
+        optimizer or model keeps and counts and no other worker has, or None."""
 
     @abstractmethod
     def shared(self) -> Mapping[str, Any]:

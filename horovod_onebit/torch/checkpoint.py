@@ -282,8 +282,7 @@ class _Torch(checkpoints.Face):
         broadcast_tensors(tensors, 0, self.transport, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
         if own["state"] is not None:
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer._load({"state": own["state"], "param_groups": groups}, keep_feedback=True)
+            self.optimizer._load(own["state"], keep_feedback=True)
         self.optimizer._compressor.load_residuals(own)
 
 

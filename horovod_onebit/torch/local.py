@@ -690,8 +690,8 @@ class LocalSteps(Steps):
         self._checked = self.parameters.steps
 
     def own_state(self) -> Any:
-        """What the wrapped optimizer keeps: each worker's is its own."""
-        return self.parameters.optimizer.state_dict()["state"]
+        """What the wrapped optimizer keeps, and how far it is: each worker's is its own."""
+        return self.parameters.optimizer.state_dict()
 
     # -- other workers --------------------------------------------------------------------------------------------
 
