@@ -508,8 +508,8 @@ class Compressor(RunState):
                 begun[i] = self.moments.mark(variance)
                 self.moments.hold(i, variance)
         self.under_way = UnderWay(
-            engine=self.engine, plan=plan, places=range(len(indices)), contributed=self.contributed,
-            factors=factors, moved=moved, edited=edited, begun=begun, moves=moves,
+            engine=self.engine, plan=replace(plan, looked=True), places=range(len(indices)),
+            contributed=self.contributed, factors=factors, moved=moved, edited=edited, begun=begun, moves=moves,
         )  # fmt: skip
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
