@@ -285,7 +285,7 @@ class Compressor(RunState):
         """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
         optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
         warmup.load_state_dict({})
-        self._unlearn()
+        self.unlearn()
         optimizer._begun.assign(int(optimizer.iterations))
         optimizer._exact_steps.assign(0)
         optimizer._compressed_steps.assign(0)
@@ -309,11 +309,12 @@ class Compressor(RunState):
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
         self._momenta = {}
-        self._unlearn()
+        self.unlearn()
         self._follow_recipe()
 
-    def _unlearn(self) -> None:
-        """What was learned of the gradients of the warm-up is of another state. Local."""
+    def unlearn(self) -> None:
+        """What was learned of the gradients of the warm-up is of another state, or the warm-up is over, and its memory
+        is wanted no more. Local; on all workers alike."""
         if self.coded is not None and not self.coded.fresh:
             self.coded.forget()
 
@@ -321,7 +322,7 @@ class Compressor(RunState):
         """The workers have agreed about the next step. If one has learned nothing yet, all begin anew: it may have
         loaded a state, and have sent it to the others."""
         if verdict.fresh:
-            self._unlearn()
+            self.unlearn()
 
     def _follow_recipe(self) -> None:
         """The state is of a run with ``recipe="exact"``, and this one compresses, or the other way round: begin the
@@ -486,7 +487,6 @@ class Compressor(RunState):
         averages are, as far as that is known.
         """
         self.count_averages(sum(sizes))
-        self._unlearn()  # its memory is wanted no more
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         edited = self._edited(indices, values, progress)
         self._now = Now(indices, values, progress, factors)
@@ -673,7 +673,7 @@ class Compressor(RunState):
                 step=int(optimizer.iterations),
                 parameters=sum(math.prod(v.shape) for v in variables),
                 compressed=sum(math.prod(v.shape) for v in compressed),
-                coded=self.coded.elements if self.coded is not None and not compressed else 0,
+                coded=0 if self.coded is None else self.coded.elements,
                 norms=norms,
             )
 
