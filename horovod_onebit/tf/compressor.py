@@ -366,9 +366,9 @@ class Compressor(RunState):
                 self._averages[key] = tf.function(work, autograph=False).get_concrete_function(*specs)
         return self._averages[key](*inputs)
 
-    def begin_average(self, indices: tuple[int, ...]) -> bool:
+    def begin_average(self, indices: tuple[int, ...]) -> None:
         """``average_in_bits`` of these gradients follows, on all workers, which have agreed: what is in few bits may
-        leave before, unless it is of other variables than the last time. True. Local."""
+        leave before, unless it is of other variables than the last time. Local."""
         assert self.coded is not None
         at = {name: place for place, name in enumerate(self._names(indices))}
         with self.collectives.lock:
@@ -378,7 +378,6 @@ class Compressor(RunState):
             if (plan := self.coded.begin(ready)) is not None:
                 places = [at[tensor.name] for tensor in ready]
                 self.under_way = Leaving(engine=self.coded.engine, plan=plan, places=places)
-        return True
 
     def average_in_bits(self, indices: tuple[int, ...], grads: Sequence[Array], means: list[Array]) -> Task[None]:
         """Put the averages of gradients of the variables ``indices``, flat, into ``means``, in memory that nobody will
