@@ -136,10 +136,12 @@ class Compressor(RunState):
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
         place: where the last step was taken, if that is not the host's memory.
+        apart: steps since the workers last had the same weights.
     """
 
     in_one_piece = False
     in_host_memory = False
+    apart = 0
     place: Place | None = None
     what = "variables"
 
@@ -308,7 +310,7 @@ class Compressor(RunState):
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
-        self._momenta = {}
+        self._momenta, self.apart = {}, 0
         self.unlearn()
         self._follow_recipe()
 

@@ -311,9 +311,8 @@ class Compressor(Steps):
         if self._now.compresses and not taken:
             self.gradients.drop()
         self.parameters.remember()
-        every = self._check_replicas_every
-        if taken and every and self.parameters.steps % every == 0:
-            self.check_replicas()
+        if not self.pending:
+            self.compare()
         yield from ()
 
     def _compared(self) -> dict[str, int]:
