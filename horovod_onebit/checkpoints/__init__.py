@@ -212,7 +212,9 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     def read() -> tuple[Any, ...]:
         own, shared = _read(face, place, chosen)
         mine.extend([own, shared])
-        return () if shared is None else (face.about(shared), shared["kind"], shared["extra"])
+        if shared is None:
+            return ()
+        return face.about(shared), shared["kind"], archive.dumps(shared["extra"], face.converter)
 
     try:
         about, kind, extra = _together(face, "load", "files", read)[0]
@@ -230,7 +232,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     lock.remember(place, history[0].key, chosen.key)
     if not same and face.rank == 0:
         logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
-    return extra
+    return archive.loads(extra, face.converter)
 
 
 def _take_over(face: Face, shared: Mapping[str, Any] | None, about: Any) -> None:

@@ -473,7 +473,7 @@ KEPT = {
     "size": torch.Size([2]), "dtype": torch.bfloat16, "device": torch.device("cuda:0"), "layout": torch.strided,
     "parameter": torch.nn.Parameter(torch.ones(2, 1)), "conjugate": torch.tensor(1 + 2j).conj(),
     "graph": torch.eye(3, dtype=torch.bfloat16).to_sparse(), "none": torch.zeros(0, 3),
-    "columns": torch.arange(6).view(2, 3).T,
+    "edges": torch.eye(2).to_sparse().requires_grad_(), "columns": torch.arange(6).view(2, 3).T,
 }  # fmt: skip
 
 
@@ -488,6 +488,8 @@ def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
         ({"object": object()}, r"extra\['object'\] is builtins.object"),
         ({"array": np.array([None])}, r"extra\['array'\] is a NumPy array of object"),
         ({np.int64(3): 1}, r"extra has the key np.int64\(3\)"),
+        ({"x": torch.ones(3, device="meta")}, r"extra\['x'\] is torch.Tensor \(torch.float32, torch.strided, meta\)"),
+        ({"x": torch.eye(3).to_sparse_csr()}, r"extra\['x'\] is torch.Tensor \(torch.float32, torch.sparse_csr,"),
     ]
     for extra, message in refused:
         with pytest.raises(CheckpointError, match=message):
@@ -501,7 +503,8 @@ def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
             assert found[name].dtype == value.dtype
         else:
             assert_same([value], [found[name]])
-            assert getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
+            for what in ("dtype", "requires_grad"):
+                assert getattr(found[name], what, None) == getattr(value, what, None), name
     for path in folder.glob("*.npz"):
         with np.load(path, allow_pickle=False) as file:
             assert all(isinstance(file[name], np.ndarray) for name in file.files if name != "values.json")
