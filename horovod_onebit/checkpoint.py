@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit import checkpoints
-from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.errors import CheckpointArgumentError
 from horovod_onebit.handshake import gather
 from horovod_onebit.kernels.reference import Array
@@ -74,7 +73,7 @@ def load_weights(folder: str | os.PathLike[str], weights: Mapping[str, Array], *
         _put(weights, found["model"])
 
     checks = partial(check_weights, weights)
-    checkpoints.load_alone(folder, ["model"], checks, take_over, Converter(), previous=previous)
+    checkpoints.load_alone(folder, ["model"], checks, take_over, _Numpy, previous=previous)
 
 
 class _Numpy(checkpoints.Face):

@@ -46,8 +46,9 @@ logger = logging.getLogger("horovod_onebit")
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, and
-    how much of the residuals travels with it.
+    """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, how
+    much of the residuals travels with it, and whether the workers have looked (``Engine.look``) before its first
+    message.
 
     Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only.
     """
@@ -56,6 +57,7 @@ class Plan:
     sends: Sends
     rules: tuple[Rule, ...]
     share: float = 1.0
+    looked: bool = False
 
     @property
     def leaves_early(self) -> bool:
@@ -439,7 +441,7 @@ class Engine:
         assert self.layout is not None
         self._progress()
         rules = plan.rules
-        if not self._sent:
+        if not (self._sent or plan.looked):
             self._notice(rules)
         message = self._messages[bucket_index]
         parts = [(rules[p.tensor], self.tensors[p.tensor], p.block_size) for p in message.bucket.pieces]

@@ -43,6 +43,7 @@ class Face(ABC):
     kind: str = "step"
     """Of the residuals, as ``horovod_onebit.feedback.kind`` says."""
 
+    framework = "NumPy"
     converter = Converter()
 
     @abstractmethod
@@ -71,8 +72,8 @@ class Face(ABC):
 
     @abstractmethod
     def own(self) -> Residuals:
-        """What is this worker's: its residuals with all that ``Compressor.residuals`` has, and as ``"state"`` what its
-        optimizer or model keeps and no other worker has, or None."""
+        """What is this worker's: its residuals with all that ``RunState.residuals`` has, and as ``"state"`` what its
+        optimizer or model keeps and counts and no other worker has, or None."""
 
     @abstractmethod
     def shared(self) -> Mapping[str, Any]:
@@ -180,7 +181,7 @@ def _write(face: Face, place: Path, key: str, extra: Any) -> dict[str, Digest]:
 def _complete(face: Face, place: Path, key: str, digests: dict[str, Digest]) -> None:
     if face.rank == 0:
         files.await_files(place, digests)
-        files.complete(place, key, face.workers, face.steps(), digests, lock.good(place))
+        files.complete(place, key, face.workers, face.steps(), digests, lock.good(place), face.framework)
 
 
 def load(face: Face, folder: Any, *, previous: bool) -> Any:
@@ -198,14 +199,22 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     begun = _together(face, "load", "arguments", begin)
     place, history = begun[face.rank][0], begun[0][1]
 
-    chosen: Complete = _together(face, "load", "choice", lambda: _choose(place, history, previous))[0]
+    def choose() -> Complete:
+        chosen = _choose(place, history, previous)
+        if other := _of_another_framework(place, chosen, face.framework):
+            raise ConfigurationError(other)
+        return chosen
+
+    chosen: Complete = _together(face, "load", "choice", choose)[0]
     same = chosen.workers == face.workers
     mine: list[Any] = []
 
     def read() -> tuple[Any, ...]:
         own, shared = _read(face, place, chosen)
         mine.extend([own, shared])
-        return () if shared is None else (face.about(shared), shared["kind"], shared["extra"])
+        if shared is None:
+            return ()
+        return face.about(shared), shared["kind"], archive.dumps(shared["extra"], face.converter)
 
     try:
         about, kind, extra = _together(face, "load", "files", read)[0]
@@ -223,7 +232,7 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     lock.remember(place, history[0].key, chosen.key)
     if not same and face.rank == 0:
         logger.warning(OTHER_WORKERS, chosen.workers, face.workers)
-    return extra
+    return archive.loads(extra, face.converter)
 
 
 def _take_over(face: Face, shared: Mapping[str, Any] | None, about: Any) -> None:
@@ -248,7 +257,7 @@ def load_alone(
     only: Iterable[str],
     check_model: Callable[[], object],
     take_over: Callable[[dict[str, Any]], object],
-    converter: Converter,
+    face: type[Face],
     *,
     previous: bool,
 ) -> None:
@@ -269,15 +278,17 @@ def load_alone(
             chosen = _choose(place, history, previous)
             try:
                 path = _checked(place, chosen, files.shared_file(place, chosen.key))
-                shared = archive.read(path, chosen.key, converter, only)
+                shared = archive.read(path, chosen.key, face.converter, only)
                 break
             except FileNotFoundError:  # a job that saves may just have moved it
                 if last:
                     raise
         take_over(shared)
     except Exception as error:
-        text = f"cannot load the weights; {type(error).__name__}: {error}"
-        raise CheckpointError(f"{text}{_hint('load_weights', history, previous)}") from error
+        other = _of_another_framework(place, history[previous], face.framework) if len(history) > previous else ""
+        hint = "" if other else _hint("load_weights", history, previous)
+        text = other or f"{type(error).__name__}: {error}"
+        raise CheckpointError(f"cannot load the weights; {text}{hint}") from error
 
 
 def _hint(call: str, history: Sequence[Complete], previous: bool) -> str:
@@ -291,6 +302,20 @@ def _choose(place: Path, history: Sequence[Complete], previous: bool) -> Complet
     if previous and len(history) < 2:
         raise FileNotFoundError(f"previous=True: {place} has one checkpoint, of step {history[0].step}")
     return history[previous]
+
+
+FACES = {"PyTorch": "horovod_onebit.torch", "Keras": "horovod_onebit.tf", "NumPy": "horovod_onebit.checkpoint"}
+
+
+def _of_another_framework(place: Path, chosen: Complete, framework: str) -> str:
+    """What is wrong with a checkpoint that another face than that of ``framework`` saved; "" if this one did."""
+    if chosen.framework in ("", framework):
+        return ""
+    path = files.find(place, files.shared_file(place, chosen.key).name)
+    return (
+        f"the checkpoint of step {chosen.step} is of {chosen.framework}, expected one of {framework}: load it with "
+        f"{FACES.get(chosen.framework, chosen.framework)}, or take the arrays model/... from numpy.load({str(path)!r})"
+    )
 
 
 def _history(place: Path) -> list[Complete]:

@@ -10,13 +10,14 @@ from __future__ import annotations
 
 import base64
 import importlib
+import io
 import json
 import zipfile
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path, PurePath
-from typing import Any, NamedTuple
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -30,7 +31,7 @@ SEQUENCES = {kind.__name__: kind for kind in (list, tuple, set)}
 BYTES = {kind.__name__: kind for kind in (bytes, bytearray)}
 STORABLE = (
     "numbers, texts, bytes, None, paths, NumPy scalars and arrays, and dicts, lists, tuples and sets of these "
-    "(PyTorch: tensors, too). dataclasses.asdict() makes a dict of a dataclass"
+    "(PyTorch: strided and sparse_coo tensors that have values, too). dataclasses.asdict() makes a dict of a dataclass"
 )
 
 
@@ -58,6 +59,10 @@ class Converter:
         not the framework's."""
         return None
 
+    def called(self, value: Any) -> str:
+        """What ``value`` is, in words, where it cannot be stored."""
+        return f"{type(value).__module__}.{type(value).__qualname__}"
+
     def decode(self, found: Encoded) -> Any:
         """The inverse of ``encode``."""
         raise ValueError(
@@ -65,7 +70,19 @@ class Converter:
         )
 
 
-def write(path: Path, key: str, values: Mapping[str, Any], converter: Converter) -> None:
+def dumps(value: Any, converter: Converter) -> bytes:
+    """``value`` as the bytes of such a file, for another worker: pickled, a sparse tensor loses ``requires_grad``."""
+    file = io.BytesIO()
+    write(file, "", {"value": value}, converter)
+    return file.getvalue()
+
+
+def loads(data: bytes, converter: Converter) -> Any:
+    """What ``dumps`` was given."""
+    return read(io.BytesIO(data), "", converter)["value"]
+
+
+def write(path: Path | IO[bytes], key: str, values: Mapping[str, Any], converter: Converter) -> None:
     """Write ``values`` to the file ``path`` of the checkpoint ``key``. Raises ``TypeError`` that names what cannot be
     stored."""
     with zipfile.ZipFile(path, "w") as archive:
@@ -84,7 +101,7 @@ def check(value: Any, name: str, converter: Converter) -> None:
     json.dumps(_Packer(lambda name, array: None, converter).pack(value, (name,)))
 
 
-def read(path: Path, key: str, converter: Converter, only: Iterable[str] | None = None) -> dict[str, Any]:
+def read(path: Path | IO[bytes], key: str, converter: Converter, only: Iterable[str] | None = None) -> dict[str, Any]:
     """The values that ``write`` was given; of ``only`` these names, if they are given.
 
     Raises ``ValueError`` if the file is not one of the checkpoint ``key``.
@@ -158,7 +175,7 @@ class _Packer:
     def _encoded(self, value: Any, where: tuple[Any, ...], inside: tuple[int, ...]) -> Any:
         found = self._converter.encode(value)
         if found is None:
-            kind = f"{type(value).__module__}.{type(value).__qualname__}"
+            kind = self._converter.called(value)
             raise TypeError(f"{_called(where)} is {kind}, which cannot be stored: expected {STORABLE}")
         if isinstance(found, np.ndarray):
             return self._array(found, where)

@@ -52,12 +52,14 @@ class Digest:
 
 @dataclass(frozen=True)
 class Complete:
-    """A complete checkpoint: of how many workers, after which step, and the digests of its files by their names."""
+    """A complete checkpoint: of how many workers, after which step, the digests of its files by their names, and which
+    framework's face saved it; "" if that is not known."""
 
     key: str
     workers: int
     step: int
     files: Mapping[str, Digest]
+    framework: str = ""
 
     @classmethod
     def of(cls, found: Any, path: Path) -> Complete:
@@ -80,7 +82,7 @@ class Complete:
             digests = {str(name): Digest(int(d["bytes"]), str(d["blake2b"])) for name, d in files.items()}
         except (AttributeError, KeyError, TypeError, ValueError):
             raise ValueError(f"{path} is damaged: files is {str(files)[:80]}") from None
-        return cls(found["key"], found["workers"], found["step"], digests)
+        return cls(found["key"], found["workers"], found["step"], digests, str(found.get("framework", "")))
 
 
 def _whole(value: Any) -> bool:
@@ -194,6 +196,7 @@ def complete(
     step: int,
     files: Mapping[str, Digest],
     good: str | None = None,
+    framework: str = "",
 ) -> None:
     """All files of ``key`` are there: from now on it is the last checkpoint.
 
@@ -203,7 +206,7 @@ def complete(
     before = _readable(place) or []
     before = [one for one in before if one.key == good] or before
     kept = [one for one in before[:1] if one.key != key]
-    entries = [asdict(Complete(key, workers, step, files)), *map(asdict, kept)]
+    entries = [asdict(Complete(key, workers, step, files, framework)), *map(asdict, kept)]
     text = json.dumps({"format": FORMAT, **entries[0], "previous": entries[1] if kept else None})
     _sync(place)  # the files' names, before the one that names them
     replace(place / LATEST, lambda path: path.write_text(text))

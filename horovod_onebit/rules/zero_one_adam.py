@@ -44,8 +44,8 @@ def local(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> 
 
 
 def local_of_moving(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    new_m = momentum_l2(p, g, m, v, w, a)
-    return new_m, None, p.decay * w - p.step * moving(clipped(p, new_m / denominator(p, v)), v)
+    new_m, _, moved = local(p, g, m, v, w, a)
+    return new_m, None, where(alive(v), moved, p.decay * w)
 
 
 def move_by_scaled_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:

@@ -115,7 +115,8 @@ class Agreement:
         """Checksums of weights and state, if they are to be compared before this step, which all workers know alike.
 
         That is before the second step, because some programs broadcast after the first; when compression starts; and
-        after every so many steps that the user wants. Local steps compare what a round begins with.
+        after every so many steps that the user wants, or once workers have the same weights again. Local steps compare
+        what a round begins with.
         """
         compressor, optimizer = self._compressor, self._compressor.optimizer
         every = optimizer._wrapping.check_replicas_every
@@ -126,10 +127,12 @@ class Agreement:
         if every is False:
             return {}
         starts = not warm and not counts["compressed"] and counts["steps"] > 0
-        due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every == 0)
-        if not compressor.together or not (due or (warm and counts["exact"] == 1)):
+        compressor.apart += 1
+        if not compressor.together:
             return {}
-        return checksums(optimizer, state=due)
+        apart, compressor.apart = compressor.apart, 0
+        due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every < apart)
+        return checksums(optimizer, state=due) if due or (warm and counts["exact"] == 1) else {}
 
     def _record(self, now: _Compared) -> Any:
         compressor = self._compressor

@@ -92,7 +92,7 @@ def load_weights(folder: str | os.PathLike[str], model: keras.Model, *, previous
                     _assign(model, variables, {name: value})
             raise
 
-    checkpoints.load_alone(folder, ["model"], check_model, take_over, _Keras.converter, previous=previous)
+    checkpoints.load_alone(folder, ["model"], check_model, take_over, _Keras, previous=previous)
 
 
 class _Variables(Converter):
@@ -101,6 +101,7 @@ class _Variables(Converter):
 
 
 class _Keras(checkpoints.Face):
+    framework = "Keras"
     converter = _Variables()
 
     def __init__(self, model: Any) -> None:
@@ -142,7 +143,10 @@ class _Keras(checkpoints.Face):
         return self.optimizer, str(checkpoints.described(self._named()))
 
     def own(self) -> Residuals:
-        return {**self._compressor.residuals(), "state": {k: np.array(v) for k, v in self._own_variables().items()}}
+        # Of local steps, each worker has skipped steps and lost rounds of its own.
+        counts = None if self.optimizer._wrapping.local is None else self._compressor.counts()
+        state = {name: np.array(variable) for name, variable in self._own_variables().items()}
+        return {**self._compressor.residuals(), "state": state, "counts": counts}
 
     def shared(self) -> dict[str, Any]:
         named, count = list(self._named().items()), len(self.model.variables)
@@ -192,7 +196,7 @@ class _Keras(checkpoints.Face):
         variables = self._named()
         broadcast_variables(shared(variables.values()))
         _assign(self.model, variables, own["state"])
-        self._compressor.take_counts(about["counts"])
+        self._compressor.take_counts(own.get("counts") or about["counts"])
         self._compressor.load_residuals(own)
 
 

@@ -136,10 +136,12 @@ class Compressor(RunState):
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
         place: where the last step was taken, if that is not the host's memory.
+        apart: steps since the workers last had the same weights.
     """
 
     in_one_piece = False
     in_host_memory = False
+    apart = 0
     place: Place | None = None
     what = "variables"
 
@@ -285,7 +287,7 @@ class Compressor(RunState):
         """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
         optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
         warmup.load_state_dict({})
-        self._unlearn()
+        self.unlearn()
         optimizer._begun.assign(int(optimizer.iterations))
         optimizer._exact_steps.assign(0)
         optimizer._compressed_steps.assign(0)
@@ -308,12 +310,13 @@ class Compressor(RunState):
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
-        self._momenta = {}
-        self._unlearn()
+        self._momenta, self.apart = {}, 0
+        self.unlearn()
         self._follow_recipe()
 
-    def _unlearn(self) -> None:
-        """What was learned of the gradients of the warm-up is of another state. Local."""
+    def unlearn(self) -> None:
+        """What was learned of the gradients of the warm-up is of another state, or the warm-up is over, and its memory
+        is wanted no more. Local; on all workers alike."""
         if self.coded is not None and not self.coded.fresh:
             self.coded.forget()
 
@@ -321,7 +324,7 @@ class Compressor(RunState):
         """The workers have agreed about the next step. If one has learned nothing yet, all begin anew: it may have
         loaded a state, and have sent it to the others."""
         if verdict.fresh:
-            self._unlearn()
+            self.unlearn()
 
     def _follow_recipe(self) -> None:
         """The state is of a run with ``recipe="exact"``, and this one compresses, or the other way round: begin the
@@ -365,9 +368,9 @@ class Compressor(RunState):
                 self._averages[key] = tf.function(work, autograph=False).get_concrete_function(*specs)
         return self._averages[key](*inputs)
 
-    def begin_average(self, indices: tuple[int, ...]) -> bool:
+    def begin_average(self, indices: tuple[int, ...]) -> None:
         """``average_in_bits`` of these gradients follows, on all workers, which have agreed: what is in few bits may
-        leave before, unless it is of other variables than the last time. True. Local."""
+        leave before, unless it is of other variables than the last time. Local."""
         assert self.coded is not None
         at = {name: place for place, name in enumerate(self._names(indices))}
         with self.collectives.lock:
@@ -377,7 +380,6 @@ class Compressor(RunState):
             if (plan := self.coded.begin(ready)) is not None:
                 places = [at[tensor.name] for tensor in ready]
                 self.under_way = Leaving(engine=self.coded.engine, plan=plan, places=places)
-        return True
 
     def average_in_bits(self, indices: tuple[int, ...], grads: Sequence[Array], means: list[Array]) -> Task[None]:
         """Put the averages of gradients of the variables ``indices``, flat, into ``means``, in memory that nobody will
@@ -486,7 +488,6 @@ class Compressor(RunState):
         averages are, as far as that is known.
         """
         self.count_averages(sum(sizes))
-        self._unlearn()  # its memory is wanted no more
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         edited = self._edited(indices, values, progress)
         self._now = Now(indices, values, progress, factors)
@@ -508,8 +509,8 @@ class Compressor(RunState):
                 begun[i] = self.moments.mark(variance)
                 self.moments.hold(i, variance)
         self.under_way = UnderWay(
-            engine=self.engine, plan=plan, places=range(len(indices)), contributed=self.contributed,
-            factors=factors, moved=moved, edited=edited, begun=begun, moves=moves,
+            engine=self.engine, plan=replace(plan, looked=True), places=range(len(indices)),
+            contributed=self.contributed, factors=factors, moved=moved, edited=edited, begun=begun, moves=moves,
         )  # fmt: skip
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
@@ -673,7 +674,7 @@ class Compressor(RunState):
                 step=int(optimizer.iterations),
                 parameters=sum(math.prod(v.shape) for v in variables),
                 compressed=sum(math.prod(v.shape) for v in compressed),
-                coded=self.coded.elements if self.coded is not None and not compressed else 0,
+                coded=0 if self.coded is None else self.coded.elements,
                 norms=norms,
             )
 

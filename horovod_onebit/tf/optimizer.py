@@ -239,6 +239,9 @@ class _DistributedOptimizer(_Wrapped):
             )
             if isinstance(w.warmup, AutoWarmup):
                 self._observe(w.warmup)
+            if self._compressor.coded is not None and w.compresses:
+                over = steps >= tf.convert_to_tensor(self._warmup_steps.value)
+                cond(over, lambda: host_call(self._compressor.unlearn))
 
         cond(finite, take, lambda: host_call(self._compressor.skip), whole=True)
         return finite, factors[len(means) :]

@@ -50,7 +50,12 @@ def averaged(compressor: Compressor, large: Pairs) -> tuple[list[Any], Any]:
     alike. Collective."""
     assert compressor.coded is not None
     indices = tuple(compressor.optimizer._get_variable_index(v) for _, v in large)
-    begun = host_value(lambda: compressor.begin_average(indices), [], tf.bool)
+
+    def begin() -> bool:
+        compressor.begin_average(indices)
+        return True
+
+    begun = host_value(begin, [], tf.bool)
     arrived = _by_sections(compressor, None, large, begun, compressor.coded.engine.recipe)
     inputs, opened = handed(None, [tf.convert_to_tensor(grad) for grad, _ in large])
     means: list[Any] = []

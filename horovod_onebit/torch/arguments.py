@@ -11,9 +11,7 @@ from typing import Any
 import torch
 
 from horovod_onebit import face
-from horovod_onebit.checks import replica_interval
-from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.schedule import Schedule, Stepwise
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.transport import Op, Transport
 
 
@@ -61,16 +59,6 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
     if len(set(members)) != len(members):
         raise ConfigurationError("groups: a parameter can only appear once")
     return [[names.get(p) for p in group] for group in groups]
-
-
-def check_interval(every: int | None, schedule: Schedule | None) -> None:
-    """``check_replicas_every``."""
-    replica_interval(every)
-    if every and isinstance(schedule, Stepwise):
-        raise UnsupportedError(
-            f"check_replicas_every={every} with {schedule}: 0/1 Adam's workers, and those of other such schedules, may "
-            "differ between exchanges: call flush() and check_replicas() instead"
-        )
 
 
 def names_of(

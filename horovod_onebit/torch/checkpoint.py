@@ -113,7 +113,7 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
             raise
 
     only = ("model", "versions")
-    checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch.converter, previous=previous)
+    checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch, previous=previous)
 
 
 CALL = "save_checkpoint() or load_checkpoint"
@@ -142,26 +142,32 @@ class _Tensors(Converter):
             return Encoded("Size", list(value))
         if type(value) not in (torch.Tensor, torch.nn.Parameter) or value.is_quantized or value.is_nested:
             return None
-        dtype = str(value.dtype).removeprefix("torch.")
+        if value.is_meta or value.layout not in (torch.strided, torch.sparse_coo):
+            return None
+        about = {"dtype": str(value.dtype).removeprefix("torch."), "requires_grad": value.requires_grad}
+        about["parameter"] = type(value) is torch.nn.Parameter
         if value.layout is torch.sparse_coo:
             parts = value.detach().coalesce()
-            return Encoded("sparse", [_array(parts.indices()), _array(parts.values()), dtype, list(parts.shape)])
-        if value.layout is not torch.strided:
-            return None
-        about = {"dtype": dtype, "requires_grad": value.requires_grad, "parameter": type(value) is torch.nn.Parameter}
+            arrays = {"indices": _array(parts.indices()), "values": _array(parts.values())}
+            return Encoded("sparse", {**about, **arrays, "size": list(parts.shape)})
         place = (value.device, value.data_ptr(), value.stride(), value.shape, value.is_conj(), value.is_neg())
         return Encoded("tensor", about, _array(value.detach()), (*place, *about.values()))
 
+    def called(self, value: Any) -> str:
+        about = f" ({value.dtype}, {value.layout}, {value.device})" if isinstance(value, torch.Tensor) else ""
+        return super().called(value) + about
+
     def decode(self, found: Encoded) -> Any:
         kind, value = found.kind, found.value
-        if kind == "tensor":
-            tensor = _tensor(found.array, value["dtype"])
+        if kind in ("tensor", "sparse"):
+            if kind == "tensor":
+                tensor = _tensor(found.array, value["dtype"])
+            else:
+                parts = torch.from_numpy(value["indices"]), _tensor(value["values"], value["dtype"])
+                tensor = torch.sparse_coo_tensor(*parts, value["size"], is_coalesced=True)
             if value["parameter"]:
                 return torch.nn.Parameter(tensor, value["requires_grad"])
             return tensor.requires_grad_(value["requires_grad"])
-        if kind == "sparse":
-            indices, values, dtype, size = value
-            return torch.sparse_coo_tensor(torch.from_numpy(indices), _tensor(values, dtype), size, is_coalesced=True)
         if kind == "Size":
             return torch.Size(value)
         if kind == "device":
@@ -194,6 +200,7 @@ def _constant(kind: str, name: str) -> Any:
 
 
 class _Torch(checkpoints.Face):
+    framework = "PyTorch"
     converter = _Tensors()
 
     def __init__(self, model: torch.nn.Module, optimizer: Any) -> None:
@@ -281,8 +288,7 @@ class _Torch(checkpoints.Face):
         broadcast_tensors(tensors, 0, self.transport, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
         if own["state"] is not None:
-            groups = self.optimizer.state_dict()["param_groups"]
-            self.optimizer._load({"state": own["state"], "param_groups": groups}, keep_feedback=True)
+            self.optimizer._load(own["state"], keep_feedback=True)
         self.optimizer._compressor.load_residuals(own)
 
 

@@ -54,6 +54,7 @@ class Steps(RunState):
             logger.warning("DistributedOptimizer runs on one worker: 1-bit compression saves nothing there")
         self.engine = Engine(recipe, transport.collectives(), name=name, lane=transport.lane())
         self._check_replicas_every = check_replicas_every
+        self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
         self.left: Residuals | None = None  # those of a world of other workers
 
@@ -80,6 +81,7 @@ class Steps(RunState):
 
     @steps.setter
     def steps(self, steps: int) -> None:
+        self._apart += steps - self.parameters.steps
         self.parameters.steps = steps
 
     @property
@@ -104,6 +106,13 @@ class Steps(RunState):
     def check_replicas(self) -> None:
         """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
         run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
+
+    def compare(self) -> None:
+        """All workers have the same weights: compare them, if one of the steps since they last had was a multiple of
+        ``check_replicas_every``. Collective then."""
+        every, apart, self._apart = self._check_replicas_every, self._apart, 0
+        if every and self.parameters.steps % every < apart:
+            self.check_replicas()
 
     def stats(self, norms: bool) -> Stats:
         compressible = self.parameters.compressible
@@ -132,7 +141,7 @@ class Steps(RunState):
 
     def leave_world(self) -> None:
         """Horovod was restarted: forget what is under way, remember the residuals. Local."""
-        self.left = self.engine.leave_world(self.left)
+        self.left, self._apart = self.engine.leave_world(self.left), 0
         self.agreement.reset()
 
     def with_residuals(self) -> Iterable[torch.Tensor]:
@@ -423,9 +432,8 @@ class Compressor(Steps):
         if self._now.compresses and not taken:
             self.gradients.drop()
         self.parameters.remember()
-        every = self._check_replicas_every
-        if taken and every and self.parameters.steps % every == 0:
-            self.check_replicas()
+        if not self.pending:
+            self.compare()
         yield from ()
 
     def _compared(self) -> dict[str, int]:

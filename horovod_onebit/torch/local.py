@@ -507,7 +507,6 @@ class LocalSteps(Steps):
         self.rounds: Rounds = self.driver.rounds
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.engine, arguments))
-        self._checked = 0  # the step after which replicas were compared last
         if schedule.delay:
             atexit.register(_let_arrive, weakref.ref(self))
 
@@ -517,8 +516,7 @@ class LocalSteps(Steps):
 
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
-        if self.parameters.adopt():
-            self._checked = self.parameters.steps
+        self.parameters.adopt()
 
     def check_groups(self) -> None:
         """Take notice of parameters that are new or gone, and of other workers."""
@@ -633,10 +631,7 @@ class LocalSteps(Steps):
         if self.parameters.thawed:  # the next round has other rules
             self._thaw()
             self.parameters.unbind()
-        every, steps = self._check_replicas_every, self.parameters.steps
-        if every and steps // every > self._checked // every:
-            self._checked = steps
-            self.check_replicas()
+        self.compare()
 
     def second_moments(self) -> list[Moment]:
         return self.parameters.second_moments()
@@ -689,11 +684,10 @@ class LocalSteps(Steps):
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
         self.engine.cancel(restore=False)
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
-        self._checked = self.parameters.steps
 
     def own_state(self) -> Any:
-        """What the wrapped optimizer keeps: each worker's is its own."""
-        return self.parameters.optimizer.state_dict()["state"]
+        """What the wrapped optimizer keeps, and how far it is: each worker's is its own."""
+        return self.parameters.optimizer.state_dict()
 
     # -- other workers --------------------------------------------------------------------------------------------
 

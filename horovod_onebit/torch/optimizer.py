@@ -12,14 +12,14 @@ from typing import Any
 import torch
 
 from horovod_onebit import feedback
-from horovod_onebit.checks import flag, mapping, matching, positive
+from horovod_onebit.checks import flag, mapping, matching, positive, replica_interval
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, Schedule
 from horovod_onebit.stats import Stats
 from horovod_onebit.torch import averaging, hooks
-from horovod_onebit.torch.arguments import Arguments, check_interval, groups_of, names_of
+from horovod_onebit.torch.arguments import Arguments, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
@@ -410,8 +410,9 @@ def DistributedOptimizer(
             they were sent, ``step`` raises on all workers and names this option.
         kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these work; ``"cuda"``
             insists on that; ``"cpu"`` does it in the host's memory.
-        check_replicas_every: compare weights and optimizer state of all workers after so many steps; see
-            ``check_replicas``. None compares in the first step and when compression starts only, False never.
+        check_replicas_every: compare weights and optimizer state of all workers after so many steps, or after the next
+            exchange where they differ between exchanges; see ``check_replicas``. None compares in the first step and
+            when compression starts only, False never.
             (``Local`` always compares the weights when its first round begins.)
         exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
             allreduce of small tensors. With SGD, Lion, ``Local`` and ``recipe="paper"``, those need it that have
@@ -436,7 +437,7 @@ def DistributedOptimizer(
     patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
     matching("exact", patterns, names.values())
     flag("overlap", overlap)
-    check_interval(check_replicas_every, schedule)
+    replica_interval(check_replicas_every)
     _check_supported(optimizer, adapter, names)
     placement = Placement(kernels)
     options: dict[str, Any] = {

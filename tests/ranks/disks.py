@@ -6,6 +6,13 @@ import os
 import subprocess
 import sys
 
+import numpy as np
+
+from horovod_onebit import simulation
+from horovod_onebit.checkpoint import save_checkpoint
+from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules.adam import Adam
+
 OTHER_JOB = """
 import sys
 from pathlib import Path
@@ -62,3 +69,16 @@ def no_space(monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "fsync", fsync)
+
+
+def checkpoint_of_numpy(folder):
+    """Save one of two workers with a ``NumpyOptimizer``, before any step."""
+
+    def save(collectives):
+        weights = {"w": np.zeros(8, np.float32)}
+        save_checkpoint(folder, NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives))
+
+    simulation.run(save, 2)
+
+
+OF_NUMPY = r"of step 0 is of NumPy, expected one of .*: load it with horovod_onebit\.checkpoint, or .*shared\.npz"

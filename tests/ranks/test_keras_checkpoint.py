@@ -5,6 +5,7 @@ import json
 import shutil
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
@@ -16,7 +17,7 @@ from horovod_onebit import CheckpointArgumentError, CheckpointError, Configurati
 from horovod_onebit.checkpoints import files
 from horovod_onebit.tasks import run
 from horovod_onebit.world import total_residuals
-from tests.ranks.disks import another_job, fill, no_space, small_disk
+from tests.ranks.disks import OF_NUMPY, another_job, checkpoint_of_numpy, fill, no_space, small_disk
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -326,6 +327,20 @@ def test_a_refused_checkpoint_changes_nothing_on_any_worker(folder, alone):
         assert_same(everything(other), before)
     with pytest.raises(CheckpointError, match=r"worker 0: TypeError: extra\['stats'\] is horovod_onebit.stats.Stats"):
         onebit.save_checkpoint(folder, model, extra={"stats": model.optimizer.stats()})
+
+
+def test_a_checkpoint_of_another_framework_is_refused_on_all_workers(folder):
+    if RANK == 0:
+        checkpoint_of_numpy(folder)
+    hvd.allreduce(tf.zeros([1]), name="saved")
+    model = compiled("adamw", "robust")
+    fit(model, 1)
+    before = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    for load in (onebit.load_checkpoint, onebit.load_weights):
+        with pytest.raises(CheckpointError, match=OF_NUMPY):
+            load(folder, model)
+    for value, v in zip(before, (*model.variables, *model.optimizer.variables), strict=True):
+        np.testing.assert_array_equal(value, np.array(v))
 
 
 def test_the_checkpoint_before_is_kept_and_those_of_earlier_versions_are_refused(folder, monkeypatch):

@@ -134,6 +134,7 @@ def test_what_cannot_work_is_refused():
         def update_step(self, gradient, variable, learning_rate):
             super().update_step(gradient, variable, learning_rate)
 
+    rounds = {"schedule": onebit.Local(every=4, freeze=0), "warmup_steps": None}
     refused = [
         (UnsupportedError, "keras.optimizers.Adam, AdamW, Lamb, Lion, SGD", keras.optimizers.RMSprop(), {}),
         (UnsupportedError, "update_step", Own(), {}),
@@ -143,6 +144,7 @@ def test_what_cannot_work_is_refused():
         (UnsupportedError, "fp16", keras.optimizers.Adam(), {"compression": "int8"}),
         (UnsupportedError, "hvd.Average", keras.optimizers.Adam(), {"op": hvd.Adasum}),
         (ConfigurationError, "optimizer='adam': expected an optimizer itself", "adam", {}),
+        (ConfigurationError, "optimizer='adam': expected", "adam", rounds),
         (ConfigurationError, "not its name, its class", keras.optimizers.Adam, {}),
         (ConfigurationError, "already", wrap(keras.optimizers.Adam()), {}),
         (ConfigurationError, "recipe", keras.optimizers.Adam(), {"recipe": "fast"}),

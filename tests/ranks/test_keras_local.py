@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from horovod.tensorflow.functions import broadcast_object
+from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
@@ -321,6 +321,35 @@ def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():
     for i, v in enumerate(model.trainable_variables):
         np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=2e-4)
     assert optimizer.stats().bytes_sent == other.engine.traffic.total
+
+
+def test_after_a_lost_round_each_worker_resumes_with_what_it_knows_of_its_residuals(folder):
+    """The worker whose weights were damaged has no residuals of that round; the others send theirs in shares."""
+
+    def compiled(seed):
+        model = build(seed=seed)
+        schedule = onebit.Local(every=4, doubling=0, freeze=4)
+        model.compile(optimizer=local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS)
+        return model
+
+    model = compiled(0)
+    for step in range(12):
+        if step == 10 and RANK == SIZE - 1:
+            model.trainable_variables[0].assign(model.trainable_variables[0] * float("nan"))
+        model.train_on_batch(*batch(step))
+    rates = allgather_object(model.optimizer._compressor.engine.feedback.rates, name="rates")
+    assert SIZE == 1 or rates[0] > 1.5 * rates[-1] > 0
+    onebit.save_checkpoint(folder, model)
+    again = compiled(3)
+    onebit.load_checkpoint(folder, again)
+    assert again.optimizer.stats().skipped_steps == model.optimizer.stats().skipped_steps
+    for part in (model, again):
+        for step in range(12, 20):
+            part.train_on_batch(*batch(step))
+        assert_replicas_equal(part)
+    if SIZE == 2:
+        for one, other in zip(model.variables, again.variables, strict=True):
+            np.testing.assert_array_equal(one, other)
 
 
 def test_momentum_of_the_rounds_is_saved(folder):

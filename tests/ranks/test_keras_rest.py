@@ -10,7 +10,7 @@ import tensorflow as tf
 from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
-from horovod_onebit import Recipe
+from horovod_onebit import Recipe, rest
 from horovod_onebit.warmup import Phase
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal
 
@@ -84,6 +84,17 @@ def test_words_that_were_never_met_stay_and_are_learned_when_they_are(case, capl
     assert_replicas_equal(model)
     assert "warm-up begins again" not in caplog.text
     assert optimizer.phase is Phase.COMPRESSED
+
+
+def test_residuals_are_looked_at_once_in_a_step_of_which_workers_tell_each_other(monkeypatch):
+    looks, held = [], rest.held
+    model, optimizer, read = make("AdamW")
+    read(0, 5)
+    monkeypatch.setattr(rest, "held", lambda *args: looks.append(args) or held(*args))
+    read(5, 15)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert len(looks) == 9  # before compressed steps 2 to 10
+    assert_replicas_equal(model)
 
 
 def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(tmp_path):

@@ -271,7 +271,10 @@ def test_what_is_sent():
     assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * large * 3 / 8 + 300
     stats = optimizer.stats()
     assert (stats.compressed_parameters, stats.coded_parameters) == (0, large)
-    train(model, optimizer, 15, start=30)
+    train(model, optimizer, 10, start=30)  # the warm-up is over, and no step was compressed yet
+    assert optimizer.stats().coded_parameters == 0
+    assert optimizer._compressor.coded.state() is None
+    train(model, optimizer, 5, start=40)
     stats = optimizer.stats()
     assert (stats.compressed_parameters, stats.coded_parameters) == (large, 0)
 

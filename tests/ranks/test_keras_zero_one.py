@@ -14,7 +14,7 @@ from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Reci
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Sends
-from horovod_onebit.tf import elastic
+from horovod_onebit.tf import agreement, elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.warmup import Phase
 from tests.ranks.keras_common import (
@@ -54,6 +54,21 @@ def differ(model):
 @pytest.fixture
 def folder(tmp_path):
     return Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+
+
+def test_replicas_that_differ_between_exchanges_are_compared_after_them(monkeypatch):
+    """Before the second step, when compression starts, and once workers are together after each fifth step. Of SHORT,
+    steps 16, 18, 20 are exchanges, then 24, 28 and so on."""
+    compared, sums = [], agreement.checksums
+    monkeypatch.setattr(agreement, "checksums", lambda *args, **more: compared.append(step) or sums(*args, **more))
+    model, optimizer = build(), zero_one(SHORT, wrapping={"check_replicas_every": 5})
+    for step in range(33):
+        train(model, optimizer, 1, start=step)
+    assert compared == [1, 3, 5, 10, 15, 20, 28, 32]
+    if RANK == 0:
+        model.trainable_variables[1].assign_add(tf.ones(128))
+    with pytest.raises(DesyncError, match=r"bias.* of worker 1 differs"):
+        train(model, optimizer, 4, start=33)
 
 
 @pytest.mark.parametrize(

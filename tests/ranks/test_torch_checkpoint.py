@@ -15,9 +15,20 @@ from horovod_onebit import CheckpointArgumentError, CheckpointError, Configurati
 from horovod_onebit.checkpoints import files
 from horovod_onebit.feedback import MARK, SERVER_PREFIX, mark
 from horovod_onebit.world import total_residuals
-from tests.ranks.disks import another_job, fill, no_space, small_disk
+from tests.ranks.disks import OF_NUMPY, another_job, checkpoint_of_numpy, fill, no_space, small_disk
 from tests.ranks.kinds import KINDS
-from tests.ranks.torch_common import RANK, REPEATABLE, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import (
+    RANK,
+    REPEATABLE,
+    SIZE,
+    Net,
+    assert_replicas_equal,
+    batch,
+    digest,
+    train,
+    weights,
+    wrap,
+)
 from tests.ranks.world import world
 
 TWO_STAGE = Recipe(exchange="two_stage", block_size=64)
@@ -462,7 +473,7 @@ KEPT = {
     "size": torch.Size([2]), "dtype": torch.bfloat16, "device": torch.device("cuda:0"), "layout": torch.strided,
     "parameter": torch.nn.Parameter(torch.ones(2, 1)), "conjugate": torch.tensor(1 + 2j).conj(),
     "graph": torch.eye(3, dtype=torch.bfloat16).to_sparse(), "none": torch.zeros(0, 3),
-    "columns": torch.arange(6).view(2, 3).T,
+    "edges": torch.eye(2).to_sparse().requires_grad_(), "columns": torch.arange(6).view(2, 3).T,
 }  # fmt: skip
 
 
@@ -477,6 +488,8 @@ def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
         ({"object": object()}, r"extra\['object'\] is builtins.object"),
         ({"array": np.array([None])}, r"extra\['array'\] is a NumPy array of object"),
         ({np.int64(3): 1}, r"extra has the key np.int64\(3\)"),
+        ({"x": torch.ones(3, device="meta")}, r"extra\['x'\] is torch.Tensor \(torch.float32, torch.strided, meta\)"),
+        ({"x": torch.eye(3).to_sparse_csr()}, r"extra\['x'\] is torch.Tensor \(torch.float32, torch.sparse_csr,"),
     ]
     for extra, message in refused:
         with pytest.raises(CheckpointError, match=message):
@@ -490,10 +503,27 @@ def test_extra_is_given_back_or_refused_before_anything_is_replaced(folder):
             assert found[name].dtype == value.dtype
         else:
             assert_same([value], [found[name]])
-            assert getattr(found[name], "dtype", None) == getattr(value, "dtype", None)
+            for what in ("dtype", "requires_grad"):
+                assert getattr(found[name], what, None) == getattr(value, what, None), name
     for path in folder.glob("*.npz"):
         with np.load(path, allow_pickle=False) as file:
             assert all(isinstance(file[name], np.ndarray) for name in file.files if name != "values.json")
+
+
+def test_a_checkpoint_of_another_framework_is_refused_on_all_workers(folder):
+    if RANK == 0:
+        checkpoint_of_numpy(folder)
+    world.barrier()
+    model = Net()
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 3)
+    before = digest(model, optimizer)
+    for load in (lambda: onebit.load_checkpoint(folder, model, optimizer), lambda: onebit.load_weights(folder, model)):
+        with pytest.raises(CheckpointError, match=OF_NUMPY):
+            load()
+    assert digest(model, optimizer) == before
+    train(model, optimizer, 1, start=3)
+    assert_replicas_equal(model)
 
 
 def test_the_checkpoint_before_is_kept(folder):

@@ -316,6 +316,24 @@ def test_replicas_that_drift_apart_are_named_on_all_workers(steps):
         train(model, optimizer, 1, start=steps)
 
 
+def test_replicas_that_differ_between_exchanges_are_compared_after_them(monkeypatch):
+    """Of 0/1 Adam: steps 9 to 12 are exchanges, then 14, 16, 18, 20, then 24, 28 and so on."""
+    model, compared = Net(), []
+    zero_one = onebit.ZeroOne(var_freeze_step=8, var_update_scaler=4, local_step_scaler=4, local_step_clipper=4)
+    wrapping = {"schedule": zero_one, "check_replicas_every": 5}
+    optimizer = wrap(model, warmup_steps=None, wrapping=wrapping)
+    check = optimizer._compressor.check_replicas
+    monkeypatch.setattr(optimizer._compressor, "check_replicas", lambda: compared.append(step) or check())
+    for step in range(1, 34):
+        train(model, optimizer, 1, start=step)
+    assert compared == [5, 10, 16, 20, 28, 32]
+    if RANK == 0:
+        with torch.no_grad():
+            model.norm.weight += 1
+    with pytest.raises(DesyncError, match=r"norm.weight.* on worker \[[01]\]"):
+        train(model, optimizer, 3, start=34)
+
+
 def test_state_that_drifts_apart_is_found_too():
     model = Net()
     optimizer = wrap(model, warmup_steps=2)

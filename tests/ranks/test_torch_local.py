@@ -575,6 +575,32 @@ def test_a_round_with_damaged_weights_is_lost_and_training_goes_on(schedule):
     assert optimizer.stats().skipped_steps >= 1
 
 
+def test_after_a_lost_round_each_worker_resumes_with_what_it_knows_of_its_residuals(folder):
+    """The worker whose weights were damaged has no residuals of that round; the others send theirs in shares."""
+    trained = []
+    for resumes in (False, True):
+        model = Net()
+        optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=4))
+        train(model, optimizer, 10)
+        if RANK == SIZE - 1:
+            with torch.no_grad():
+                model.second.weight[0, 0] = float("nan")
+        train(model, optimizer, 2, start=10)
+        skipped = optimizer.stats().skipped_steps
+        rates = world.allgather_object(optimizer._compressor.engine.feedback.rates, name="rates")
+        assert SIZE == 1 or rates[0] > 1.5 * rates[-1] > 0
+        if resumes:
+            onebit.save_checkpoint(folder, model, optimizer)
+            model = Net(seed=5)
+            optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=4))
+            onebit.load_checkpoint(folder, model, optimizer)
+            assert optimizer.stats().skipped_steps == skipped
+        train(model, optimizer, 8, start=12)
+        assert_replicas_equal(model)
+        trained.append(weights(model))
+    assert torch.equal(*trained) or not REPEATABLE
+
+
 @pytest.mark.parametrize(("momentum", "delay"), [(0.0, 0), (0.3, 0), (0.3, 5)])
 @pytest.mark.parametrize("steps", [3, 13, 16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

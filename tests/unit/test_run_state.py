@@ -394,3 +394,25 @@ def test_the_weights_alone(tmp_path):
         load_weights(tmp_path, {"long": np.zeros(7)})
     with np.load(next(tmp_path.glob("*.shared.npz"))) as arrays:
         assert {"model/long", "optimizer/arrays/momentum/long"} <= set(arrays.files)
+
+
+def test_a_checkpoint_of_another_framework_is_named(tmp_path):
+    """Where its weights are arrays of the same names, they can be loaded alone."""
+
+    def saved(collectives):
+        save_checkpoint(tmp_path, build(collectives, warmup_steps=5)[0])
+
+    def refused(collectives):
+        optimizer, _ = build(collectives, warmup_steps=5)
+        with pytest.raises(CheckpointError, match=r"worker 0: .* is of Keras, expected one of NumPy: .*_onebit\.tf"):
+            load_checkpoint(tmp_path, optimizer)
+
+    simulation.run(saved, 2)
+    latest = tmp_path / "latest.json"
+    latest.write_text(latest.read_text().replace('"NumPy"', '"Keras"'))
+    simulation.run(refused, 2)
+    weights = {name: np.zeros(shape, f32) for name, shape in SHAPES.items()}
+    load_weights(tmp_path, weights)
+    assert all((w == 1).all() for w in weights.values())
+    with pytest.raises(CheckpointError, match="is of Keras, expected one of NumPy"):
+        load_weights(tmp_path, {"small": weights["small"]})
