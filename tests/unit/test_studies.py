@@ -274,3 +274,11 @@ def test_matrices_of_lora_of_which_one_starts_at_zero(recipe, options):
         return np.square(weights["B"] @ weights["A"] - target).mean() / np.square(target).mean()
 
     assert simulation.run(worker, 2)[0] < 1e-3
+
+
+def test_runs_with_lora_are_kept_apart():
+    pytest.importorskip("torch.nn")
+    from studies import lora
+
+    assert len({run.name for run in lora.runs()}) == len(lora.runs())
+    assert lora.LORA_RATE in lora.RATES
