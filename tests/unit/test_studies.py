@@ -10,7 +10,9 @@ import pytest
 
 from horovod_onebit import simulation
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import Local
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
@@ -239,3 +241,44 @@ def test_diloco_and_powersgd_count_their_bytes():
     assert 3 < tuned.times_fewer(tuned.PowerSGD(4, 200), {}) < 5
     runs = [*(one for every in tuned.EVERY for one in tuned.first(every)), *tuned.POWERSGD]
     assert len({tuned.text_of(one) + str(one.rate) for one in runs}) == len(runs)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "options"),
+    [
+        (Recipe(), {"warmup_steps": 1}),
+        (Recipe(), {"warmup_steps": 20}),
+        (Recipe(warmup="three_bit"), {"warmup_steps": 20}),
+        (Recipe(), {"schedule": Local(freeze=100)}),
+    ],
+)
+def test_matrices_of_lora_of_which_one_starts_at_zero(recipe, options):
+    """The other one has no gradient in the first step. If that is the only exact one, its second moment is still 0 when
+    compression starts."""
+    rng, steps = np.random.default_rng(0), 300
+    target = (rng.standard_normal((64, 8)) @ rng.standard_normal((8, 64)) / 64).astype(f32)
+    start = (rng.uniform(-1, 1, (8, 64)) / 8).astype(f32)
+
+    def worker(collectives):
+        draw, weights = np.random.default_rng(collectives.rank), {"A": start.copy(), "B": np.zeros((64, 8), f32)}
+        chosen = dataclasses.replace(recipe, min_compressed_size=256)
+        optimizer = NumpyOptimizer(weights, Adam(1e-2), collectives=collectives, recipe=chosen, **options)
+        for step in range(steps):
+            optimizer.rule = dataclasses.replace(optimizer.rule, lr=1e-2 * (1 - step / steps))
+            x = draw.standard_normal((64, 16)).astype(f32)
+            error = (weights["B"] @ weights["A"] - target) @ x / f32(16)
+            grads = {"A": weights["B"].T @ error @ x.T, "B": error @ (weights["A"] @ x).T}
+            assert grads["A"].any() == (step > 0)
+            optimizer.step(grads)
+        optimizer.flush()
+        return np.square(weights["B"] @ weights["A"] - target).mean() / np.square(target).mean()
+
+    assert simulation.run(worker, 2)[0] < 1e-3
+
+
+def test_runs_with_lora_are_kept_apart():
+    pytest.importorskip("torch.nn")
+    from studies import lora
+
+    assert len({run.name for run in lora.runs()}) == len(lora.runs())
+    assert lora.LORA_RATE in lora.RATES
