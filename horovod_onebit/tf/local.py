@@ -20,7 +20,7 @@ from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteErro
 from horovod_onebit.formulas import bound
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
-from horovod_onebit.rules import Rule, Tensor, Wraps
+from horovod_onebit.rules import Tensor, Wraps
 from horovod_onebit.rules.adam import Scalars
 from horovod_onebit.rules.frozen import FrozenAdam, clip_of
 from horovod_onebit.rules.local import Delta
@@ -30,7 +30,7 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
-from horovod_onebit.tf.rules import AdamAdapter, Adapter, adapter_for
+from horovod_onebit.tf.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import make
 
@@ -49,8 +49,8 @@ STEP = bound(
 """A local step of 0/1 Adam as operations of a graph."""
 
 
-class LocalAdapter(Adapter):
-    """Any optimizer: of its state, nothing is touched. The momentum of rounds becomes variables beside it.
+class LocalAdapter(AnyAdapter):
+    """Of the optimizer's state, nothing is touched. The momentum of rounds becomes variables beside it.
 
     Attributes:
         adam: how ``optimizer`` keeps its moments, if it is Adam or AdamW and the ``schedule`` freezes its second ones.
@@ -58,7 +58,7 @@ class LocalAdapter(Adapter):
     """
 
     def __init__(self, schedule: Local, optimizer: Any) -> None:
-        super().__init__(Wraps("Local", Delta, momentum=""))
+        super().__init__(optimizer, Wraps("Local", Delta, momentum=""))
         self.adam = _adam(optimizer) if schedule.shares_moments else None
 
     def frozen(self, optimizer: Any) -> int:
@@ -84,9 +84,6 @@ class LocalAdapter(Adapter):
     @property
     def moments(self) -> Adapter | None:
         return self.adam
-
-    def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:
-        return Delta(lr=learning_rate)  # for the agreement
 
 
 def _adam(optimizer: Any) -> AdamAdapter | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any, ClassVar
 
@@ -145,13 +146,12 @@ class AnyAdapter(Adapter):
     """Any optimizer, which takes its own steps. One that has a 1-bit form has the same variables as with that, and
     takes over what compressed steps left."""
 
-    def __init__(self, optimizer: Any) -> None:
+    def __init__(self, optimizer: Any, wraps: Wraps | None = None) -> None:
         check_kind(optimizer)
-        try:
-            self._known: Adapter | None = adapter_for(optimizer)
-        except UnsupportedError:
-            self._known = None
-        super().__init__(Wraps("any", Delta, momentum="") if self._known is None else self._known.wraps)
+        self._known: Adapter | None = None
+        with suppress(UnsupportedError):
+            self._known = adapter_for(optimizer) if wraps is None else None
+        super().__init__(wraps or (Wraps("any", Delta, momentum="") if self._known is None else self._known.wraps))
 
     def check(self, optimizer: Any) -> None:
         """Its own step can do whatever it does."""
