@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from inspect import Parameter, signature
 from typing import Any
 
@@ -125,7 +125,8 @@ class _DistributedOptimizer:
             return self._init_state_by_a_step()
         loss = None
         if closure is not None:
-            with torch.enable_grad():
+            told = self._compressor.agreement.told("step") if self._participates else nullcontext()
+            with told, torch.enable_grad():
                 loss = closure()
         if not self._participates:
             self._exact_step()

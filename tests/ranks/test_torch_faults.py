@@ -298,6 +298,28 @@ def test_the_collectives_are_what_they_say():
     assert total.tolist() == [SIZE * (SIZE + 1) / 2] * 2
 
 
+@pytest.mark.parametrize("steps", [3, 9])
+def test_what_a_closure_raises_on_one_worker_is_told_to_all(steps):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5)
+    train(model, optimizer, steps)
+    before = weights(model)
+
+    def closure():
+        if RANK == SIZE - 1:
+            raise OSError("no more data")
+        optimizer.zero_grad()
+        loss = cross_entropy(model(batch(steps)[0]), batch(steps)[1])
+        loss.backward()
+        return loss
+
+    with pytest.raises(OSError if RANK == SIZE - 1 else DesyncError, match="no more data"):
+        optimizer.step(closure)
+    assert torch.equal(before, weights(model))
+    train(model, optimizer, 4, start=steps)
+    assert_replicas_equal(model)
+
+
 # -- drift ------------------------------------------------------------------------------------------------------------
 
 
