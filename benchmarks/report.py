@@ -149,11 +149,11 @@ same run, backward pass apart:
 {steps}
 
 The host's work in Python takes most of the step with one bit; kernels and NCCL took 6 ms of it by PyTorch's profiler.
-So it is the host's speed that counts: on two other machines with the same GPU this step took 55 and 93 ms, and that in
-three bits 89 and 132. Before messages of GPUs were made four times as large, it took 205 ms, and one in three bits,
-which the host compressed then, 1,120 ms. Since elements that have never had a gradient stay where they are, encoding
-and decoding take longer: on the machine with 93 ms and without that, encode in update space reached 73 % of the
-bandwidth of a copy, and decode and Adam 73 %."""
+So it is the host's speed that counts: on two other machines with the same GPU this step took 55 and 93 ms, and that
+in three bits 89 and 132. Before messages of GPUs were made four times as large, it took 205 ms on the first of these,
+and one in three bits, which the host compressed then, 1,120 ms. Since elements that have never had a gradient stay
+where they are, encoding and decoding take longer: on the machine with 93 ms and without that, encode in update space
+reached 73 % of the bandwidth of a copy, and decode and Adam 73 %."""
 TARGETS = """## Seconds until a given test loss
 
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and

@@ -144,7 +144,7 @@ def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
     warmup = min(int(config["warmup_steps"]), total)
     few = 0.0 if plan.warmup is None or config["warmup"] == "exact" else plan.warmup.step
     first = min(FIRST, warmup) if few else warmup
-    begin = half if config["half"] == "True" else exact
+    begin = half if config.get("half") == "True" else exact
     seconds = {
         "none": total * exact,
         "fp16": total * half,

@@ -28,6 +28,7 @@ from jobs.data import Task
 from jobs.processes import packages, result
 from jobs.processes import run as finished
 from studies import report
+from studies.problem import need
 from studies.rates import RUNS, beside, docstrings, documentation, kept
 from studies.translation import ENGLISH, bible, learned
 
@@ -76,6 +77,7 @@ def text() -> NDArray[np.uint16]:
     if not TEXT.exists():
         import importlib.util
 
+        need(modules=PACKAGES)
         folders = [Path(str(importlib.util.find_spec(name).origin)).parent for name in PACKAGES]  # type: ignore[union-attr]
         texts = ["\n".join(bible(ENGLISH).values()), documentation(), *("\n\n".join(docstrings(f)) for f in folders)]
         tokens = learned(texts, TOKENS)
@@ -115,8 +117,7 @@ def measured(one: tuple[str, int]) -> dict[str, Any]:
     script = str(Path(__file__).with_name("large_worker.py"))
     command = [*torchrun, "--nproc-per-node", str(WAYS[name].processes), script, name, str(seed)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": packages()}
-    run = lambda: dict(result(finished(command, env, timeout=10 * 3600)))  # noqa: E731
-    return kept(f"large/{name.replace(' ', '-')}-{seed}", run)
+    return kept(f"large/{name.replace(' ', '-')}-{seed}", lambda: dict(result(finished(command, env, timeout=36000))))
 
 
 Found = dict[tuple[str, int], dict[str, Any]]
@@ -173,7 +174,7 @@ def run() -> str:
         f"torchrun over Gloo, their models on one {first['device']}, so that the CUDA kernels took all steps. One bit "
         'begins with `warmup_steps="auto"`, here after 300 steps. DiLoCo is in float32, with its published outer rate '
         "and momentum unless told otherwise. Exact Adam is one process with the whole batch; its losses are those of "
-        "float32, and its rate of 0.001 was not tried.",
+        "float32, whose matrices the GPU multiplies in TF32, and its rate of 0.001 was not tried.",
         report.table(head, _rows(found)),
         "One bit ends above exact Adam here, with both seeds; on smaller models and shorter runs (studies 6, 10) it "
         "ends below. `Local()` sends 18 times less than one bit in every step, whose first 300 steps are exact, and "

@@ -32,9 +32,9 @@ def made(way: large.Way, module: torch.nn.Module) -> Any:
     optimizer: Any = torch.optim.AdamW(module.parameters(), lr=way.rate, weight_decay=0.1)
     if way.options is not None:
         return onebit.DistributedOptimizer(optimizer, module.named_parameters(), **way.options)
-    return module, DiLoCo(
-        optimizer, way.every, average, lr=way.outer[0], momentum=way.outer[1]
-    ) if way.every else optimizer
+    if way.every:
+        return DiLoCo(optimizer, way.every, average, lr=way.outer[0], momentum=way.outer[1])
+    return optimizer
 
 
 @torch.no_grad()

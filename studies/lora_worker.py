@@ -1,6 +1,6 @@
 """One process of study 20: all runs that are missing, one after the other, as any PyTorch job trains.
 
-horovodrun -np 4 python studies/lora_worker.py
+horovodrun -np 2 python studies/lora_worker.py
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import pytest
 
 from benchmarks import gpu_training
 from jobs.demo import parse
-from jobs.processes import ROOT, run
+from jobs.processes import ROOT, result, run
 from tests.long import LONG
 from tests.test_horovodrun import demo, horovodrun
 
@@ -153,6 +153,37 @@ def test_the_training_that_is_measured_on_a_gpu_runs_on_a_cpu():
     assert len(found["losses"]) == 3
     assert found["last"]["parameters"] > 0
     assert found["replicas equal"]
+
+
+LARGE = """
+import json, sys
+import numpy as np
+import torch.distributed as dist
+sys.path.insert(0, {root!r})
+from jobs.data import Task
+from studies import large, large_worker
+
+large.STEPS, large.LOOK, large.RISE, large.ROWS = 64, 32, 10, 8
+large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH = 16, 1, 2, 8
+x, y = ((np.arange(512) + at).reshape(64, 8) % 50 for at in (0, 1))
+large.data = lambda: Task(x, y, x, y, 50)
+dist.init_process_group("gloo")
+found = {{name: large_worker.train(large.WAYS[name], 0, "cpu") for name in ("exact", "onebit", "local", "diloco 16")}}
+if dist.get_rank() == 0:
+    print("RESULT", json.dumps(found))
+dist.destroy_process_group()
+"""
+
+
+def test_the_large_study_trains_each_kind_of_way(tmp_path):
+    script = tmp_path / "large.py"
+    script.write_text(LARGE.format(root=str(ROOT)))
+    found = result(torchrun(2, script))
+    for name, one in found.items():
+        # Exact Adam is one process's, so that two workers differ there.
+        assert one["replicas equal"] == (name != "exact"), name
+        assert one["loss"] == one["losses"][-1] < one["losses"][0]
+    assert len(found["onebit"]["sent"]) == 2
 
 
 def test_a_demo_in_keras_is_refused(tmp_path, capsys):

@@ -286,9 +286,8 @@ def load_alone(
         take_over(shared)
     except Exception as error:
         other = _of_another_framework(place, history[previous], face.framework) if len(history) > previous else ""
-        hint = "" if other else _hint("load_weights", history, previous)
-        text = other or f"{type(error).__name__}: {error}"
-        raise CheckpointError(f"cannot load the weights; {text}{hint}") from error
+        hint = f". But {other}" if other else _hint("load_weights", history, previous)
+        raise CheckpointError(f"cannot load the weights; {type(error).__name__}: {error}{hint}") from error
 
 
 def _hint(call: str, history: Sequence[Complete], previous: bool) -> str:

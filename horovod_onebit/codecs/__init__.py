@@ -65,5 +65,5 @@ def find(name: str) -> Codec:
         if name not in names():
             raise ConfigurationError(f"codec {name!r} is unknown; expected one of {', '.join(map(repr, names()))}")
         file = import_module(f"{__name__}.{name}")
-        _found[name] = Codec(name, file.BITS, file.scale, file.code, file.value)
+        _found.setdefault(name, Codec(name, file.BITS, file.scale, file.code, file.value))
     return _found[name]

@@ -85,6 +85,7 @@ class Agreement:
 
         def record(rate: Any, *counters: Any) -> Any:
             counts = {name: int(counter) for name, counter in zip(names, counters, strict=True)}
+            compressor.apart += 1  # on all workers, whatever one of them finds
             self._check()
             found = self._count_and_compare(counts)
             last[:] = [_Compared(tuple(trained), clips, float(rate), counts, found)]
@@ -127,7 +128,6 @@ class Agreement:
         if every is False:
             return {}
         starts = not warm and not counts["compressed"] and counts["steps"] > 0
-        compressor.apart += 1
         if not compressor.together:
             return {}
         apart, compressor.apart = compressor.apart, 0

@@ -310,7 +310,7 @@ class Compressor(RunState):
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
-        self._momenta, self.apart = {}, 0
+        self._momenta = {}
         self.unlearn()
         self._follow_recipe()
 
@@ -472,7 +472,7 @@ class Compressor(RunState):
         now = self._now
         assert now is not None
         self._bind(now.indices)
-        rules = [self._rule(i, now.progress, f, sends) for i, f in zip(now.indices, now.factors, strict=False)]
+        rules = self._rules(now, sends)
         self._load(now.values, rules, now.progress)
         yield from self.engine.prepare(self.tensors, rules)
         return self.engine.plan(sends, rules)
@@ -637,11 +637,19 @@ class Compressor(RunState):
         if self.place is not None:
             self.place.wait()
 
-    def _rule(self, index: int, progress: Progress, factor: float, sends: Sends) -> Rule:
-        optimizer = self.optimizer
-        decay = optimizer.weight_decay if self.decays(optimizer._trainable_variables[index]) else 0.0
-        scale = factor * self._factor
-        return self.adapter.rule(optimizer, progress.learning_rate, decay, int(progress.seen[index]), scale)
+    def _rules(self, now: Now, sends: Sends) -> list[Rule]:
+        """That of each variable, one for all that have the same: their scalars are made once."""
+        optimizer, progress = self.optimizer, now.progress
+        found: list[Rule] = []
+        made: dict[tuple[float, int, float], Rule] = {}
+        for index, factor in zip(now.indices, now.factors, strict=False):
+            decay = optimizer.weight_decay if self.decays(optimizer._trainable_variables[index]) else 0.0
+            key = decay or 0.0, int(progress.seen[index]), factor
+            if key not in made:
+                scale = factor * self._factor
+                made[key] = self.adapter.rule(optimizer, progress.learning_rate, decay, key[1], scale)
+            found.append(made[key])
+        return found
 
     @property
     def _factor(self) -> float:
@@ -688,8 +696,9 @@ class Compressor(RunState):
         return run_state.counts(self.engine, self.optimizer._wrapping.warmup)
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
-        """Continue from what ``counts`` gave."""
+        """Continue from what ``counts`` gave. Local; on all workers alike."""
         self.forget()
+        self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
 
     def check_built(self) -> None:

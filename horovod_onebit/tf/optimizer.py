@@ -577,7 +577,8 @@ def DistributedOptimizer(
             compresses in the host's memory, as any does with a ``schedule``.
         check_replicas_every: the weights of all workers are compared before the second step, and with the optimizer's
             state when compression starts: differences raise ``DesyncError`` on all workers, which names them. A number
-            compares both after every so many steps, too; False compares nothing. With ``Local``, each round compares
+            compares both after every so many steps, too, or after the next exchange where they differ between
+            exchanges; False compares nothing. With ``Local``, each round compares
             what it begins with, and numbers are refused.
 
     ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.

@@ -160,10 +160,12 @@ class ZeroOneSteps(Compressor):
         taken, factors = self._done
         return taken, np.array(factors[len(self.indices) :], np.float32), self.tensors
 
-    def _rule(self, index: int, progress: Progress, factor: float, sends: Sends) -> Rule:
+    def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         if sends is Sends.MEAN:  # Keras's epsilon goes by the second moment as it will be
-            progress = replace(progress, seen=progress.seen + 1)
-        return zero_one_adam.of(super()._rule(index, progress, factor, sends), sends)  # type: ignore[arg-type]
+            now = replace(now, progress=replace(now.progress, seen=now.progress.seen + 1))
+        rules = super()._rules(now, sends)
+        made = {id(rule): zero_one_adam.of(rule, sends) for rule in rules}  # type: ignore[arg-type]
+        return [made[id(rule)] for rule in rules]
 
     def _load(self, values: Values, rules: Sequence[Any], progress: Progress) -> None:
         super()._load(values, rules, progress)

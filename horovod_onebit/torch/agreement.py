@@ -160,6 +160,7 @@ class Agreement:
                     self.meet(call, setup=f"{type(error).__name__}: {error}")
                     self._threads.cancel(self)  # all workers have found the same
             raise
+        self._begun = False
 
     def answer(self) -> Task[Verdict]:
         """Wait for the answer, if it is not known yet; raise on all workers alike if they disagree."""

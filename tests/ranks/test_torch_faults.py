@@ -298,19 +298,24 @@ def test_the_collectives_are_what_they_say():
     assert total.tolist() == [SIZE * (SIZE + 1) / 2] * 2
 
 
+@pytest.mark.parametrize("after", ["nothing", "clipping"])
 @pytest.mark.parametrize("steps", [3, 9])
-def test_what_a_closure_raises_on_one_worker_is_told_to_all(steps):
+def test_what_a_closure_raises_on_one_worker_is_told_to_all(steps, after):
     model = Net()
     optimizer = wrap(model, warmup_steps=5)
     train(model, optimizer, steps)
     before = weights(model)
 
     def closure():
-        if RANK == SIZE - 1:
+        if RANK == SIZE - 1 and after == "nothing":
             raise OSError("no more data")
         optimizer.zero_grad()
         loss = cross_entropy(model(batch(steps)[0]), batch(steps)[1])
         loss.backward()
+        if after == "clipping":
+            optimizer.clip_grad_norm_(1.0)
+            if RANK == SIZE - 1:
+                raise OSError("no more data")
         return loss
 
     with pytest.raises(OSError if RANK == SIZE - 1 else DesyncError, match="no more data"):
