@@ -9,7 +9,7 @@ from horovod_onebit import ConfigurationError, simulation
 from horovod_onebit.checkpoints import files
 from horovod_onebit.diagnostics import Collector, Report
 from horovod_onebit.feedback import ErrorFeedback
-from horovod_onebit.kernels import threads
+from horovod_onebit.kernels import cpu
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
@@ -56,8 +56,8 @@ def feedback(state):
         (lambda: SGD(0.1, momentum=-1.0), "momentum=-1.0"),
         (lambda: SGD(float("inf")), "lr=inf"),
         (lambda: SGD(0.1, nesterov=True), "nesterov"),
-        (lambda: threads.set_num_threads(0), "count=0"),
-        (lambda: threads.set_num_threads(True), "count=True"),
+        (lambda: cpu.set_num_threads(0), "count=0"),
+        (lambda: cpu.set_num_threads(True), "count=True"),
         (lambda: feedback([1]), "state is list"),
         (lambda: feedback({"a": np.zeros(2, np.float32)}), "got 2 elements, expected 3"),
         (lambda: feedback({"a": np.zeros(3)}), "float64"),
