@@ -18,6 +18,12 @@ def checksum(array: NDArray) -> int:
     return zlib.crc32(np.ascontiguousarray(array).data)
 
 
+def due(every: int | None, steps: int, apart: int) -> bool:
+    """Whether workers that have the same weights after ``steps`` compare them: one of the last ``apart`` steps, after
+    which they had not, was a multiple of ``every``."""
+    return bool(every and steps > 0 and steps % every < apart)
+
+
 def check(checksums: Mapping[str, int], collectives: Collectives, name: str) -> Task[None]:
     """Compare ``checksums``, by name, with those of worker 0. Collective.
 

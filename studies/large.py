@@ -98,13 +98,6 @@ def data() -> Task:
     return Task(*(part.astype(np.int64) for part in (x[train], y[train], x[test], y[test])), TOKENS)
 
 
-def rate_at(step: int, rate: float) -> float:
-    """The learning rate of ``step``, from 0."""
-    if step < RISE:
-        return rate * (step + 1) / RISE
-    return rate * 0.5 * float(1 + np.cos(np.pi * (step - RISE) / (STEPS - RISE)))
-
-
 def todo(names: Sequence[str] = tuple(WAYS), seeds: Sequence[int] = SEEDS) -> list[tuple[str, int]]:
     """The runs of these ways and seeds that the page shows."""
     return [(name, seed) for seed, name in product(seeds, names) if seed == SEEDS[0] or name in SECOND]

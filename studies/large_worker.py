@@ -17,6 +17,7 @@ from benchmarks.peers import DiLoCo
 from jobs.options import parse
 from studies import large, report
 from studies.magnitudes import networks
+from studies.rates import of_cosine
 
 
 def average(tensors: Sequence[torch.Tensor]) -> None:
@@ -70,7 +71,7 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
     start = time.perf_counter()
     for step in range(large.STEPS):
         for group in optimizer.param_groups:
-            group["lr"] = large.rate_at(step, way.rate)
+            group["lr"] = of_cosine(way.rate, step, large.STEPS, large.RISE)
         x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, rank, workers))
         optimizer.zero_grad()
         cross_entropy(module(x).flatten(0, -2), y.flatten()).backward()

@@ -163,10 +163,14 @@ def network(task: str) -> Any:
 
 def rate_at(cell: Cell, step: int) -> float:
     """The learning rate of ``step`` (from 0): up to ``cell.rate`` in RISE steps, then down along a cosine."""
-    steps = cell.kind.steps
-    if step < RISE:
-        return cell.rate * (step + 1) / RISE
-    return cell.rate * 0.5 * (1 + math.cos(math.pi * (step - RISE) / (steps - RISE)))
+    return of_cosine(cell.rate, step, cell.kind.steps, RISE)
+
+
+def of_cosine(rate: float, step: int, steps: int, rise: int) -> float:
+    """The learning rate of ``step`` (from 0) of ``steps``: up to ``rate`` in ``rise`` ones, then along a cosine."""
+    if step < rise:
+        return rate * (step + 1) / rise
+    return rate * 0.5 * (1 + math.cos(math.pi * (step - rise) / (steps - rise)))
 
 
 def losses(model: Any, x: NDArray, y: NDArray) -> tuple[Any, Any]:

@@ -36,6 +36,7 @@ from horovod_onebit.kernels.reference import (
     copy,
     host,
     mean,
+    num_blocks,
     twin,
     widen,
     write,
@@ -465,7 +466,7 @@ def set_num_threads(count: int) -> None:
 
 def _over_blocks(size: int, block_size: int, work: Callable[[int, int], Any]) -> list[Any]:
     """``work(first, last)`` over all blocks of ``size`` elements, split between threads where that pays."""
-    blocks = -(-size // block_size)
+    blocks = num_blocks(size, block_size)
     parts = min(_pool.count, blocks, size // MIN_ELEMENTS_PER_THREAD)
     if parts <= 1:
         return [work(0, blocks)]

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
 from horovod_onebit.formulas import Formula, of_innovation, resting
-from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding
+from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
 
 HEADROOM = 1024.0
@@ -310,7 +310,7 @@ def sums(uses: Sequence[Use | None], arrays: Sequence[Arrays], context: Context)
     chunks: list[NDArray[np.float64] | None] = []
     with context.kernels.batch():
         for use, each in zip(uses, arrays, strict=True):
-            out = None if use is None else np.empty((-(-each.weight.size // CHUNK), 2))
+            out = None if use is None else np.empty((num_blocks(each.weight.size, CHUNK), 2))
             if use is not None:
                 context.kernels.sums(*use, each, out)
             chunks.append(out)

@@ -131,7 +131,7 @@ class Agreement:
         if not compressor.together:
             return {}
         apart, compressor.apart = compressor.apart, 0
-        due = starts or (every is not None and counts["steps"] > 0 and counts["steps"] % every < apart)
+        due = starts or replicas.due(every, counts["steps"], apart)
         return checksums(optimizer, state=due) if due or (warm and counts["exact"] == 1) else {}
 
     def _record(self, now: _Compared) -> Any:

@@ -110,8 +110,8 @@ class Steps(RunState):
     def compare(self) -> None:
         """All workers have the same weights: compare them, if one of the steps since they last had was a multiple of
         ``check_replicas_every``. Collective then."""
-        every, apart, self._apart = self._check_replicas_every, self._apart, 0
-        if every and self.parameters.steps % every < apart:
+        apart, self._apart = self._apart, 0
+        if replicas.due(self._check_replicas_every, self.parameters.steps, apart):
             self.check_replicas()
 
     def stats(self, norms: bool) -> Stats:

@@ -193,18 +193,19 @@ def test_nan_on_one_worker_is_raised_on_all_at_the_end_of_the_round():
     assert_replicas_equal(model)
 
 
+def compiled(seed, schedule):
+    model = build(seed=seed)
+    model.compile(optimizer=local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS)
+    return model
+
+
 @pytest.mark.parametrize("steps", [3, 8])
 def test_a_resumed_run_goes_on_bit_for_bit(folder, steps):
-    def compiled(seed):
-        model = build(seed=seed)
-        model.compile(optimizer=local(keras.optimizers.Adam(3e-3), SHORT), loss=LOSS)
-        return model
-
-    model = compiled(0)
+    model = compiled(0, SHORT)
     for step in range(steps):
         model.train_on_batch(*batch(step))
     onebit.save_checkpoint(folder, model, extra={"epoch": 3})
-    again = compiled(5)
+    again = compiled(5, SHORT)
     again.train_on_batch(*batch(0))
     assert onebit.load_checkpoint(folder, again) == {"epoch": 3}
     for step in range(steps, steps + 10):
@@ -325,14 +326,8 @@ def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():
 
 def test_after_a_lost_round_each_worker_resumes_with_what_it_knows_of_its_residuals(folder):
     """The worker whose weights were damaged has no residuals of that round; the others send theirs in shares."""
-
-    def compiled(seed):
-        model = build(seed=seed)
-        schedule = onebit.Local(every=4, doubling=0, freeze=4)
-        model.compile(optimizer=local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS)
-        return model
-
-    model = compiled(0)
+    schedule = onebit.Local(every=4, doubling=0, freeze=4)
+    model = compiled(0, schedule)
     for step in range(12):
         if step == 10 and RANK == SIZE - 1:
             model.trainable_variables[0].assign(model.trainable_variables[0] * float("nan"))
@@ -340,7 +335,7 @@ def test_after_a_lost_round_each_worker_resumes_with_what_it_knows_of_its_residu
     rates = allgather_object(model.optimizer._compressor.engine.feedback.rates, name="rates")
     assert SIZE == 1 or rates[0] > 1.5 * rates[-1] > 0
     onebit.save_checkpoint(folder, model)
-    again = compiled(3)
+    again = compiled(3, schedule)
     onebit.load_checkpoint(folder, again)
     assert again.optimizer.stats().skipped_steps == model.optimizer.stats().skipped_steps
     for part in (model, again):
@@ -353,13 +348,8 @@ def test_after_a_lost_round_each_worker_resumes_with_what_it_knows_of_its_residu
 
 
 def test_momentum_of_the_rounds_is_saved(folder):
-    def compiled(seed):
-        model = build(seed=seed)
-        schedule = onebit.Local(every=4, doubling=0, momentum=0.8)
-        model.compile(optimizer=local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS)
-        return model
-
-    model, again = compiled(0), compiled(3)
+    schedule = onebit.Local(every=4, doubling=0, momentum=0.8)
+    model, again = (compiled(seed, schedule) for seed in (0, 3))
     for step in range(10):
         model.train_on_batch(*batch(step))
     onebit.save_checkpoint(folder, model)
