@@ -5,12 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.handshake import ask
+from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
+
+HALF_SHARE = 2**23
+"""Elements of a worker's share of what travels together as float16."""
 
 
 def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic) -> Task[list[Array]]:
@@ -30,10 +35,48 @@ def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, tra
 
 
 def _split(arrays: Sequence[Array], handle: Handle | None, workers: int) -> Task[list[Array]]:
-    if handle is None:
-        return []
-    means = (yield handle) / np.float32(workers)
-    parts = np.split(means, np.cumsum([array.size for array in arrays])[:-1])
+    return [] if handle is None else _cut((yield handle) / np.float32(workers), arrays)
+
+
+def start_half_mean(
+    arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
+) -> Task[list[Array]]:
+    """``start_mean`` whose numbers travel as float16: half the bytes. Each worker adds up a share of them in float32,
+    and sends its mean to all; numbers beyond float16's become infinite."""
+    if not arrays:
+        return _split((), None, 1)
+    fused, n = np.concatenate([array.reshape(-1) for array in arrays]), collectives.size
+    share = min(HALF_SHARE, -(-fused.size // n))
+    rows = reference.zeros(-(-fused.size // (n * share)) * n * share)  # of n shares each
+    rows[: fused.size] = fused
+    halves = _halves(rows).reshape(-1, n * share)
+    handles = [collectives.alltoall(row.view(np.uint8), f"{name}.{i}.scatter") for i, row in enumerate(halves)]
+    for handle in handles:
+        start(handle)
+    traffic.add(allreduce_bytes(halves.nbytes, n), allreduce_bytes(fused.nbytes, n))
+
+    def arrive() -> Task[list[Array]]:
+        waiting, means = [], list[Array]()
+        for i, handle in enumerate(handles):
+            of_workers = (yield handle).view(np.float16).reshape(n, share)
+            mean = _halves(of_workers.sum(0, dtype=np.float32) / np.float32(n))
+            waiting.append(collectives.allgather(mean.view(np.uint8), f"{name}.{i}.gather"))
+            start(waiting[-1])
+        for handle in waiting:
+            means.append((yield handle).view(np.float16).astype(np.float32))
+        return _cut(np.concatenate(means)[: fused.size], arrays)
+
+    return arrive()
+
+
+def _halves(values: Array) -> NDArray[np.float16]:
+    with np.errstate(over="ignore"):
+        return values.astype(np.float16)
+
+
+def _cut(flat: Array, arrays: Sequence[Array]) -> list[Array]:
+    """What ``flat`` has of each of ``arrays``, in their shapes."""
+    parts = np.split(flat, np.cumsum([array.size for array in arrays])[:-1])
     return [part.reshape(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_onebit.averages import all_finite, start_mean
+from horovod_onebit.averages import all_finite, start_half_mean, start_mean
 from horovod_onebit.engine import Engine, Plan, part_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Lane
@@ -75,11 +75,13 @@ class CodedMean:
         engine: has the residuals, which are in units of D. Its traffic and times are those of the run.
     """
 
-    def __init__(self, run: Engine, *, kernels: str = "cpu", lane: Lane | None = None) -> None:
+    def __init__(self, run: Engine, *, kernels: str = "cpu", lane: Lane | None = None, half: bool = False) -> None:
+        """With ``half``, exact means travel as float16."""
         name = f"{run.name}.coded"
         self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=name, lane=lane)
         self.engine.traffic, self.engine.times = run.traffic, run.times
         self._rule = Gradient()
+        self._start_mean = start_half_mean if half else start_mean
         self._tensors: dict[str, Tensor] = {}
 
     def tensor(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Tensor:
@@ -126,8 +128,9 @@ class CodedMean:
     ) -> Task[tuple[dict[str, Array], list[Array]] | None]:
         """The workers' means of ``grads``, flat float32, by name, and of ``others``. Collective.
 
-        Exact are those of ``others``, and of a gradient of which too little is known yet. The next call overwrites the
-        arrays of the rest. None on all workers, and nothing has changed, if something of some worker is not finite.
+        Exact, or in float16, are those of ``others``, and of a gradient of which too little is known yet. The next call
+        overwrites the arrays of the rest. None on all workers, and nothing has changed, if something of some worker is
+        not finite.
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
         ready = self.ready(units)
@@ -148,7 +151,7 @@ class CodedMean:
     def _exact(self, own: Sequence[Array], means: list[Array]) -> Task[bool]:
         """Start the exact means of ``own``; the task puts them into ``means``, and says whether they are finite."""
         engine = self.engine
-        arriving = start_mean(own, engine.collectives, f"{engine.name}.exact", engine.traffic)
+        arriving = self._start_mean(own, engine.collectives, f"{engine.name}.exact", engine.traffic)
 
         def arrived() -> Task[bool]:
             means[:] = yield from arriving

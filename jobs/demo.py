@@ -77,7 +77,7 @@ def run(
 
 
 def _job(args: argparse.Namespace, compression: str, seed: int, metrics: Path) -> list[str]:
-    half = ["--half"] if compression == "onebit" and args.half else []
+    half = ["--half"] if compression == "onebit" and args.warmup != "exact" else []
     often = ["--log-interval", str(max(1, args.steps // 60)), "--eval-interval", str(max(1, args.steps // 6))]
     return [
         sys.executable, str(ROOT / args.framework / "train.py"), "--task", args.task, "--compression", compression,
@@ -110,7 +110,7 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
     how = (
         "exact steps"
         if args.warmup == "exact"
-        else f"steps, {FIRST} {'in float16' if args.half else 'exact'} and the others in {args.warmup[:-4]} bits"
+        else f"steps, {FIRST} in float16 and the others in {args.warmup[:-4]} bits"
     )
     exact = f" One bit begins after {args.warmup_steps} {how}." if "onebit" in args.compressions else ""
     console.print(
@@ -198,7 +198,6 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--output", type=Path, default=ROOT / "build" / "demo")
     args, args.more = parser.parse_known_args(argv)
     args.warmup = args.warmup or ("exact" if "zero_one_adam" in args.more else "three_bit")
-    args.half = args.warmup != "exact" and args.framework == "torch"  # Keras sends these means in float32
     if args.np < 2:
         parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
     if args.launcher == "torchrun" and args.framework == "tf":

@@ -79,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         help="for onebit: steps before it; for zero_one_adam: var_freeze_step",
     )
     add("--warmup", choices=get_args(WarmupName), default="exact", help="for onebit: how their gradients travel")
-    add("--half", action="store_true", help="for onebit in PyTorch: exact averages travel in float16")
+    add("--half", action="store_true", help="for onebit: exact averages travel in float16")
     add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=0, help="for each worker; 0 is the task's own")
     add("--lr", type=float, default=0.0, help="0 is the task's and optimizer's own")

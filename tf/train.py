@@ -39,9 +39,10 @@ def distributed_optimizer(options: Options) -> Any:
     kind = getattr(keras.optimizers, names[options.optimizer])
     if options.optimizer == "sgd":
         arguments["momentum"] = options.momentum
+    half = options.half if options.compression == "onebit" else options.compression == "fp16"
     return onebit.DistributedOptimizer(
         kind(**arguments),
-        compression=hvd.Compression.fp16 if options.compression == "fp16" else hvd.Compression.none,
+        compression=hvd.Compression.fp16 if half else hvd.Compression.none,
         warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
         recipe=recipe_of(options),
     )

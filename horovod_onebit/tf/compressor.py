@@ -150,14 +150,15 @@ class Compressor(RunState):
         self.adapter = adapter
         self.process_set = wrapping.process_set
         self.sum_gradients = wrapping.sums
-        self._bytes = 2 if wrapping.compression is hvd.Compression.fp16 else 4
+        half = wrapping.compression is hvd.Compression.fp16
+        self._bytes = 2 if half else 4
         self.collectives = HorovodCollectives(self.process_set, name)
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
         divides = adapter.wraps.variance is not None
         self.kind = kind(wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup)
         self.errand = Errand(self.collectives, self.compute)
-        self.coded = CodedMean(self.engine) if codes(wrapping.recipe) else None
+        self.coded = CodedMean(self.engine, half=half) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: Leaving | None = None

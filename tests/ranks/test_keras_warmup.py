@@ -84,6 +84,18 @@ def test_the_core_takes_the_same_steps():
         np.testing.assert_allclose(np.asarray(variable), array, atol=1e-5)
 
 
+def test_exact_means_before_few_bits_may_travel_as_float16():
+    models, sent = [build(), build()], []
+    for model, compression in zip(models, (hvd.Compression.none, hvd.Compression.fp16), strict=True):
+        optimizer = wrap(keras.optimizers.SGD(0.05), warmup_steps=40, recipe=THREE, compression=compression)
+        train(model, optimizer, FIRST, graph=True)
+        sent.append(optimizer.stats(norms=False).bytes_sent)
+        assert_replicas_equal(model)
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.05)
+    exact, half = map(weights, models)
+    np.testing.assert_allclose(half, exact, atol=1e-3)
+
+
 def test_fit_with_all_that_goes_with_it():
     model = build(seed=RANK)
     optimizer = wrap(OPTIMIZERS["adamw"](global_clipnorm=0.5), None, recipe=THREE)

@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, codecs, simulation
+from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages, codecs, simulation
 from horovod_onebit.coded import FIRST, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.optimizer import NumpyOptimizer
@@ -102,6 +102,45 @@ def test_what_was_learned_is_saved(exchange, learned):
         assert again.fresh
 
     simulation.run(worker, 3)
+
+
+@pytest.mark.parametrize("workers", [1, 2, 3, 5])
+@pytest.mark.parametrize("share", [100, 2**23])
+def test_exact_means_in_float16(workers, share, monkeypatch):
+    """In one exchange, and in several: the mean but for two roundings, the same on all workers, half of the bytes."""
+    monkeypatch.setattr(averages, "HALF_SHARE", share)
+    sizes = {"long": 5003, "odd": 1025}
+
+    def worker(collectives):
+        of = {half: CodedMean(Engine(TWO, collectives, name=f"of {half}"), half=half) for half in (False, True)}
+        rng, grads = np.random.default_rng([3, collectives.rank]), dict[str, np.ndarray]()
+        for _ in range(FIRST):
+            grads = gradients(rng, sizes)
+            other = np.arange(3, dtype=f32).reshape(3, 1) + collectives.rank
+            exact, halves = (run(one.average(grads, [other])) for one in of.values())
+            for name in sizes:
+                off = np.abs(halves[0][name] - exact[0][name])
+                assert (off <= 2e-3 * 10 ** np.linspace(-5, 0, sizes[name]) + 1e-7).all()
+            np.testing.assert_allclose(halves[1][0], exact[1][0], rtol=2e-3)
+        sent = {half: one.engine.traffic for half, one in of.items()}
+        assert sent[True].fp32_total == sent[False].fp32_total == sent[False].total
+        assert sent[True].total == pytest.approx(sent[False].total / 2, rel=0.1)
+        assert {tensor.name for tensor in of[True].ready(sizes)} == set(sizes)
+        return np.concatenate([*halves[0].values()])
+
+    found = simulation.run(worker, workers)
+    for one in found:
+        np.testing.assert_array_equal(one, found[0])
+
+
+def test_means_beyond_float16_are_no_means():
+    def worker(collectives):
+        coded = CodedMean(Engine(TWO, collectives), half=True)
+        large = np.full(5003, 1e5 if collectives.rank == 0 else 1.0, f32)
+        assert run(coded.average({"long": large})) is None
+        assert run(coded.average({"long": np.ones(5003, f32)})) is not None
+
+    simulation.run(worker, 2)
 
 
 @pytest.mark.parametrize(

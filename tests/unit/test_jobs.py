@@ -185,8 +185,6 @@ def test_three_bits_are_the_warm_up_of_one_bit_alone(tmp_path):
     assert found["none"] == found["fp16"] == "robust"
     assert found["onebit"].warmup == "three_bit"
     assert {kind: job.half for kind, job in jobs.items()} == {"none": False, "fp16": False, "onebit": True}
-    keras = demo.parse(["--framework", "tf", "--output", str(tmp_path / "new")])
-    assert not parse(demo._job(keras, "onebit", 0, tmp_path / "m.jsonl")[2:]).half
     zero_one = demo.parse(["--output", str(tmp_path / "new"), "--optimizer", "zero_one_adam"])
     assert parse(demo._job(zero_one, "onebit", 0, tmp_path / "m.jsonl")[2:]).warmup == "exact"
 
