@@ -4,13 +4,16 @@ average of its squares, in which all elements are of one size.
     c_i   = g_i / D + error_i;   C_i = Q(c_i);   error_i <- c_i - C_i        D = sqrt(v + floor)
     g     = D sum_i C_i / n                                                 the same on all workers
     v     <- beta2 v + (1 - beta2) g^2
-    error_i <- error_i D / D'                                               D' is that of the next step
+    error_i <- error_i D / D', within KEPT                                  D' is that of the next step
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
 corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has hardly been
 more than zero until now can be learned; one that has never had a gradient rests (see ``rest``). What one step lacks of
-a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One
-bit is not enough: all codes are then of one size, and v keeps its proportions.
+a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. But
+of a gradient beyond all levels only so much is kept as ``KEPT`` says: without that, the large gradients of the first
+steps would be on their way for tens of steps, when they are of no use any more, and in pieces, whose squares make less
+of v than their sum makes of the momentum (study 12). One bit is not enough: all codes are then of one size, and v keeps
+its proportions.
 """
 
 from __future__ import annotations
@@ -31,6 +34,8 @@ BETA2 = 0.999
 SHARE = 0.01
 LARGEST = f32(1e30)
 """The most that v may be: infinity would silence an element for ever."""
+KEPT = f32(0.5)
+"""The most that an error may be, in units of D. What rounding to a level loses is less."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
@@ -56,6 +61,11 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
     return where(alive(v), maximum(later, TINY), later)  # what moves does not come to rest again
 
 
+def _kept(e: Number, unit: Number, then: Number) -> Number:
+    """The error ``e`` in units of ``unit``, as it is sent in units of ``then``."""
+    return minimum(maximum(e * (unit / then), -KEPT), KEPT)
+
+
 @rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
     return g / _unit(v, p.correction, p.floor)
@@ -64,8 +74,9 @@ def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Num
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     unit = _unit(v, p.correction, p.floor)
     g = moving(x, v) * unit
-    then = _later(p, v, g)
-    return e * (unit / _unit(then, p.then_correction, p.then_floor)), then, g
+    later = _later(p, v, g)
+    then = _unit(later, p.then_correction, p.then_floor)
+    return where(alive(v), _kept(e, unit, then), e * (unit / then)), later, g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -75,7 +86,7 @@ def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number
 def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
-    return e * (_unit(before, p.correction, p.floor) / _unit(v, p.then_correction, p.then_floor)), None, None
+    return _kept(e, _unit(before, p.correction, p.floor), _unit(v, p.then_correction, p.then_floor)), None, None
 
 
 def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:

@@ -10,6 +10,7 @@ from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages,
 from horovod_onebit.coded import FIRST, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import gradient
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
@@ -191,12 +192,14 @@ def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(exchange):
-    """Though the workers' gradients cancel here and there, units follow their mean, and it jumps to 100 times."""
+def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(exchange, monkeypatch):
+    """Though the workers' gradients cancel here and there, units follow their mean, and it jumps to 100 times. All is
+    kept here that a step loses."""
+    monkeypatch.setattr(gradient, "KEPT", f32(1e30))
 
     def worker(collectives):
-        recipe = dataclasses.replace(TWO, exchange=exchange)
-        coded, rng = CodedMean(Engine(recipe, collectives)), np.random.default_rng([3, collectives.rank])
+        coded = CodedMean(Engine(dataclasses.replace(TWO, exchange=exchange), collectives), kernels="reference")
+        rng = np.random.default_rng([3, collectives.rank])
         unit = coded.tensor("long", 5003)
         common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
         own, given = np.zeros(5003), np.zeros(5003)
@@ -221,6 +224,32 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
     kept += np.sum([served for *_, served in found], axis=0)
     np.testing.assert_allclose(given + kept, own, rtol=1e-3)
     assert np.abs(kept).sum() > 1e-3 * np.abs(own).sum()
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("kernels", ["cpu", "reference"])
+def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels):
+    """After a few elements' gradients of 30 times their unit, as in the first steps of a run."""
+
+    def worker(collectives):
+        recipe = dataclasses.replace(TWO, exchange=exchange)
+        coded, rng = CodedMean(Engine(recipe, collectives), kernels=kernels), np.random.default_rng(3)
+        unit = coded.tensor("long", 5003)
+        for _ in range(FIRST):
+            coded.observe([unit], [np.ones(5003, f32)])
+        large = np.where(rng.random(5003) < 0.01, f32(30), f32(1)).astype(f32)
+        given = []
+        for step in range(12):
+            small = (1e-2 * rng.standard_normal(5003)).astype(f32)
+            run(coded.mean([unit], [large if step == 0 else small], beside=finite()))
+            given.append(np.array(unit.weight))
+            assert np.abs(unit.residual).max() <= gradient.KEPT
+        return given
+
+    given = simulation.run(worker, 2)[0]
+    assert given[0].max() > 1.5
+    assert np.abs(given[1:6]).max() < 2.5
+    assert np.abs(given[6:]).max() < 0.2
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
