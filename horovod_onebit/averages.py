@@ -14,8 +14,8 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
 
-HALF_SHARE = 2**23
-"""Elements of a worker's share of what travels together as float16."""
+TOGETHER = 2**26
+"""Elements that travel together as float16, at most."""
 
 
 def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic) -> Task[list[Array]]:
@@ -46,8 +46,8 @@ def start_half_mean(
     if not arrays:
         return _split((), None, 1)
     fused, n = np.concatenate([array.reshape(-1) for array in arrays]), collectives.size
-    share = min(HALF_SHARE, -(-fused.size // n))
-    rows = reference.zeros(-(-fused.size // (n * share)) * n * share)  # of n shares each
+    share = min(TOGETHER // n, -(-max(1, fused.size) // n))
+    rows = reference.zeros(-(-max(1, fused.size) // (n * share)) * n * share)  # of n shares each
     rows[: fused.size] = fused
     halves = _halves(rows).reshape(-1, n * share)
     handles = [collectives.alltoall(row.view(np.uint8), f"{name}.{i}.scatter") for i, row in enumerate(halves)]

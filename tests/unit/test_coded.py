@@ -106,10 +106,10 @@ def test_what_was_learned_is_saved(exchange, learned):
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 5])
-@pytest.mark.parametrize("share", [100, 2**23])
-def test_exact_means_in_float16(workers, share, monkeypatch):
+@pytest.mark.parametrize("together", [500, 2**26])
+def test_exact_means_in_float16(workers, together, monkeypatch):
     """In one exchange, and in several: the mean but for two roundings, the same on all workers, half of the bytes."""
-    monkeypatch.setattr(averages, "HALF_SHARE", share)
+    monkeypatch.setattr(averages, "TOGETHER", together)
     sizes = {"long": 5003, "odd": 1025}
 
     def worker(collectives):
@@ -224,6 +224,21 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
     kept += np.sum([served for *_, served in found], axis=0)
     np.testing.assert_allclose(given + kept, own, rtol=1e-3)
     assert np.abs(kept).sum() > 1e-3 * np.abs(own).sum()
+
+
+def test_gradients_that_stay_apart_are_cut():
+    """The price of the bound: docs/recipes.md has the figure."""
+    common = np.random.default_rng(1).standard_normal(4096).astype(f32)
+    own = [2 * common + 4 * np.random.default_rng([5, rank]).standard_normal(4096).astype(f32) for rank in range(4)]
+
+    def worker(collectives):
+        coded = CodedMean(Engine(Recipe(warmup="three_bit", exchange="direct"), collectives))
+        given = [run(coded.average({"long": own[collectives.rank]}))[0]["long"].copy() for _ in range(FIRST + 300)]
+        return np.mean(given[FIRST:], axis=0)
+
+    mean = np.mean(own, axis=0)
+    off = [np.linalg.norm(found - mean) / np.linalg.norm(mean) for found in simulation.run(worker, 4)]
+    assert off[0] == off[1] == pytest.approx(0.11, abs=0.02)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
