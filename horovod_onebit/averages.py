@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.handshake import ask
-from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
@@ -41,37 +39,33 @@ def _split(arrays: Sequence[Array], handle: Handle | None, workers: int) -> Task
 def start_half_mean(
     arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic
 ) -> Task[list[Array]]:
-    """``start_mean`` whose numbers travel as float16: half the bytes. Each worker adds up a share of them in float32,
-    and sends its mean to all; numbers beyond float16's become infinite."""
+    """Like ``start_mean``, but the numbers travel as float16, half the bytes: each worker adds up a share of them in
+    float32 and sends its mean to all. They are rounded twice, and infinite beyond float16's range."""
     if not arrays:
         return _split((), None, 1)
-    fused, n = np.concatenate([array.reshape(-1) for array in arrays]), collectives.size
-    share = min(TOGETHER // n, -(-max(1, fused.size) // n))
-    rows = reference.zeros(-(-max(1, fused.size) // (n * share)) * n * share)  # of n shares each
-    rows[: fused.size] = fused
-    halves = _halves(rows).reshape(-1, n * share)
-    handles = [collectives.alltoall(row.view(np.uint8), f"{name}.{i}.scatter") for i, row in enumerate(halves)]
-    for handle in handles:
+    size, n = sum(array.size for array in arrays), collectives.size
+    share = min(TOGETHER // n, -(-max(1, size) // n))
+    halves = np.zeros((-(-max(1, size) // (n * share)), n * share), np.float16)
+    with np.errstate(over="ignore"):
+        np.concatenate([array.reshape(-1) for array in arrays], out=halves.reshape(-1)[:size], casting="same_kind")
+    waiting = [collectives.alltoall(row.view(np.uint8), f"{name}.{i}.scatter") for i, row in enumerate(halves)]
+    for handle in waiting:
         start(handle)
-    traffic.add(allreduce_bytes(halves.nbytes, n), allreduce_bytes(fused.nbytes, n))
+    traffic.add(allreduce_bytes(halves.nbytes, n), allreduce_bytes(4 * size, n))
 
     def arrive() -> Task[list[Array]]:
-        waiting, means = [], list[Array]()
-        for i, handle in enumerate(handles):
-            of_workers = (yield handle).view(np.float16).reshape(n, share)
-            mean = _halves(of_workers.sum(0, dtype=np.float32) / np.float32(n))
-            waiting.append(collectives.allgather(mean.view(np.uint8), f"{name}.{i}.gather"))
-            start(waiting[-1])
-        for handle in waiting:
-            means.append((yield handle).view(np.float16).astype(np.float32))
-        return _cut(np.concatenate(means)[: fused.size], arrays)
+        for i in range(len(waiting)):
+            of_workers = (yield waiting[i]).view(np.float16).reshape(n, share)
+            with np.errstate(over="ignore", invalid="ignore"):
+                mean = (of_workers.sum(axis=0, dtype=np.float32) / np.float32(n)).astype(np.float16)
+            waiting[i] = collectives.allgather(mean.view(np.uint8), f"{name}.{i}.gather")
+            start(waiting[i])
+        means = np.empty(halves.shape, np.float32)
+        for i, handle in enumerate(waiting):
+            means[i] = (yield handle).view(np.float16)
+        return _cut(means.reshape(-1)[:size], arrays)
 
     return arrive()
-
-
-def _halves(values: Array) -> NDArray[np.float16]:
-    with np.errstate(over="ignore"):
-        return values.astype(np.float16)
 
 
 def _cut(flat: Array, arrays: Sequence[Array]) -> list[Array]:

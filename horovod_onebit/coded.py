@@ -75,12 +75,15 @@ class CodedMean:
         engine: has the residuals, which are in units of D. Its traffic and times are those of the run.
     """
 
-    def __init__(self, run: Engine, *, kernels: str = "cpu", lane: Lane | None = None, half: bool = False) -> None:
-        """With ``half``, exact means travel as float16."""
+    def __init__(
+        self, run: Engine, *, divides: bool = False, kernels: str = "cpu", lane: Lane | None = None, half: bool = False
+    ) -> None:
+        """The optimizer ``divides`` by a second moment of each element; see ``rules.gradient``. With ``half``, exact
+        means travel as float16."""
         name = f"{run.name}.coded"
         self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=name, lane=lane)
         self.engine.traffic, self.engine.times = run.traffic, run.times
-        self._rule = Gradient()
+        self._rule = Gradient(divides)
         self._start_mean = start_half_mean if half else start_mean
         self._tensors: dict[str, Tensor] = {}
 
@@ -128,9 +131,9 @@ class CodedMean:
     ) -> Task[tuple[dict[str, Array], list[Array]] | None]:
         """The workers' means of ``grads``, flat float32, by name, and of ``others``. Collective.
 
-        Exact, or in float16, are those of ``others``, and of a gradient of which too little is known yet. The next call
-        overwrites the arrays of the rest. None on all workers, and nothing has changed, if something of some worker is
-        not finite.
+        The means of ``others`` are exact, or in float16 with ``half``, and so are those of gradients of which too
+        little is known yet. The next call overwrites the arrays of the rest. None on all workers, and nothing has
+        changed, if something of some worker is not finite.
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
         ready = self.ready(units)

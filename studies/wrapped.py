@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.averages import all_finite
+from horovod_onebit.coded import CodedMean
 from horovod_onebit.driver import Frozen
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Rule, Tensor
@@ -39,6 +40,7 @@ class Wrapped(NumpyOptimizer):
 
         super().__init__(weights, rule, **options)
         parameters = {name: torch.nn.Parameter(torch.from_numpy(array)) for name, array in weights.items()}
+        self.coded = None if self.coded is None else CodedMean(self.engine)  # nobody knows whether they divide
         self._own = {name: (p, of(name, p)) for name, p in parameters.items()}
 
     def _take(self, tensor: Tensor, grad: NDArray[np.float32]) -> None:

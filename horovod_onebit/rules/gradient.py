@@ -4,16 +4,18 @@ average of its squares, in which all elements are of one size.
     c_i   = g_i / D + error_i;   C_i = Q(c_i);   error_i <- c_i - C_i        D = sqrt(v + floor)
     g     = D sum_i C_i / n                                                 the same on all workers
     v     <- beta2 v + (1 - beta2) g^2
-    error_i <- error_i D / D', within KEPT                                  D' is that of the next step
+    error_i <- error_i D / D'                                               D' is that of the next step
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
 corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has hardly been
 more than zero until now can be learned; one that has never had a gradient rests (see ``rest``). What one step lacks of
-a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. But
-of a gradient beyond all levels only so much is kept as ``KEPT`` says: without that, the large gradients of the first
-steps would be on their way for tens of steps, when they are of no use any more, and in pieces, whose squares make less
-of v than their sum makes of the momentum (study 12). One bit is not enough: all codes are then of one size, and v keeps
-its proportions.
+a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One
+bit is not enough: all codes are then of one size, and v keeps its proportions.
+
+A gradient far beyond the outermost level arrives in pieces over many steps. Sums come out right, so that SGD moves as
+far as it should. An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th
+of the square. For those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest:
+they divide by what has arrived, and go as far (study 12).
 """
 
 from __future__ import annotations
@@ -33,16 +35,16 @@ from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalar
 BETA2 = 0.999
 SHARE = 0.01
 LARGEST = f32(1e30)
-"""The most that v may be: infinity would silence an element for ever."""
-KEPT = f32(0.5)
-"""The most that an error may be, in units of D. What rounding to a level loses is less."""
+"""The most that v, and other errors, may be: infinity would silence an element for ever."""
+KEPT = 0.5
+"""The most that is kept of an error, in units of D, for an optimizer that divides by a second moment."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
 
 class Scalars(NamedTuple):
     """``correction`` is that of the bias of v; ``keep`` and ``take`` are beta2 and what it leaves; ``then_...`` are
-    those of the next step."""
+    those of the next step; ``kept`` is the most that an error may be."""
 
     correction: Number
     floor: Number
@@ -50,6 +52,7 @@ class Scalars(NamedTuple):
     take: Number
     then_correction: Number
     then_floor: Number
+    kept: Number
 
 
 def _unit(v: Number, correction: Number, floor: Number) -> Number:
@@ -61,9 +64,9 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
     return where(alive(v), maximum(later, TINY), later)  # what moves does not come to rest again
 
 
-def _kept(e: Number, unit: Number, then: Number) -> Number:
-    """The error ``e`` in units of ``unit``, as it is sent in units of ``then``."""
-    return minimum(maximum(e * (unit / then), -KEPT), KEPT)
+def _kept(p: Scalars, e: Number, unit: Number, then: Number) -> Number:
+    """What is kept of the error ``e`` in units of ``unit``, in units of ``then``."""
+    return minimum(maximum(e * (unit / then), -p.kept), p.kept)
 
 
 @rests
@@ -76,7 +79,7 @@ def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number)
     g = moving(x, v) * unit
     later = _later(p, v, g)
     then = _unit(later, p.then_correction, p.then_floor)
-    return where(alive(v), _kept(e, unit, then), e * (unit / then)), later, g
+    return where(alive(v), _kept(p, e, unit, then), e * (unit / then)), later, g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -86,7 +89,7 @@ def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number
 def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
-    return _kept(e, _unit(before, p.correction, p.floor), _unit(v, p.then_correction, p.then_floor)), None, None
+    return _kept(p, e, _unit(before, p.correction, p.floor), _unit(v, p.then_correction, p.then_floor)), None, None
 
 
 def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -96,8 +99,10 @@ def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number)
 @dataclass(frozen=True)
 class Gradient(Rule):
     """Of the tensors that this rule sees, the "weight" is where the mean gradient goes, the "momentum" is the residual
-    and ``layer`` has the floors of this step and the next."""
+    and ``layer`` has the floors of this step and the next. ``divides``: the optimizer that takes the mean gradient
+    divides by a second moment of each element."""
 
+    divides: bool = False
     lr: float = 1.0
     name: str = "gradient"
     owes_resting: ClassVar[bool] = True
@@ -117,6 +122,7 @@ class Gradient(Rule):
             take=1 - BETA2,
             then_correction=1 / (1 - BETA2 ** (tensor.variance_steps + 1)),
             then_floor=then,
+            kept=KEPT if self.divides else float(LARGEST),
         )
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:

@@ -155,10 +155,10 @@ class Compressor(RunState):
         self.collectives = HorovodCollectives(self.process_set, name)
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
-        divides = adapter.wraps.variance is not None
+        divides = adapter.divides
         self.kind = kind(wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup)
         self.errand = Errand(self.collectives, self.compute)
-        self.coded = CodedMean(self.engine, half=half) if codes(wrapping.recipe) else None
+        self.coded = CodedMean(self.engine, divides=divides, half=half) if codes(wrapping.recipe) else None
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: Leaving | None = None
@@ -260,10 +260,9 @@ class Compressor(RunState):
         if optimizer._wrapping.compresses and self.place_of(large) is None:
             decays = {optimizer.weight_decay if self.decays(v) else 0.0 for v in large}
             rules = [self.adapter.rule(optimizer, 1.0, decay, 1, 1.0) for decay in sorted(decays)]
-            divides = self.adapter.wraps.variance is not None
             own = self.adapter.momentum(optimizer, 0) is None  # ours alone: the optimizer has none
             lent: Lent = "all but momenta" if own else "all"
-            compile_steps(recipe, rules, self.workers, divides=divides, lent=lent)
+            compile_steps(recipe, rules, self.workers, divides=self.adapter.divides, lent=lent)
 
     def decays(self, variable: Any) -> bool:
         """Whether the wrapped optimizer decays ``variable``; asked as Keras asks, which remembers the answer."""

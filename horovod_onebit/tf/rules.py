@@ -59,9 +59,14 @@ class Adapter:
         return None if self.wraps.variance is None else getattr(optimizer, self.wraps.variance)[index]
 
     @property
+    def divides(self) -> bool:
+        """Whether the optimizer divides by a second moment of each element."""
+        return self.wraps.variance is not None
+
+    @property
     def moments(self) -> Adapter | None:
         """What knows where the second moments are; None if there are none."""
-        return None if self.wraps.variance is None else self
+        return self if self.divides else None
 
     converts_momentum: ClassVar[bool] = False
     """Whether the rule's momentum is another than the wrapped optimizer's."""

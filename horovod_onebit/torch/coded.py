@@ -28,7 +28,7 @@ class Coded:
 
     def __init__(self, parameters: Parameters, engine: Engine, *, sums: bool, lane: Lane | None) -> None:
         self._parameters = parameters
-        self._mean = CodedMean(engine, lane=lane)
+        self._mean = CodedMean(engine, divides=parameters.adapter.divides, lane=lane)
         self._sums = sums
         self._loads = 0
         self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout

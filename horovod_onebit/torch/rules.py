@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Mapping, MutableMapping
+from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
 
@@ -40,6 +41,11 @@ class Adapter:
         split = [(field, *path.partition(".")[::2]) for field, path in wraps.options.items()]
         self._options = [(field, name, int(position) if position else None) for field, name, position in split]
         self._rules: dict[tuple, Rule] = {}  # that were built last, by their hyperparameters
+
+    @property
+    def divides(self) -> bool:
+        """Whether the optimizer divides by a second moment of each element."""
+        return self.variance_key is not None
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""
@@ -187,6 +193,12 @@ class AnyAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
+
+    @property
+    def divides(self) -> bool:
+        with suppress(UnsupportedError):
+            return adapter_for(self._optimizer).divides
+        return False
 
     def to_plain(self, group: ParamGroup, p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
         adapter_for(self._optimizer).to_plain(group, p, state)  # it was compressed by another wrapper

@@ -84,6 +84,13 @@ def test_the_core_takes_the_same_steps():
         np.testing.assert_allclose(np.asarray(variable), array, atol=1e-5)
 
 
+@pytest.mark.parametrize(("kind", "divides"), [("adamw", True), ("adam", True), ("sgd", False)])
+def test_which_optimizers_divide_by_a_second_moment(kind, divides):
+    """Of these the errors of gradients in few bits are bounded, in a warm-up and in all steps."""
+    for options in ({"recipe": THREE}, {"schedule": onebit.Gradients()}):
+        assert wrap(OPTIMIZERS[kind](), None, **options)._compressor.adapter.divides is divides
+
+
 def test_exact_means_before_few_bits_may_travel_as_float16():
     models, sent = [build(), build()], []
     for model, compression in zip(models, (hvd.Compression.none, hvd.Compression.fp16), strict=True):

@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+import warnings
 
 import numpy as np
 import pytest
@@ -137,8 +138,10 @@ def test_exact_means_in_float16(workers, together, monkeypatch):
 def test_means_beyond_float16_are_no_means():
     def worker(collectives):
         coded = CodedMean(Engine(TWO, collectives), half=True)
-        large = np.full(5003, 1e5 if collectives.rank == 0 else 1.0, f32)
-        assert run(coded.average({"long": large})) is None
+        for other in (1.0, -1e5):
+            large = np.full(5003, 1e5 if collectives.rank == 0 else other, f32)
+            with warnings.catch_warnings(action="error"):
+                assert run(coded.average({"long": large})) is None
         assert run(coded.average({"long": np.ones(5003, f32)})) is not None
 
     simulation.run(worker, 2)
@@ -191,15 +194,34 @@ def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
         assert np.abs(given / expected - 1).mean() < 0.02
 
 
-@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(exchange, monkeypatch):
-    """Though the workers' gradients cancel here and there, units follow their mean, and it jumps to 100 times. All is
-    kept here that a step loses."""
-    monkeypatch.setattr(gradient, "KEPT", f32(1e30))
+@pytest.mark.parametrize("bits", ["two_bit", "three_bit"])
+def test_gradients_that_are_rare_arrive_whole(bits):
+    """As those of an embedding's rows, which one step in 50 has: SGD must move as far as with exact means."""
 
     def worker(collectives):
-        coded = CodedMean(Engine(dataclasses.replace(TWO, exchange=exchange), collectives), kernels="reference")
+        coded = CodedMean(Engine(dataclasses.replace(TWO, warmup=bits), collectives))
         rng = np.random.default_rng([3, collectives.rank])
+        own, given = np.zeros(4096), np.zeros(4096)
+        for step in range(FIRST + 600):
+            rows = np.repeat(rng.random(128) < 0.02, 32)
+            grad = (rows * (1 + 0.5 * rng.standard_normal(4096))).astype(f32)
+            mean = run(coded.average({"rows": grad}))[0]["rows"]
+            if step >= 300:
+                own, given = own + grad, given + mean
+        return own, given
+
+    found = simulation.run(worker, 2)
+    own, given = np.mean([own for own, _ in found], axis=0), found[0][1]
+    assert abs(given @ own / (own @ own) - 1) < 0.03
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(exchange):
+    """Though the workers' gradients cancel here and there, units follow their mean, and it jumps to 100 times."""
+
+    def worker(collectives):
+        recipe = dataclasses.replace(TWO, exchange=exchange)
+        coded, rng = CodedMean(Engine(recipe, collectives)), np.random.default_rng([3, collectives.rank])
         unit = coded.tensor("long", 5003)
         common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
         own, given = np.zeros(5003), np.zeros(5003)
@@ -227,18 +249,18 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
 
 
 def test_gradients_that_stay_apart_are_cut():
-    """The price of the bound: docs/recipes.md has the figure."""
+    """Where the optimizer divides by a second moment: docs/recipes.md has the figure."""
     common = np.random.default_rng(1).standard_normal(4096).astype(f32)
     own = [2 * common + 4 * np.random.default_rng([5, rank]).standard_normal(4096).astype(f32) for rank in range(4)]
 
     def worker(collectives):
-        coded = CodedMean(Engine(Recipe(warmup="three_bit", exchange="direct"), collectives))
+        coded = CodedMean(Engine(Recipe(warmup="three_bit", exchange="direct"), collectives), divides=True)
         given = [run(coded.average({"long": own[collectives.rank]}))[0]["long"].copy() for _ in range(FIRST + 300)]
         return np.mean(given[FIRST:], axis=0)
 
     mean = np.mean(own, axis=0)
     off = [np.linalg.norm(found - mean) / np.linalg.norm(mean) for found in simulation.run(worker, 4)]
-    assert off[0] == off[1] == pytest.approx(0.11, abs=0.02)
+    assert off[0] == off[1] < 0.13
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
@@ -248,7 +270,7 @@ def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels
 
     def worker(collectives):
         recipe = dataclasses.replace(TWO, exchange=exchange)
-        coded, rng = CodedMean(Engine(recipe, collectives), kernels=kernels), np.random.default_rng(3)
+        coded, rng = CodedMean(Engine(recipe, collectives), divides=True, kernels=kernels), np.random.default_rng(3)
         unit = coded.tensor("long", 5003)
         for _ in range(FIRST):
             coded.observe([unit], [np.ones(5003, f32)])

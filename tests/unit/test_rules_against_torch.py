@@ -13,6 +13,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.torch.lamb import LAMB as TorchLAMB
+from horovod_onebit.torch.rules import AnyAdapter, adapter_for
 
 f32 = np.float32
 CASES = [
@@ -55,3 +56,17 @@ def test_exact_steps(rule, build):
         optimizer.step()
         rule.exact_step(tensor, g, context)
     np.testing.assert_allclose(tensor.weight, p.detach().numpy(), rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("make", "divides"),
+    [(torch.optim.AdamW, True), (torch.optim.Adam, True), (TorchLAMB, True), (torch.optim.SGD, False)],
+)
+def test_which_optimizers_divide_by_a_second_moment(make, divides):
+    """Of these the errors of gradients in few bits are bounded, in a warm-up and in all steps."""
+    optimizer = make([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
+    assert adapter_for(optimizer).divides is AnyAdapter(optimizer).divides is divides
+
+
+def test_of_other_optimizers_nothing_is_known():
+    assert not AnyAdapter(torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(3))])).divides
