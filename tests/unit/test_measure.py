@@ -2,13 +2,18 @@
 
 import itertools
 import random
+import subprocess
+import sys
 import time
 from fractions import Fraction
+from importlib.util import find_spec
 from math import comb
+from pkgutil import iter_modules
 
 import numpy as np
 import pytest
 
+import benchmarks
 from benchmarks import measure, report, target
 from benchmarks.measure import Turn, Usage, Verdict, Way, interval, verdict
 
@@ -19,6 +24,13 @@ def rounds_of(ratios, baseline=2.0):
 
 def decide(rounds, most=10**6, *, elapsed=0.0, another=1.0, seconds=100.0, pairs=(("a", "b"),)):
     return verdict(rounds, pairs, {"a": most, "b": 10**6}, elapsed=elapsed, another=another, seconds=seconds)
+
+
+@pytest.mark.skipif(not (find_spec("horovod") and find_spec("tensorflow") and find_spec("torch")), reason="needs all")
+def test_all_benchmarks_can_be_imported():
+    """They prepare their inputs as they are imported, from what the library has now."""
+    names = [f"import benchmarks.{module.name}" for module in iter_modules(benchmarks.__path__)]
+    subprocess.run([sys.executable, "-c", "\n".join(names)], check=True, timeout=300)
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 5, 6, 8, 9, 12, 40])
