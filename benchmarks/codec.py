@@ -78,7 +78,7 @@ GRADIENT = scalars(
     take=0.001,
     then_correction=1,
     then_floor=0.01,
-    kept=gradient.KEPT,
+    clip=gradient.KEPT,
 )
 LAMB = scalars(lamb.Step, first=1.5, inside=0.01, correction=1, eps_inside=0, eps=EPS, decay=1, step=1e-9)
 

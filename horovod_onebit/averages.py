@@ -8,7 +8,7 @@ import numpy as np
 
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.handshake import ask
-from horovod_onebit.kernels.reference import Array
+from horovod_onebit.kernels.reference import Array, num_blocks
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
 
@@ -44,8 +44,8 @@ def start_half_mean(
     if not arrays:
         return _split((), None, 1)
     size, n = sum(array.size for array in arrays), collectives.size
-    share = min(TOGETHER // n, -(-max(1, size) // n))
-    halves = np.zeros((-(-max(1, size) // (n * share)), n * share), np.float16)
+    share = min(TOGETHER // n, num_blocks(max(1, size), n))
+    halves = np.zeros((num_blocks(max(1, size), n * share), n * share), np.float16)
     with np.errstate(over="ignore"):
         np.concatenate([array.reshape(-1) for array in arrays], out=halves.reshape(-1)[:size], casting="same_kind")
     waiting = [collectives.alltoall(row.view(np.uint8), f"{name}.{i}.scatter") for i, row in enumerate(halves)]

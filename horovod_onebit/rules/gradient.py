@@ -28,7 +28,20 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import TINY, ZERO, Number, alive, f32, maximum, minimum, moving, rests, sqrt, where
+from horovod_onebit.formulas import (
+    TINY,
+    ZERO,
+    Number,
+    alive,
+    clipped,
+    f32,
+    maximum,
+    minimum,
+    moving,
+    rests,
+    sqrt,
+    where,
+)
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalars
 
@@ -44,7 +57,7 @@ EVERY = 16
 
 class Scalars(NamedTuple):
     """``correction`` is that of the bias of v; ``keep`` and ``take`` are beta2 and what it leaves; ``then_...`` are
-    those of the next step; ``kept`` is the most that an error may be."""
+    those of the next step; ``clip`` is the most that an error may be."""
 
     correction: Number
     floor: Number
@@ -52,7 +65,7 @@ class Scalars(NamedTuple):
     take: Number
     then_correction: Number
     then_floor: Number
-    kept: Number
+    clip: Number
 
 
 def _unit(v: Number, correction: Number, floor: Number) -> Number:
@@ -64,11 +77,6 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
     return where(alive(v), maximum(later, TINY), later)  # what moves does not come to rest again
 
 
-def _kept(p: Scalars, e: Number, unit: Number, then: Number) -> Number:
-    """What is kept of the error ``e`` in units of ``unit``, in units of ``then``."""
-    return minimum(maximum(e * (unit / then), -p.kept), p.kept)
-
-
 @rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
     return g / _unit(v, p.correction, p.floor)
@@ -77,9 +85,9 @@ def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Num
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     unit = _unit(v, p.correction, p.floor)
     g = moving(x, v) * unit
-    later = _later(p, v, g)
-    then = _unit(later, p.then_correction, p.then_floor)
-    return where(alive(v), _kept(p, e, unit, then), e * (unit / then)), later, g
+    then = _later(p, v, g)
+    left = e * (unit / _unit(then, p.then_correction, p.then_floor))
+    return where(alive(v), clipped(p, left), left), then, g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -89,7 +97,8 @@ def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number
 def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
-    return _kept(p, e, _unit(before, p.correction, p.floor), _unit(v, p.then_correction, p.then_floor)), None, None
+    left = e * (_unit(before, p.correction, p.floor) / _unit(v, p.then_correction, p.then_floor))
+    return clipped(p, left), None, None
 
 
 def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -122,7 +131,7 @@ class Gradient(Rule):
             take=1 - BETA2,
             then_correction=1 / (1 - BETA2 ** (tensor.variance_steps + 1)),
             then_floor=then,
-            kept=KEPT if self.divides else float(LARGEST),
+            clip=KEPT if self.divides else float(LARGEST),
         )
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:

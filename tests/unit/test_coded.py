@@ -115,7 +115,7 @@ def test_exact_means_in_float16(workers, together, monkeypatch):
 
     def worker(collectives):
         of = {half: CodedMean(Engine(TWO, collectives, name=f"of {half}"), half=half) for half in (False, True)}
-        rng, grads = np.random.default_rng([3, collectives.rank]), dict[str, np.ndarray]()
+        rng = np.random.default_rng([3, collectives.rank])
         for _ in range(FIRST):
             grads = gradients(rng, sizes)
             other = np.arange(3, dtype=f32).reshape(3, 1) + collectives.rank
