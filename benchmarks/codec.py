@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from horovod_onebit import __version__, codecs
+from horovod_onebit import __version__, codecs, coded
 from horovod_onebit.kernels import cpu
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 from horovod_onebit.rules import adam, gradient, lamb, scalars
@@ -93,9 +93,10 @@ def decode_apply(a: Inputs) -> None:
 
 def gradient_in(bits: str, a: Inputs) -> tuple[Callable[[], None], Callable[[], None]]:
     """Encode a gradient in units of its second moment's root, and decode that of two workers."""
-    coding = Coding(codecs.find(bits), BLOCK, codecs.GUARD)
-    rows = np.random.default_rng(0).integers(0, 256, (WORKERS, coding.codec.size(a.grad.size, BLOCK)), dtype=np.uint8)
-    rows.view(np.float32)[:, :: coding.codec.record_size(BLOCK) // 4] = 1
+    coding = Coding(codecs.find(bits), coded.BLOCK, codecs.NO_GUARD)
+    size, record = coding.codec.size(a.grad.size, coded.BLOCK), coding.codec.record_size(coded.BLOCK)
+    rows = np.random.default_rng(0).integers(0, 256, (WORKERS, size), dtype=np.uint8)
+    rows.view(np.float32)[:, :: record // 4] = 1
     arrays, moved = a.all(), Arrays(None, a.error, a.variance, a.target)
 
     def encode() -> None:

@@ -68,7 +68,7 @@ digits' first layers, weights of pixels that are always black are such elements.
 | `exact`, `none` | no compression |
 | `paper` | 1-bit Adam as published |
 | `fixed` | the same with epsilon under the root |
-| `robust` | the default of this project |
+| `robust` | the default of this project; its warm-up is exact here unless a study says otherwise |
 
 | study | question | answer |
 |---|---|---|
@@ -83,7 +83,7 @@ digits' first layers, weights of pixels that are always black are such elements.
 | 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
-| 12 | May the warm-up's gradients travel in few bits? | In three, with few workers, up to Adam's best rate; no ViT |
+| 12 | May the warm-up's gradients travel in few bits? | In three: they end where exact ones do, on texts below |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 | 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |

@@ -81,8 +81,7 @@ class Compared(Protocol):
 
     def arguments(self) -> dict[str, object]: ...
 
-    @property
-    def generation(self) -> str: ...
+    def progress(self) -> dict[str, object]: ...
 
     def send_late(self, reason: str, *, averages: bool = False) -> None: ...
 
@@ -199,7 +198,7 @@ class Agreement:
         facts: dict[str, Any] = {"arguments": self._engine.arguments() | self.gradients.arguments() | arguments}
         for kind, found in chain(self._parameters.facts().items(), options.items()):
             facts[kind] = {**facts.get(kind, {}), **found}
-        facts["progress"] |= {"compressed steps": self._engine.exchanges, "steps given up": self.gradients.generation}
+        facts["progress"] |= {"compressed steps": self._engine.exchanges, **self.gradients.progress()}
         averaged = {"what was done to the averaged gradients": gradients}
         return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 

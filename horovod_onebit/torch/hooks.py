@@ -332,10 +332,14 @@ class Gradients:
         return f"{self._described} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
-        """What ``describe`` is made of, by name."""
+        """Those that ``describe`` is made of, by name."""
+        return {**self._arguments.named(), "backward_passes_per_step": self.passes}
+
+    def progress(self) -> dict[str, object]:
+        """What else ``describe`` is made of."""
         coded = {} if self.coded is None else self.coded.describe()
-        seen = {f"averages of the gradient of {name} before": count for name, count in coded.items()}
-        return {**self._arguments.named(), "backward_passes_per_step": self.passes, **seen}
+        seen = {f"averages of the gradient of {name} before": count for name, count in coded.items() if count}
+        return {"steps given up": self.generation, **seen}
 
     def fingerprint(self) -> str:
         """A few values of every averaged gradient: they must be the same on all workers."""

@@ -406,6 +406,9 @@ class OwnGradients:
     def arguments(self) -> dict[str, object]:
         return self._arguments.named()
 
+    def progress(self) -> dict[str, object]:
+        return {"steps given up": self.generation}
+
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)
 

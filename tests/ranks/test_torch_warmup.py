@@ -400,13 +400,11 @@ def test_checkpoints_of_any_optimizer(kind, arguments, steps, tmp_path):
     assert torch.equal(weights(model), weights(again))
 
 
-@pytest.mark.parametrize(
-    ("other", "message"), [("exact", "averages of the gradient of first.weight before"), ("four_bit", "the recipe")]
-)
-def test_workers_whose_warm_ups_differ(other, message):
+@pytest.mark.parametrize("other", ["exact", "four_bit"])
+def test_workers_whose_warm_ups_differ(other):
     model = Net()
     optimizer = wrap(model, warmup_steps=60, recipe=Recipe(warmup="three_bit" if RANK == 0 else other))
-    with pytest.raises(DesyncError, match=message):
+    with pytest.raises(DesyncError, match=f"the recipe's warmup differs between workers: three_bit .* {other} on"):
         train(model, optimizer, FIRST + 2)
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages, codecs, simulation
-from horovod_onebit.coded import FIRST, CodedMean
+from horovod_onebit.coded import BLOCK, FIRST, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import gradient
@@ -248,19 +248,29 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
     assert np.abs(kept).sum() > 1e-3 * np.abs(own).sum()
 
 
-def test_gradients_that_stay_apart_are_cut():
-    """Where the optimizer divides by a second moment: docs/recipes.md has the figure."""
-    common = np.random.default_rng(1).standard_normal(4096).astype(f32)
-    own = [2 * common + 4 * np.random.default_rng([5, rank]).standard_normal(4096).astype(f32) for rank in range(4)]
+@pytest.mark.parametrize(
+    ("bits", "noise", "most"), [("three_bit", 0, 0.4), ("three_bit", 4, 0.09), ("four_bit", 4, 0.04)]
+)
+def test_gradients_that_stay_apart_are_cut(bits, noise, most):
+    """Where the optimizer divides by a second moment: docs/recipes.md has the figures. The workers' gradients differ
+    by four times their mean, alike in all steps; their own ``noise`` is another one in each step."""
+    mean, *own = np.random.default_rng(1).standard_normal((5, 4096)).astype(f32)
+    own = mean + 4 * f32(4 / 3) ** f32(0.5) * (own - np.mean(own, axis=0))
 
     def worker(collectives):
-        coded = CodedMean(Engine(Recipe(warmup="three_bit", exchange="direct"), collectives), divides=True)
-        given = [run(coded.average({"long": own[collectives.rank]}))[0]["long"].copy() for _ in range(FIRST + 300)]
-        return np.mean(given[FIRST:], axis=0)
+        coded = CodedMean(Engine(Recipe(warmup=bits, exchange="direct"), collectives), divides=True)
+        rng, given, sent = np.random.default_rng([5, collectives.rank]), 0, 0
+        for step in range(FIRST + 300):
+            grad = own[collectives.rank] + noise * rng.standard_normal(4096).astype(f32)
+            found = run(coded.average({"long": grad}))[0]["long"]
+            if step >= FIRST:
+                given, sent = given + found, sent + grad
+        return given, sent
 
-    mean = np.mean(own, axis=0)
-    off = [np.linalg.norm(found - mean) / np.linalg.norm(mean) for found in simulation.run(worker, 4)]
-    assert off[0] == off[1] < 0.13
+    found = simulation.run(worker, 4)
+    sent = np.mean([sent for _, sent in found], axis=0)
+    off = [np.linalg.norm(given - sent) / np.linalg.norm(sent) for given, _ in found]
+    assert off[0] == off[1] < most
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
@@ -285,7 +295,7 @@ def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels
 
     given = simulation.run(worker, 2)[0]
     assert given[0].max() > 1.5
-    assert np.abs(given[1:6]).max() < 2.5
+    assert np.abs(given[1:6]).max() < 3
     assert np.abs(given[6:]).max() < 0.2
 
 
@@ -427,6 +437,42 @@ def test_with_another_schedule_there_is_no_such_warm_up(schedule):
         resolve(TWO, schedule)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "warmup"),
+    [
+        ("robust", None, "three_bit"),
+        (Recipe(exchange="two_stage"), None, "three_bit"),
+        (Recipe(warmup="exact"), None, "exact"),
+        ("paper", None, "exact"),
+        ("fixed", None, "exact"),
+        ("robust", Local(), "exact"),
+        ("robust", ZeroOne(), "exact"),
+        ("robust", Gradients("two_bit"), "two_bit"),
+        ("paper", Gradients("two_bit"), "two_bit"),
+        (TWO, Gradients("two_bit"), "two_bit"),
+    ],
+)
+def test_the_warm_up_of_each_recipe(recipe, schedule, warmup):
+    assert resolve(recipe, schedule).warmup == warmup
+
+
+def test_by_default_the_warm_up_sends_three_bits():
+    """After ten exact steps, 32 bits of an element, and but for small tensors and scales."""
+
+    def worker(collectives):
+        found, rng = {"w": np.zeros(2**16, f32)}, np.random.default_rng(collectives.rank)
+        optimizer, sent = NumpyOptimizer(found, Adam(lr=0.01), collectives=collectives, warmup_steps=30), []
+        for _ in range(30):
+            before = optimizer.engine.traffic.total
+            assert optimizer.step(gradients(rng, {"w": 2**16}))
+            sent.append(8 * (optimizer.engine.traffic.total - before) / 2**16)
+        return sent
+
+    sent = simulation.run(worker, 2)[0]
+    assert sent[:FIRST] == pytest.approx([32] * FIRST, rel=0.01)
+    assert sent[FIRST:] == pytest.approx([3 + 32 / BLOCK] * 20, rel=0.02)
+
+
 def test_gradients_in_every_step_are_a_warm_up_that_does_not_end():
     def worker(collectives, schedule, recipe):
         found, rng = weights(), np.random.default_rng([7, collectives.rank])
@@ -456,7 +502,7 @@ def test_the_recipe_exact_is_a_warm_up_that_does_not_end():
         return np.concatenate(list(found.values()))
 
     ours = simulation.run(lambda c: worker(c, recipe="exact", warmup_steps=3), 2)
-    same = simulation.run(lambda c: worker(c, warmup_steps=10**6), 2)
+    same = simulation.run(lambda c: worker(c, recipe=Recipe(warmup="exact"), warmup_steps=10**6), 2)
     np.testing.assert_array_equal(ours, same)
     with pytest.raises(ConfigurationError, match=r"recipe='exact' never compresses, and schedule=Local"):
         simulation.run(lambda c: worker(c, recipe="exact", schedule=Local()), 2)

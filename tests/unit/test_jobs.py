@@ -178,11 +178,11 @@ def test_the_demo_hands_what_it_does_not_know_to_the_job(tmp_path):
 
 
 def test_three_bits_are_the_warm_up_of_one_bit_alone(tmp_path):
-    """In Keras float32 is our own optimizer, too, which never leaves the warm-up."""
+    """In Keras float32 is our own optimizer, too, which never compresses."""
     args = demo.parse(["--output", str(tmp_path / "new")])
     jobs = {kind: parse(demo._job(args, kind, 0, tmp_path / "m.jsonl")[2:]) for kind in report.NAMES}
     found = {kind: recipe_of(job) for kind, job in jobs.items()}
-    assert found["none"] == found["fp16"] == "robust"
+    assert found["none"] == found["fp16"] == "exact"
     assert found["onebit"].warmup == "three_bit"
     assert {kind: job.half for kind, job in jobs.items()} == {"none": False, "fp16": False, "onebit": True}
     zero_one = demo.parse(["--output", str(tmp_path / "new"), "--optimizer", "zero_one_adam"])
