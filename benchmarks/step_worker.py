@@ -15,6 +15,7 @@ import torch
 
 import horovod_onebit.torch as onebit
 from benchmarks.measure import Loaded, Way, Workers, compare
+from horovod_onebit.coded import FIRST
 
 
 def large() -> torch.nn.Module:
@@ -41,6 +42,8 @@ def optimizer_of(way: str, model: torch.nn.Module) -> Any:
         return hvd.DistributedOptimizer(optimizer, named)
     if way == "onebit":
         return onebit.DistributedOptimizer(optimizer, named, warmup_steps=1)
+    if way == "onebit warm-up":
+        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=10**6)
     return optimizer
 
 
@@ -83,7 +86,7 @@ def peak(way: str) -> int:
     model = large()
     optimizer = optimizer_of(way, model)
     data = torch.randn(8, 2048)
-    for _ in range(4):
+    for _ in range(FIRST + 4):
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()

@@ -6,7 +6,7 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from horovod_onebit.recipe import Recipe, WarmupName, resolve
 from horovod_onebit.schedule import EXACT
@@ -123,9 +123,13 @@ def recipe_of(options: Options) -> str | Recipe:
     """The recipe, with the warm-up of one bit."""
     if options.compression != "onebit":
         return EXACT
-    if options.warmup == "auto":
-        return options.recipe
-    return replace(resolve(options.recipe), warmup=options.warmup)
+    return warmed_up(options.recipe, options.warmup)
+
+
+def warmed_up(recipe: str, warmup: Any) -> Recipe:
+    """``recipe`` with another ``warmup``, unless that is ``"auto"``."""
+    found = resolve(recipe)
+    return found if warmup == "auto" else replace(found, warmup=warmup)
 
 
 def learning_rate(options: Options, step: int) -> float:

@@ -1,7 +1,7 @@
 """The gradients of one optimizer, from the hook that sees them to where they are averaged or sent.
 
-In warm-up this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter lets its gradient leave when it is
-final (``exact``). Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, ``synchronize`` or
+In exact steps this is what ``hvd.DistributedOptimizer`` does: a hook for each parameter lets its gradient leave when it
+is final (``exact``). Unlike there, ``p.grad`` keeps this worker's own gradient until ``step``, ``synchronize`` or
 ``clip_grad_norm_``, so that it can be changed in between. Afterwards the hook counts down to buckets, which are encoded
 and sent when their last gradient is there.
 
@@ -332,7 +332,7 @@ class Gradients:
         return f"{self._described} {self.passes} {self.generation} {coded}"
 
     def arguments(self) -> dict[str, object]:
-        """Those that ``describe`` is made of, by name."""
+        """Arguments that ``describe`` is made of, by name."""
         return {**self._arguments.named(), "backward_passes_per_step": self.passes}
 
     def progress(self) -> dict[str, object]:

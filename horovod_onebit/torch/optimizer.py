@@ -373,7 +373,7 @@ def DistributedOptimizer(
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
     The arguments of ``horovod.torch.DistributedOptimizer`` keep their names and meanings; ``compression`` and
-    ``gradient_predivide_factor`` concern what travels uncompressed: warm-up, and tensors with fewer than
+    ``gradient_predivide_factor`` concern what travels uncompressed: exact steps, and tensors with fewer than
     ``recipe.min_compressed_size`` elements. ``groups`` and ``num_groups`` are checked and have no other effect: how
     Horovod fuses the averages of the warm-up is up to its own settings.
 
@@ -385,8 +385,8 @@ def DistributedOptimizer(
         compression: ``Compression.fp16`` of this module, or Horovod's, halves what exact steps and small tensors send.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
         op: ``Average`` or ``Sum`` of this module, or Horovod's.
-        gradient_predivide_factor: divides gradients before the sum of the warm-up, which is multiplied by it; the mean
-            stays the same. Needs ``Average``.
+        gradient_predivide_factor: divides gradients before the sum of an exact mean, which is multiplied by it; the
+            mean stays the same. Needs ``Average``.
         sparse_as_dense: turn sparse gradients into dense ones; without it they are refused.
         process_set: over Horovod, the workers that train together; all by default.
         process_group: over ``torch.distributed``, the same: a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension.

@@ -48,6 +48,21 @@ def loss_of(model):
     return float(LOSS(y, model(x)))
 
 
+def test_by_default_gradients_travel_in_three_bits():
+    model, sent = build(), []
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5)
+    for step in range(FIRST + 8):
+        train(model, optimizer, 1, start=step, graph=True)
+        sent.append(optimizer.stats().step_bytes_sent)
+    large = optimizer.stats().compressed_parameters
+    small = 2 * (SIZE - 1) / SIZE * 4 * (optimizer.stats().parameters - large)
+    bits = [8 * (found - small) / large / (SIZE - 1) for found in sent]
+    assert bits[:FIRST] == pytest.approx([64 / SIZE] * FIRST, rel=0.05)
+    assert bits[FIRST : FIRST + 5] == pytest.approx([3] * 5, rel=0.2)
+    assert bits[FIRST + 5 :] == pytest.approx([1] * 3, rel=0.3)
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 @pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
 @pytest.mark.parametrize("kind", OPTIMIZERS)

@@ -54,6 +54,29 @@ def test_any_optimizer_trains_and_replicas_are_equal(kind, arguments, bits, exch
     assert_replicas_equal(model)
 
 
+def test_by_default_gradients_travel_in_three_bits_and_then_one_bit_starts():
+    """``warmup_steps="auto"``. Small tensors travel in float32, and until one bit starts ``unused``, too, which has no
+    gradient."""
+    model, sent = Net(), {"warmup": [], "compressed": []}
+    optimizer = wrap(model, warmup_steps=None, lr=1e-3)
+    for step in range(210):
+        phase = optimizer.phase
+        train(model, optimizer, 1, start=step)
+        sent[phase].append(optimizer.stats().step_bytes_sent)
+    parameters, large, ring = optimizer.stats().parameters, optimizer.stats().compressed_parameters, 2 / SIZE
+    exact = {"warmup": parameters - large + model.unused.numel(), "compressed": parameters - large}
+    bits = {
+        phase: [(8 * found / (SIZE - 1) - 32 * ring * exact[phase]) / (parameters - exact[phase]) for found in each]
+        for phase, each in sent.items()
+    }
+    assert bits["warmup"][:FIRST] == pytest.approx([32 * ring] * FIRST, rel=0.05)
+    assert bits["warmup"][FIRST:] == pytest.approx([3] * (len(bits["warmup"]) - FIRST), rel=0.2)
+    assert len(bits["warmup"]) > FIRST + 5
+    assert bits["compressed"] == pytest.approx([1] * len(bits["compressed"]), rel=0.3)
+    assert len(bits["compressed"]) > 5
+    assert_replicas_equal(model)
+
+
 def test_gradients_are_the_workers_mean():
     """Over some steps of the same gradient; what one step lacks, the next ones bring (tests/unit/test_coded.py)."""
     p = torch.nn.Parameter(torch.zeros(64, 64))
