@@ -151,10 +151,9 @@ same run, backward pass apart:
 The host's work in Python takes most of the step with one bit; kernels and NCCL took 6 ms of it by PyTorch's profiler.
 So it is the host's speed that counts: on two other machines with the same GPU this step took 55 and 93 ms, and that
 in three bits, in blocks of 1,024, 89 and 132. Before messages of GPUs were made four times as large, it took 205 ms on
-the first of these,
-and one in three bits, which the host compressed then, 1,120 ms. Since elements that have never had a gradient stay
-where they are, encoding and decoding take longer: on the machine with 93 ms and without that, encode in update space
-reached 73 % of the bandwidth of a copy, and decode and Adam 73 %."""
+the first of these, and one in three bits, which the host compressed then, 1,120 ms. Since elements that have never had
+a gradient stay where they are, encoding and decoding take longer: on the machine with 93 ms and without that, encode in
+update space reached 73 % of the bandwidth of a copy, and decode and Adam 73 %."""
 TARGETS = """## Seconds until a given test loss
 
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
@@ -163,8 +162,8 @@ bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit"
 `compression=hvd.Compression.fp16`; blocks had 1,024 elements then, not 256). `onebit local 8` is `schedule=Local()`: at
 so few steps, its second moments are not frozen yet, and its rounds have 4 steps. `onebit local 16` is
 `Local(every=16, freeze=0)`, whose moments stay each worker's own, with rounds of 16. DiLoCo has the published outer
-rate and momentum, which are not the best ones for short runs ([study
-18](studies.md#18-diloco-and-powersgd-at-their-best)). The clock stands still during
+rate and momentum, which are not the best ones for short runs
+([study 18](studies.md#18-diloco-and-powersgd-at-their-best)). The clock stands still during
 evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
 
 {tables}

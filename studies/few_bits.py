@@ -64,12 +64,12 @@ OF_TASKS = (
     "accuracy, and how many times fewer bits the whole run sends. `vgg` is that of study 6, `resnet` that of study "
     "11 with five seeds, both of 300 steps, `vit` the vision transformer of study 11, 600 steps and five seeds, and "
     "`language` the GPT of study 10, 2,000 steps; 16 workers exchange in two stages. A warm-up in three bits ends "
-    "below an exact one on texts, and with the transformer where exact Adam does; on the VGG and the ResNet it is at"
-    " most half a point of accuracy below exact Adam. What is kept of errors (`rules.gradient.KEPT`), the scale and "
-    "its block (`coded.BLOCK`) were chosen by runs of `text` at 0.008 and with 16 workers, of `vgg` with 16 workers,"
-    " of `vit` and of the first Transformer of study 16; the other rows had no part in that. The more is kept of an "
-    "error, the higher `text` at 0.008 ends; with the blocks of 1,024 elements and the guarded scale of one bit, the"
-    " Transformer ends higher."
+    "below an exact one on texts, and with the transformer where exact Adam does; on the VGG and the ResNet it is at "
+    "most half a point of accuracy below exact Adam. What is kept of errors (`rules.gradient.KEPT`), the scale and "
+    "its block (`coded.BLOCK`) were chosen by runs of `text` at 0.008 and with 16 workers, of `vgg` with 16 workers, "
+    "of `vit` and of the first Transformer of study 16; the other rows had no part in that. The more is kept of an "
+    "error, the higher `text` at 0.008 ends; with the blocks of 1,024 elements and the guarded scale of one bit, the "
+    "Transformer ends higher."
 )
 
 

@@ -295,7 +295,7 @@ def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels
 
     given = simulation.run(worker, 2)[0]
     assert given[0].max() > 1.5
-    assert np.abs(given[1:6]).max() < 3
+    assert np.abs(given[1:6]).max() < (2.5 if exchange == "direct" else 3)  # servers, too, have errors
     assert np.abs(given[6:]).max() < 0.2
 
 
