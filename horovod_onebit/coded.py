@@ -47,6 +47,8 @@ def own_recipe(recipe: Recipe) -> Recipe:
     less than all of it, so that errors shrink; in two bits at most 1.02 times as much, of one large element among
     255 zeros.
     """
+    if recipe.warmup not in CODECS:
+        raise ConfigurationError(f"warmup={recipe.warmup!r}: expected one of {', '.join(map(repr, CODECS))}")
     block = min(recipe.block_size or BLOCK, BLOCK)
     codec = CODECS[recipe.warmup]
     return replace(recipe, space="update", scale="rms", block_size=block, codec=codec, server_codec=SERVER)
