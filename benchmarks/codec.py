@@ -73,11 +73,14 @@ ADAM = scalars(
 GRADIENT = scalars(
     gradient.Scalars,
     correction=1,
-    floor=0.01,
+    floor=0,
+    start=0.01,
     keep=0.999,
     take=0.001,
     then_correction=1,
-    then_floor=0.01,
+    then_floor=0,
+    then_start=0.01,
+    most=gradient.MOST,
     clip=gradient.KEPT,
 )
 LAMB = scalars(lamb.Step, first=1.5, inside=0.01, correction=1, eps_inside=0, eps=EPS, decay=1, step=1e-9)

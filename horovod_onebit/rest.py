@@ -3,8 +3,8 @@
 Their second moment is 0, the same on all workers, and while it is, compressed steps do not move them
 (``formulas.rests``): what a worker would send of them stays in its residual. After the steps of which ``looks`` is true
 the workers tell each other which of these elements some residual holds anything of, one bit each. Those get the least
-second moment that there is, and move from then on: by a floor of what is divided by, or by a clip, they are safe, and
-are learned as fast as others (tests/unit/test_rest.py).
+second moment that there is, unless the rule has another, and move from then on: by a floor of what is divided by, or by
+a clip, they are safe, and are learned as fast as others (tests/unit/test_rest.py).
 """
 
 from __future__ import annotations
@@ -103,7 +103,8 @@ def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], conte
     found, host = {}, context.kernels.host
     for number, elements in moves.items():
         second = found[number] = np.array(host(tensors[number].variance))
-        second[elements] = np.maximum(second[elements], TINY)  # an exact step may have made it more
+        first = max(TINY, f32(rules[number].first_variance(tensors[number])))
+        second[elements] = np.maximum(second[elements], first)  # an exact step may have made it more
         if not rules[number].owes_resting:
             residual = np.array(host(tensors[number].residual))
             residual[elements] = 0

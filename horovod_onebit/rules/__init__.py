@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
-from horovod_onebit.formulas import Formula, of_innovation, resting
+from horovod_onebit.formulas import TINY, Formula, of_innovation, resting
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
 
@@ -147,6 +147,10 @@ class Rule:
     owes_resting: ClassVar[bool] = False
     """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it was
     divided by epsilon alone."""
+
+    def first_variance(self, tensor: Tensor) -> float:
+        """The second moment of an element that has rested and moves from the next step on."""
+        return float(TINY)
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         """What this worker sends, before the residual is added; one number an element."""

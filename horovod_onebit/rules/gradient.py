@@ -7,15 +7,18 @@ average of its squares, in which all elements are of one size.
     error_i <- error_i D / D'                                               D' is that of the next step
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
-corrected. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that an element whose gradient has hardly been
-more than zero until now can be learned; one that has never had a gradient rests (see ``rest``). What one step lacks of
-a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One
-bit is not enough: all codes are then of one size, and v keeps its proportions.
+corrected. An element that has never had a gradient rests (see ``rest``). What one step lacks of a gradient the next
+ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One bit is not enough:
+all codes are then of one size, and v keeps its proportions.
 
 A gradient far beyond the outermost level arrives in pieces over many steps. Sums come out right, so that SGD moves as
-far as it should. An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th
-of the square. For those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest:
-they divide by what has arrived, and go as far (study 12).
+far as it should. For it ``floor`` is ``SHARE`` of the mean of v over the tensor, so that there are not too many pieces
+where the gradient has hardly been more than zero until now.
+
+An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th of the square. For
+those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest: they divide by what
+has arrived, and go as far (study 12). Elements far below the rest of their tensor matter to them as much as any other,
+so that there is no floor; a gradient is within ``MOST``, lest the others of its block have a scale made by it.
 """
 
 from __future__ import annotations
@@ -32,6 +35,7 @@ from horovod_onebit.formulas import (
     TINY,
     ZERO,
     Number,
+    absolute,
     alive,
     clipped,
     f32,
@@ -51,25 +55,36 @@ LARGEST = f32(1e30)
 """The most that v, and other errors, may be: infinity would silence an element for ever."""
 KEPT = 0.5
 """The most that is kept of an error, in units of D, for an optimizer that divides by a second moment."""
+MOST = 32.0
+"""The most that an element contributes, in units of D, for the same: with one gradient that was not zero among 1,000,
+that gradient had sqrt(1000) of them."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
 
 class Scalars(NamedTuple):
-    """``correction`` is that of the bias of v; ``keep`` and ``take`` are beta2 and what it leaves; ``then_...`` are
-    those of the next step; ``clip`` is the most that an error may be."""
+    """``correction`` is that of the bias of v; ``start`` is the square of D of elements that rest; ``keep`` and
+    ``take`` are beta2 and what it leaves; ``then_...`` are those of the next step; ``most`` bounds what is contributed,
+    ``clip`` errors."""
 
     correction: Number
     floor: Number
+    start: Number
     keep: Number
     take: Number
     then_correction: Number
     then_floor: Number
+    then_start: Number
+    most: Number
     clip: Number
 
 
-def _unit(v: Number, correction: Number, floor: Number) -> Number:
-    return maximum(sqrt(v * correction + floor), TINY)
+def _unit(p: Scalars, v: Number) -> Number:
+    return maximum(sqrt(where(alive(v), v * p.correction + p.floor, p.start)), TINY)
+
+
+def _then_unit(p: Scalars, v: Number) -> Number:
+    return maximum(sqrt(where(alive(v), v * p.then_correction + p.then_floor, p.then_start)), TINY)
 
 
 def _later(p: Scalars, v: Number, g: Number) -> Number:
@@ -79,14 +94,15 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
 
 @rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
-    return g / _unit(v, p.correction, p.floor)
+    c = g / _unit(p, v)
+    return where(absolute(c) <= LARGEST, minimum(maximum(c, -p.most), p.most), c)  # NaN and Inf stay
 
 
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
-    unit = _unit(v, p.correction, p.floor)
+    unit = _unit(p, v)
     g = moving(x, v) * unit
     then = _later(p, v, g)
-    left = e * (unit / _unit(then, p.then_correction, p.then_floor))
+    left = e * (unit / _then_unit(p, then))
     return where(alive(v), clipped(p, left), left), then, g
 
 
@@ -97,7 +113,7 @@ def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number
 def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
-    left = e * (_unit(before, p.correction, p.floor) / _unit(v, p.then_correction, p.then_floor))
+    left = e * (_unit(p, before) / _then_unit(p, v))
     return clipped(p, left), None, None
 
 
@@ -121,16 +137,19 @@ class Gradient(Rule):
 
     def _scalars(self, tensor: Tensor) -> Scalars:
         assert tensor.layer is not None
-        floor, then = map(float, tensor.layer)
+        start, then = map(float, tensor.layer)
         seen = max(tensor.variance_steps, 1)
         return scalars(
             Scalars,
             correction=1 / (1 - BETA2**seen),
-            floor=floor,
+            floor=0.0 if self.divides else start,
+            start=start,
             keep=BETA2,
             take=1 - BETA2,
             then_correction=1 / (1 - BETA2 ** (tensor.variance_steps + 1)),
-            then_floor=then,
+            then_floor=0.0 if self.divides else then,
+            then_start=then,
+            most=MOST if self.divides else float(LARGEST),
             clip=KEPT if self.divides else float(LARGEST),
         )
 
@@ -156,6 +175,10 @@ class Gradient(Rule):
             mean = float(sums[0]) / tensor.weight.size / (1 - BETA2**tensor.variance_steps)
             # A power of two: the same where the sum was rounded otherwise.
             tensor.layer[1] = 2.0 ** round(math.log2(SHARE * mean)) if mean > 0 else 0.0
+
+    def first_variance(self, tensor: Tensor) -> float:
+        assert tensor.layer is not None
+        return float(tensor.layer[0]) * (1 - BETA2 ** max(tensor.variance_steps, 1))
 
     def rescale(self, tensor: Tensor) -> Use:
         """What a server's error becomes after the next ``motion``."""
