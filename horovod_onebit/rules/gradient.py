@@ -177,6 +177,8 @@ class Gradient(Rule):
             tensor.layer[1] = 2.0 ** round(math.log2(SHARE * mean)) if mean > 0 else 0.0
 
     def first_variance(self, tensor: Tensor) -> float:
+        if not self.divides:
+            return super().first_variance(tensor)  # the floor is enough
         assert tensor.layer is not None
         return float(tensor.layer[0]) * (1 - BETA2 ** max(tensor.variance_steps, 1))
 
