@@ -41,14 +41,8 @@ def codes(recipe: Recipe) -> bool:
 
 
 def own_recipe(recipe: Recipe) -> Recipe:
-    """That of the gradients, in a run of ``recipe``.
-
-    Levels are meant for the root mean square. In three and four bits what a block of up to 4,096 elements loses is
-    less than all of it, so that errors shrink; in two bits at most 1.02 times as much, of one large element among
-    255 zeros.
-    """
-    if recipe.warmup not in CODECS:
-        raise ConfigurationError(f"warmup={recipe.warmup!r}: expected one of {', '.join(map(repr, CODECS))}")
+    """That of the gradients, in a run of ``recipe``. Levels are meant for the root mean square; with it, what a block of
+    up to 4,096 elements loses is less than all of it, so that errors shrink."""
     block = min(recipe.block_size or BLOCK, BLOCK)
     codec = CODECS[recipe.warmup]
     return replace(recipe, space="update", scale="rms", block_size=block, codec=codec, server_codec=SERVER)

@@ -1,6 +1,5 @@
-"""Three bits an element: the eight levels that lose least of a Gaussian (Max 1960; Lloyd 1982), of either sign those
-below. Plane 0 is the sign, planes 1 and 2 are the bits of the level's number. ``s`` is the root mean square of the
-block.
+"""Three bits an element: of seven levels, zero among them, those that lose least of a Gaussian (Max 1960; Lloyd 1982).
+Plane 0 is the sign, planes 1 and 2 are the bits of the level's number. ``s`` is the root mean square of the block.
 """
 
 from __future__ import annotations
@@ -12,8 +11,8 @@ __all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 3
 NONE, SIGN, ONE, TWO = u32(0), u32(1), u32(2), u32(4)
-L0, L1, L2, L3 = f32(0.2451), f32(0.7560), f32(1.3439), f32(2.1519)
-B0, B1, B2 = f32(0.5006), f32(1.0500), f32(1.7480)  # between two levels, halfway
+L0, L1, L2, L3 = f32(0), f32(0.5606), f32(1.1881), f32(2.0334)
+B0, B1, B2 = f32(0.2803), f32(0.8744), f32(1.6108)  # between two levels, halfway
 
 
 def code(c: Number, s: Number) -> Number:

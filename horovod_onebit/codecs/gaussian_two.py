@@ -1,17 +1,17 @@
-"""Two bits an element: the four levels that lose least of a Gaussian, ``-1.51 s``, ``-0.453 s``, ``0.453 s`` and
-``1.51 s`` (Max 1960; Lloyd 1982). Plane 0 is the sign, plane 1 the size. ``s`` is the root mean square of the block.
+"""Two bits an element: zero, and the two levels that with it lose least of a Gaussian, ``-1.22 s`` and ``1.22 s`` (Max
+1960; Lloyd 1982). Plane 0 is the sign, plane 1 says that it is not zero. ``s`` is the root mean square of the block.
 """
 
 from __future__ import annotations
 
 from horovod_onebit.codecs.sign import scale
-from horovod_onebit.formulas import Number, absolute, f32, u32, where
+from horovod_onebit.formulas import ZERO, Number, absolute, f32, u32, where
 
 __all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 2
 NONE, SIGN, LARGE = u32(0), u32(1), u32(2)
-INNER, OUTER, BETWEEN = f32(0.4528), f32(1.5104), f32(0.9816)
+OUTER, BETWEEN = f32(1.2240), f32(0.6120)
 
 
 def code(c: Number, s: Number) -> Number:
@@ -19,5 +19,5 @@ def code(c: Number, s: Number) -> Number:
 
 
 def value(code: Number, s: Number) -> Number:
-    magnitude = where(code & LARGE != 0, OUTER * s, INNER * s)
+    magnitude = where(code & LARGE != 0, OUTER * s, ZERO)
     return where(code & SIGN != 0, -magnitude, magnitude)

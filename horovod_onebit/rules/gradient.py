@@ -8,8 +8,9 @@ average of its squares, in which all elements are of one size.
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
 corrected. An element that has never had a gradient rests (see ``rest``). What one step lacks of a gradient the next
-ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. One bit is not enough:
-all codes are then of one size, and v keeps its proportions.
+ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. Levels must have a zero
+among them: without it, an element that has no gradient beside others of many units is told of more than its own unit in
+each step, and D grows for ever. One bit is not enough: all codes are then of one size, and v keeps its proportions.
 
 A gradient far beyond the outermost level arrives in pieces over many steps. Sums come out right, so that SGD moves as
 far as it should. For it ``floor`` is ``SHARE`` of the mean of v over the tensor, so that there are not too many pieces
