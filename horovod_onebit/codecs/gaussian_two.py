@@ -19,5 +19,5 @@ def code(c: Number, s: Number) -> Number:
 
 
 def value(code: Number, s: Number) -> Number:
-    magnitude = where(code & LARGE != 0, OUTER * s, ZERO)
+    magnitude = where(code & LARGE != 0, OUTER, ZERO) * s  # NaN stays NaN
     return where(code & SIGN != 0, -magnitude, magnitude)
