@@ -41,8 +41,10 @@ def codes(recipe: Recipe) -> bool:
 
 
 def own_recipe(recipe: Recipe) -> Recipe:
-    """That of the gradients, in a run of ``recipe``. Levels are meant for the root mean square; with it, what a block of
-    up to 4,096 elements loses is less than all of it, so that errors shrink."""
+    """That of the gradients, in a run of ``recipe``. Levels are meant for the root mean square; with it, what a block
+    loses is less than all of it, so that errors shrink."""
+    if recipe.warmup not in CODECS:
+        raise ConfigurationError(f"warmup={recipe.warmup!r}: expected one of {', '.join(map(repr, CODECS))}")
     block = min(recipe.block_size or BLOCK, BLOCK)
     codec = CODECS[recipe.warmup]
     return replace(recipe, space="update", scale="rms", block_size=block, codec=codec, server_codec=SERVER)
@@ -50,10 +52,10 @@ def own_recipe(recipe: Recipe) -> Recipe:
 
 Learned = dict[str, Any]
 """What is saved of the gradients of one worker: their ``units``, flat float32 by name; what each has ``seen``, which is
-the number of averages, and the floors of this step and the next; and ``Residuals``."""
+the number of averages, and ``start`` of this step and the next (``rules.gradient``); and ``Residuals``."""
 
 
-def _floors(tensor: Tensor) -> Array:
+def _starts(tensor: Tensor) -> Array:
     assert tensor.layer is not None
     return tensor.layer
 
@@ -224,7 +226,7 @@ class CodedMean:
             return None
         host = self.engine.context.kernels.host
         units = {name: np.array(host(tensor.variance)) for name, tensor in self._tensors.items()}
-        seen = {name: [t.variance_steps, *map(float, _floors(t))] for name, t in self._tensors.items()}
+        seen = {name: [t.variance_steps, *map(float, _starts(t))] for name, t in self._tensors.items()}
         sent = {} if self.engine.weighing is not None else {"divisor": None}
         return {"units": units, "seen": seen, **self.engine.residuals(), **sent}
 
@@ -236,9 +238,9 @@ class CodedMean:
         for name, values in saved["units"].items():
             tensor = self.tensor(name, values.size)
             self.engine.context.kernels.write(tensor.variance, values)
-            steps, *floors = saved["seen"][name]
+            steps, *starts = saved["seen"][name]
             tensor.step = tensor.variance_steps = int(steps)
-            _floors(tensor)[:] = floors
+            _starts(tensor)[:] = starts
         for name, values in saved["feedback"].items():
             self.engine.feedback.put(name, values)
         self.engine.weigh(Weighing.saved(saved))

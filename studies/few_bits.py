@@ -55,7 +55,8 @@ class Run:
 
 
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),
-         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("language", 4, 2e-3), ("language", 16, 2e-3)]  # fmt: skip
+         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("language", 4, 2e-3),
+         ("language", 16, 2e-3)]  # fmt: skip
 """Tasks, workers and rates with the warm-up that is the default, exact and in three bits."""
 WARMUPS = (None, "exact", "three_bit")
 MORE_SEEDS = {"vit": (*SEEDS, 3, 4), "resnet": (*SEEDS, 3, 4)}

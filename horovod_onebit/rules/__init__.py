@@ -144,9 +144,12 @@ class Rule:
     lr: float
     encodes_gradients: ClassVar[bool] = True
     """Whether a message of several workers' mean gradient is as good as a message of each."""
-    owes_resting: ClassVar[bool] = False
-    """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it was
-    divided by epsilon alone."""
+
+    @property
+    def owes_resting(self) -> bool:
+        """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it
+        was divided by epsilon alone, nor where errors are bounded."""
+        return False
 
     def first_variance(self, tensor: Tensor) -> float:
         """The second moment of an element that has rested and moves from the next step on."""

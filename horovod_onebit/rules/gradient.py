@@ -17,9 +17,10 @@ far as it should. For it ``floor`` is ``SHARE`` of the mean of v over the tensor
 where the gradient has hardly been more than zero until now.
 
 An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th of the square. For
-those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest: they divide by what
+those (``Gradient.divides``) the error of an element is kept within ``kept``, which drops the rest: they divide by what
 has arrived, and go as far (study 12). Elements far below the rest of their tensor matter to them as much as any other,
-so that there is no floor; a gradient is within ``MOST``, lest the others of its block have a scale made by it.
+so that there is no floor; a gradient is within ``MOST``, lest the others of its block have a scale made by it; and what
+is owed to an element that has rested is dropped when it begins to move.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -55,7 +56,8 @@ SHARE = 0.01
 LARGEST = f32(1e30)
 """The most that v, and other errors, may be: infinity would silence an element for ever."""
 KEPT = 0.5
-"""The most that is kept of an error, in units of D, for an optimizer that divides by a second moment."""
+"""The most that is kept of an error, in units of D, for an optimizer that divides by a second moment, with up to four
+workers: see ``kept``."""
 MOST = 32.0
 """The most that an element contributes, in units of D, for the same: with one gradient that was not zero among 1,000,
 that gradient had sqrt(1000) of them."""
@@ -80,6 +82,12 @@ class Scalars(NamedTuple):
     clip: Number
 
 
+def kept(workers: int) -> float:
+    """The most that each of so many workers keeps of an error, in units of D. Where gradients are noise, scales grow
+    with the root of ``workers``, and so does what an element without noise must add up to before it is sent."""
+    return KEPT * max(1.0, math.sqrt(workers) / 2)
+
+
 def _unit(p: Scalars, v: Number) -> Number:
     return maximum(sqrt(where(alive(v), v * p.correction + p.floor, p.start)), TINY)
 
@@ -96,7 +104,7 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
 @rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
     c = g / _unit(p, v)
-    return where(absolute(c) <= LARGEST, minimum(maximum(c, -p.most), p.most), c)  # NaN and Inf stay
+    return where(absolute(g) <= LARGEST, minimum(maximum(c, -p.most), p.most), c)  # NaN and Inf stay
 
 
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -131,34 +139,38 @@ class Gradient(Rule):
     divides: bool = False
     lr: float = 1.0
     name: str = "gradient"
-    owes_resting: ClassVar[bool] = True
 
     def init(self, tensor: Tensor) -> None:
         tensor.layer = np.zeros(2, np.float32)
 
-    def _scalars(self, tensor: Tensor) -> Scalars:
+    @property
+    def owes_resting(self) -> bool:
+        return not self.divides
+
+    def _scalars(self, tensor: Tensor, kept: float = KEPT) -> Scalars:
         assert tensor.layer is not None
-        start, then = map(float, tensor.layer)
         seen = max(tensor.variance_steps, 1)
+        correction, then_correction = (1 / (1 - BETA2**steps) for steps in (seen, tensor.variance_steps + 1))
+        start, then = (max(float(each), correction * float(TINY)) for each in tensor.layer)
         return scalars(
             Scalars,
-            correction=1 / (1 - BETA2**seen),
+            correction=correction,
             floor=0.0 if self.divides else start,
             start=start,
             keep=BETA2,
             take=1 - BETA2,
-            then_correction=1 / (1 - BETA2 ** (tensor.variance_steps + 1)),
+            then_correction=then_correction,
             then_floor=0.0 if self.divides else then,
             then_start=then,
             most=MOST if self.divides else float(LARGEST),
-            clip=KEPT if self.divides else float(LARGEST),
+            clip=kept if self.divides else float(LARGEST),
         )
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(contribute, self._scalars(tensor))
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        return Use(receive, self._scalars(tensor))
+        return Use(receive, self._scalars(tensor, kept(context.workers)))
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(observe, self._scalars(tensor))

@@ -32,7 +32,8 @@ def test_the_levels_are_those_of_lloyd_and_max(name):
     code = kind.code(x, f32(1))
     values = kind.value(code, f32(1))
     levels = np.unique(values)
-    assert len(levels) == 2**kind.bits - 1 and 0 in levels
+    assert len(levels) == 2**kind.bits - 1
+    assert 0 in levels
     density = np.exp(-np.square(x, dtype=np.float64) / 2)
     for level in levels:
         here = values == level
