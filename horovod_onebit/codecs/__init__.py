@@ -10,7 +10,7 @@ A codec's formulas are functions of one element (see ``horovod_onebit.formulas``
 
 ``scale(mean, square, guard)``  the block's scale, from the means of its magnitudes and of its squares, all float64
 ``code(c, s)``                  the code of an element, uint32 below ``2 ** bits``
-``value(code, s)``              what that code stands for, linear in ``s``
+``value(code, s)``              what that code stands for, linear in ``s``, and NaN where ``s`` is
 
 ``guard`` bounds the scale in multiples of the mean magnitude, so that compression always shrinks the error; infinite
 bounds are ``NO_GUARD``.

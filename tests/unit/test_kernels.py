@@ -234,6 +234,13 @@ def test_a_block_that_is_not_finite_is_left_alone_and_reported(kernels, bad, whe
         np.testing.assert_array_equal(error[256:384], before[256:384])
 
 
+@pytest.mark.parametrize("codec", codecs.names())
+def test_a_block_that_is_not_finite_has_no_values(codec):
+    kind = codecs.find(codec)
+    codes = np.arange(2**kind.bits, dtype=np.uint32)
+    assert np.isnan(kind.value(codes, np.float32(np.nan))).all()
+
+
 @pytest.mark.parametrize("kernels", [reference, cpu])
 @pytest.mark.parametrize("codec", codecs.names())
 def test_restore_undoes_encode(kernels, codec):
