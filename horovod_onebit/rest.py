@@ -2,9 +2,9 @@
 
 Their second moment is 0, the same on all workers, and while it is, compressed steps do not move them
 (``formulas.rests``): what a worker would send of them stays in its residual. After the steps of which ``looks`` is true
-the workers tell each other which of these elements some residual holds anything of, one bit each. Those get the least
-second moment that there is, unless the rule has another, and move from then on: by a floor of what is divided by, or by
-a clip, they are safe, and are learned as fast as others (tests/unit/test_rest.py).
+the workers tell each other which of these elements some residual holds anything of, one bit each. Those get a
+second moment and move from then on: the least that there is, where a floor of what is divided by or a clip bounds their
+steps, else that of ``Rule.first_variance``. They are learned as fast as others (tests/unit/test_rest.py).
 """
 
 from __future__ import annotations

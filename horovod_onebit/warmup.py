@@ -21,7 +21,7 @@ FOREVER = NEVER + 1
 
 
 class Phase(StrEnum):
-    """``WARMUP``: the wrapped optimizer, exact. ``COMPRESSED``: one bit per parameter."""
+    """``WARMUP``: the wrapped optimizer's own steps. ``COMPRESSED``: one bit per parameter."""
 
     WARMUP = "warmup"
     COMPRESSED = "compressed"
@@ -53,7 +53,7 @@ class Warmup:
 
 @dataclass(frozen=True)
 class FixedWarmup(Warmup):
-    """``steps`` exact optimizer steps, then compression: step number ``steps + 1`` is the first compressed one."""
+    """``steps`` of the wrapped optimizer, then compression: step number ``steps + 1`` is the first compressed one."""
 
     steps: int
 

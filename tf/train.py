@@ -3,7 +3,7 @@
     horovodrun -np 2 python tf/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
 
 Horovod's own optimizer does not synchronise under Keras 3, so that ``--compression none`` and ``fp16`` are this
-project's with a warm-up that never ends.
+project's, with exact means in all steps.
 """
 
 from __future__ import annotations

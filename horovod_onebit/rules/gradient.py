@@ -133,7 +133,7 @@ def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number)
 @dataclass(frozen=True)
 class Gradient(Rule):
     """Of the tensors that this rule sees, the "weight" is where the mean gradient goes, the "momentum" is the residual
-    and ``layer`` has the floors of this step and the next. ``divides``: the optimizer that takes the mean gradient
+    and ``layer`` has ``start`` of this step and the next. ``divides``: the optimizer that takes the mean gradient
     divides by a second moment of each element."""
 
     divides: bool = False
