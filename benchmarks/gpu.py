@@ -157,7 +157,7 @@ def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> 
     kinds = {
         "AdamW": None,
         "AdamW, fused": None,
-        "exact": ("cuda", 10**6, Recipe(warmup="exact")),
+        "exact": ("cuda", 10**6, "robust"),
         "gradients in three bits": ("cuda", 10**6, three),
         "one bit": ("cuda", 2, "robust"),
         "one bit, compressed by the host": ("cpu", 2, "robust"),

@@ -15,6 +15,7 @@ import torch
 
 import horovod_onebit.torch as onebit
 from benchmarks.measure import Loaded, Way, Workers, compare
+from horovod_onebit import Recipe
 from horovod_onebit.coded import FIRST
 
 
@@ -42,8 +43,8 @@ def optimizer_of(way: str, model: torch.nn.Module) -> Any:
         return hvd.DistributedOptimizer(optimizer, named)
     if way == "onebit":
         return onebit.DistributedOptimizer(optimizer, named, warmup_steps=1)
-    if way == "onebit warm-up":
-        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=10**6)
+    if way == "three bits":
+        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=10**6, recipe=Recipe(warmup="three_bit"))
     return optimizer
 
 

@@ -43,8 +43,6 @@ def codes(recipe: Recipe) -> bool:
 def own_recipe(recipe: Recipe) -> Recipe:
     """That of the gradients, in a run of ``recipe``. Levels are meant for the root mean square; with it, what a block
     loses is less than all of it, so that errors shrink."""
-    if recipe.warmup not in CODECS:
-        raise ConfigurationError(f"warmup={recipe.warmup!r}: expected one of {', '.join(map(repr, CODECS))}")
     block = min(recipe.block_size or BLOCK, BLOCK)
     codec = CODECS[recipe.warmup]
     return replace(recipe, space="update", scale="rms", block_size=block, codec=codec, server_codec=SERVER)

@@ -24,7 +24,7 @@ from typing import get_args
 from rich.console import Console
 
 from horovod_onebit.coded import FIRST
-from horovod_onebit.recipe import Bits
+from horovod_onebit.recipe import WarmupName
 from jobs import link, report
 from jobs.options import TASKS
 from jobs.processes import ROOT, guarded, result, started
@@ -190,7 +190,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="robust")
     add("--steps", type=int, default=STEPS)
     add("--warmup-steps", type=int, default=WARMUP)
-    add("--warmup", choices=get_args(Bits), help="before one bit (three_bit; exact for zero_one_adam)")
+    add("--warmup", choices=get_args(WarmupName), help="before one bit (three_bit; exact for zero_one_adam)")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--np", type=int, default=2, help="processes")
     add("--backend", choices=("gloo", "mpi"), default="gloo")

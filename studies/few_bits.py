@@ -8,12 +8,11 @@ from itertools import product
 from statistics import mean
 
 from horovod_onebit.coded import FIRST
-from horovod_onebit.recipe import Recipe
+from horovod_onebit.recipe import PRESETS, Recipe
 from horovod_onebit.schedule import Gradients
 from studies import pool, report, wrapped
 from studies.language import float32
 from studies.rates import EXCHANGES, SEEDS, WORKERS, Cell, Result, beside, kept, measured, train
-from studies.recipes import PRESETS
 
 RATE = 4e-3
 """That of exact Adam's least loss (study 6)."""

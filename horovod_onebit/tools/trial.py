@@ -20,12 +20,12 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.schedule import EXACT
 from horovod_onebit.tools import show
 
 WIDTHS = (32, 64, 64, 8)
 TEST_EXAMPLES = 512
 POINTS = 50
+EXACT = "exact"
 
 
 @dataclass(frozen=True)
@@ -34,7 +34,7 @@ class Trial:
 
     Attributes:
         workers, workers_per_host: simulated processes in all, and on each host.
-        steps, warmup_steps: optimizer steps of a run, and those of the warm-up.
+        steps, warmup_steps: optimizer steps of a run, and the exact ones among them.
         lr, batch_size: of Adam; of one worker.
         noise: standard deviation of the errors in each worker's targets.
         seed: of weights, samples and noise.
@@ -87,7 +87,7 @@ def run(
     ``exchange`` replaces the recipe's own.
     """
     exact = recipe == EXACT
-    chosen = Recipe(warmup="exact") if exact else resolve(recipe)
+    chosen = Recipe() if exact else resolve(recipe)
     if exchange is not None:
         chosen = replace(chosen, exchange=exchange)
     warmup = trial.steps if exact else trial.warmup_steps

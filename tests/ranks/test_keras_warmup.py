@@ -48,9 +48,9 @@ def loss_of(model):
     return float(LOSS(y, model(x)))
 
 
-def test_by_default_gradients_travel_in_three_bits():
+def test_gradients_travel_in_three_bits_until_one_bit_starts():
     model, sent = build(), []
-    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5)
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5, recipe=THREE)
     for step in range(FIRST + 8):
         train(model, optimizer, 1, start=step, graph=True)
         sent.append(optimizer.stats().step_bytes_sent)
