@@ -54,23 +54,21 @@ class Run:
 
 
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),
-         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("language", 4, 2e-3),
-         ("language", 16, 2e-3)]  # fmt: skip
+         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("language", 4, 2e-3)]  # fmt: skip
 """Tasks, workers and rates with the warm-up that is the default, exact and in three bits."""
 WARMUPS = (None, "exact", "three_bit")
-MORE_SEEDS = {"vit": range(5), "resnet": range(5), "vgg": range(8)}
+MORE_SEEDS = {"vit": range(8), "resnet": range(5), "vgg": range(8)}
 """Of tasks that differ more between seeds."""
 OF_TASKS = (
     'Other tasks, workers and rates with `warmup_steps="auto"`, the default: test loss, beside exact Adam\'s, '
-    "accuracy, and how many times fewer bits the whole run sends. `vgg` is that of study 6, `resnet` that of study "
-    "11 with five seeds, both of 300 steps, `vit` the vision transformer of study 11, 600 steps and five seeds, and "
-    "`language` the GPT of study 10, 2,000 steps; 16 workers exchange in two stages. A warm-up in three bits ends "
-    "below an exact one on texts, and with the transformer where exact Adam does; on the VGG and the ResNet it is at "
-    "most half a point of accuracy below exact Adam. What is kept of errors (`rules.gradient.KEPT`), the scale and "
-    "its block (`coded.BLOCK`) were chosen by runs of `text` at 0.008 and with 16 workers, of `vgg` with 16 workers, "
-    "of `vit` and of the first Transformer of study 16; the other rows had no part in that. The more is kept of an "
-    "error, the higher `text` at 0.008 ends; with the blocks of 1,024 elements and the guarded scale of one bit, the "
-    "Transformer ends higher."
+    "accuracy, and how many times fewer bits the whole run sends. `vgg` is that of study 6 with eight seeds, "
+    "`resnet` that of study 11 with five, both of 300 steps, `vit` the vision transformer of study 11, 600 "
+    "steps and eight seeds, and `language` the GPT of study 10, 2,000 steps; 16 workers exchange in two stages. "
+    "A warm-up in three bits ends below exact Adam on texts and on the ResNet, and on the VGG at most 0.3 "
+    "points of accuracy below it. The vision transformer ends 1.9 points of accuracy below exact Adam, with 17 % "
+    "more loss: it is higher with each of the eight seeds but two. What is kept of errors and of gradients "
+    "(`rules.gradient.KEPT`, `MOST`) was chosen by runs of `text` at 0.008, of `vgg` and of the first Transformer "
+    "of study 16; the other rows had no part in that."
 )
 
 

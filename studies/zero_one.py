@@ -111,8 +111,8 @@ WAYS = {
 
 
 SEEN = (
-    "What to see: three bits are the better use of the same bytes, by 2.5 to 4 % of the loss. If they renew the "
-    "second moment, too, and no float32 mean is sent, the loss ends below that of one bit with each seed, by 5 %, "
+    "What to see: three bits are the better use of the same bytes, by 2 to 4 % of the loss. If they renew the "
+    "second moment, too, and no float32 mean is sent, the loss ends below that of one bit with each seed, by 4 %, "
     "for 15 % fewer bits. The library's `ZeroOne` has one bit; a warm-up in three bits and one bit in every step "
     "after it (study 12) end lower than all rows, for 5.4 bits."
 )
