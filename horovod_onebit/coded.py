@@ -32,7 +32,7 @@ SERVER = "gaussian_four"
 """What servers of a two-stage exchange send: it must not be coarser than what they get."""
 BLOCK = 256
 """Elements that share a scale, at most. Rows of an embedding and layers' inputs differ in how large their gradients are
-beside their units, and what is far from its block's root mean square arrives too small or in pieces (study 12)."""
+beside their units, and what is far from its block's root mean square arrives too small or in pieces."""
 
 
 def codes(recipe: Recipe) -> bool:
@@ -175,6 +175,7 @@ class CodedMean:
         engine, rules, numbered = self.engine, [self._rule] * len(tensors), dict(enumerate(grads))
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
+        engine.context.messages = engine.exchange.compressors
         plan = engine.plan(Sends.CONTRIBUTION, rules)
         engine.renew_lane()  # the workers have agreed before
         served = engine.exchange.served()

@@ -60,8 +60,9 @@ HEAD = """# Studies
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
 removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
 gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
-digits' first layers, weights of pixels that are always black are such elements. Newer are, in study 12, `vit`,
-`language` and the other optimizers, and studies 17 to 20; study 19 ran on a GPU.
+digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 20, in study 12
+`vgg`, `vit`, `language` and the other optimizers, and all rows in few bits of studies 12, 16 and 17; study 19 ran on
+a GPU.
 
 | name | meaning |
 |---|---|
@@ -83,12 +84,12 @@ digits' first layers, weights of pixels that are always black are such elements.
 | 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
-| 12 | May the warm-up's gradients travel in few bits? | In three: they end where exact ones do, on texts below |
+| 12 | May the warm-up's gradients travel in few bits? | In three: as exact ones on texts, worse on two networks |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 | 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |
 | 16 | The paper's four networks? | `paper` loses the VGG; `robust` none, and is within half a point of exact Adam |
-| 17 | 0/1 Adam's gradients in three bits? | 2.5 to 4 % less loss at equal bytes, 5 % if they renew the second moment |
+| 17 | 0/1 Adam's gradients in three bits? | 2 to 4 % less loss at equal bytes, 4 % if they renew the second moment |
 | 18 | DiLoCo and PowerSGD at their best? | 19 and 10 % above exact Adam; `Local()` 0.9 %, for 107 times fewer bytes |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Gradients clipped in all steps? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |

@@ -17,8 +17,8 @@ far as it should. For it ``floor`` is ``SHARE`` of the mean of v over the tensor
 where the gradient has hardly been more than zero until now.
 
 An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th of the square. For
-those (``Gradient.divides``) the error of an element is kept within ``kept``, which drops the rest: they divide by what
-has arrived, and go as far (study 12). Elements far below the rest of their tensor matter to them as much as any other,
+those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest: they divide by what
+has arrived, and go as far. Elements far below the rest of their tensor matter to them as much as any other,
 so that there is no floor; a gradient is within ``MOST``, lest the others of its block have a scale made by it; and what
 is owed to an element that has rested is dropped when it begins to move.
 """
@@ -57,10 +57,10 @@ LARGEST = f32(1e30)
 """The most that v, and other errors, may be: infinity would silence an element for ever."""
 KEPT = 0.5
 """The most that is kept of an error, in units of D, for an optimizer that divides by a second moment, with up to four
-workers: see ``kept``."""
+workers: see ``noise``."""
 MOST = 32.0
-"""The most that an element contributes, in units of D, for the same: with one gradient that was not zero among 1,000,
-that gradient had sqrt(1000) of them."""
+"""The most that an element contributes, with up to 64 workers: an element whose gradient was not zero in one of 1,000
+steps has a D of that gradient divided by sqrt(1000)."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
@@ -82,10 +82,10 @@ class Scalars(NamedTuple):
     clip: Number
 
 
-def kept(workers: int) -> float:
-    """The most that each of so many workers keeps of an error, in units of D. Where gradients are noise, scales grow
-    with the root of ``workers``, and so does what an element without noise must add up to before it is sent."""
-    return KEPT * max(1.0, math.sqrt(workers) / 2)
+def noise(messages: int) -> float:
+    """How much larger what is sent is, in units of D, where gradients are noise: with the root of the ``messages`` that
+    a mean is of, and with it scales, and what an element without noise must add up to before it is sent."""
+    return max(1.0, math.sqrt(messages) / 2)
 
 
 def _unit(p: Scalars, v: Number) -> Number:
@@ -147,8 +147,10 @@ class Gradient(Rule):
     def owes_resting(self) -> bool:
         return not self.divides
 
-    def _scalars(self, tensor: Tensor, kept: float = KEPT) -> Scalars:
+    def _scalars(self, tensor: Tensor, context: Context | None = None) -> Scalars:
+        """``context``: of what workers send; none for what a server does."""
         assert tensor.layer is not None
+        larger = 1.0 if context is None else noise(context.messages or context.workers)
         seen = max(tensor.variance_steps, 1)
         correction, then_correction = (1 / (1 - BETA2**steps) for steps in (seen, tensor.variance_steps + 1))
         start, then = (max(float(each), correction * float(TINY)) for each in tensor.layer)
@@ -162,15 +164,15 @@ class Gradient(Rule):
             then_correction=then_correction,
             then_floor=0.0 if self.divides else then,
             then_start=then,
-            most=MOST if self.divides else float(LARGEST),
-            clip=kept if self.divides else float(LARGEST),
+            most=max(MOST, 8 * larger) if self.divides else float(LARGEST),
+            clip=KEPT * larger if self.divides else float(LARGEST),
         )
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
-        return Use(contribute, self._scalars(tensor))
+        return Use(contribute, self._scalars(tensor, context))
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        return Use(receive, self._scalars(tensor, kept(context.workers)))
+        return Use(receive, self._scalars(tensor, context))
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(observe, self._scalars(tensor))
