@@ -88,12 +88,8 @@ def noise(messages: int) -> float:
     return max(1.0, math.sqrt(messages) / 2)
 
 
-def _unit(p: Scalars, v: Number) -> Number:
-    return maximum(sqrt(where(alive(v), v * p.correction + p.floor, p.start)), TINY)
-
-
-def _then_unit(p: Scalars, v: Number) -> Number:
-    return maximum(sqrt(where(alive(v), v * p.then_correction + p.then_floor, p.then_start)), TINY)
+def _unit(v: Number, correction: Number, floor: Number, start: Number) -> Number:
+    return maximum(sqrt(where(alive(v), v * correction + floor, start)), TINY)
 
 
 def _later(p: Scalars, v: Number, g: Number) -> Number:
@@ -103,15 +99,15 @@ def _later(p: Scalars, v: Number, g: Number) -> Number:
 
 @rests
 def contribute(p: Scalars, g: Number, _e: Number, v: Number, _w: Number, _a: Number) -> Number:
-    c = g / _unit(p, v)
+    c = g / _unit(v, p.correction, p.floor, p.start)
     return where(absolute(g) <= LARGEST, minimum(maximum(c, -p.most), p.most), c)  # NaN and Inf stay
 
 
 def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
-    unit = _unit(p, v)
+    unit = _unit(v, p.correction, p.floor, p.start)
     g = moving(x, v) * unit
     then = _later(p, v, g)
-    left = e * (unit / _then_unit(p, then))
+    left = e * (unit / _unit(then, p.then_correction, p.then_floor, p.then_start))
     return where(alive(v), clipped(p, left), left), then, g
 
 
@@ -122,7 +118,8 @@ def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number
 def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number) -> Any:
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
-    left = e * (_unit(p, before) / _then_unit(p, v))
+    unit, then = _unit(before, p.correction, p.floor, p.start), _unit(v, p.then_correction, p.then_floor, p.then_start)
+    left = e * (unit / then)
     return clipped(p, left), None, None
 
 
@@ -194,8 +191,8 @@ class Gradient(Rule):
     def first_variance(self, tensor: Tensor) -> float:
         if not self.divides:
             return super().first_variance(tensor)  # the floor is enough
-        assert tensor.layer is not None
-        return float(tensor.layer[0]) * (1 - BETA2 ** max(tensor.variance_steps, 1))
+        p = self._scalars(tensor)
+        return float(p.start / p.correction)
 
     def rescale(self, tensor: Tensor) -> Use:
         """What a server's error becomes after the next ``motion``."""

@@ -20,12 +20,12 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import Recipe, resolve
 from horovod_onebit.rules.adam import Adam
+from horovod_onebit.schedule import EXACT
 from horovod_onebit.tools import show
 
 WIDTHS = (32, 64, 64, 8)
 TEST_EXAMPLES = 512
 POINTS = 50
-EXACT = "exact"
 
 
 @dataclass(frozen=True)
