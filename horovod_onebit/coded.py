@@ -16,9 +16,9 @@ from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array, Arrays
-from horovod_onebit.layout import Layout
+from horovod_onebit.layout import Bucket, Layout
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.rules import Tensor
+from horovod_onebit.rules import Tensor, Use
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
@@ -175,7 +175,6 @@ class CodedMean:
         engine, rules, numbered = self.engine, [self._rule] * len(tensors), dict(enumerate(grads))
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
-        engine.context.messages = engine.exchange.compressors
         plan = engine.plan(Sends.CONTRIBUTION, rules)
         engine.renew_lane()  # the workers have agreed before
         served = engine.exchange.served()
@@ -191,16 +190,26 @@ class CodedMean:
             raise
         if not taken:
             return False
-        host = engine.context.kernels.host
-        for name, bucket in served.items():  # whose errors are in host memory
-            error, at = engine.feedback.residual(name, bucket.size), 0
-            for piece in bucket.pieces:
-                part, end = part_of(tensors, piece), at + piece.stop - piece.start
-                arrays = Arrays(None, error[at:end], host(part.variance), host(part.weight), None)
-                engine.context.kernels.move(*rescales[part.name], arrays)
-                at = end
+        self._keep(served, rescales, tensors)
         engine.take_second_moments(engine.awaken(moves, rules))
         return True
+
+    def _keep(
+        self, served: Mapping[str, Bucket], rescales: Mapping[str, Use | None], tensors: Sequence[Tensor]
+    ) -> None:
+        """After a step: what becomes of the errors of what is ``served``, which are in host memory."""
+        kernels, feedback = self.engine.context.kernels, self.engine.feedback
+        for name, bucket in served.items():
+            error, at = feedback.residual(name, bucket.size), 0
+            for piece in bucket.pieces:
+                part, end = part_of(tensors, piece), at + piece.stop - piece.start
+                rescale = rescales[part.name]
+                if rescale is None:
+                    error[at:end] = 0
+                else:
+                    arrays = Arrays(None, error[at:end], kernels.host(part.variance), kernels.host(part.weight), None)
+                    kernels.move(*rescale, arrays)
+                at = end
 
     def begin(self, tensors: Sequence[Tensor]) -> Plan | None:
         """What ``engine.send`` may send of the next ``mean`` of ``tensors`` before that is called; None if they are not

@@ -86,15 +86,13 @@ class Tensor:
         return Arrays(gradient, self.momentum, self.variance, self.weight, self.anchor)
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Context:
-    """What a rule needs to know besides the tensor. ``codec`` is what the workers send; ``messages`` is how many of
-    these a mean is of, where workers of a host do not send one each."""
+    """What a rule needs to know besides the tensor. ``codec`` is what the workers send."""
 
     kernels: ModuleType
     recipe: Recipe
     workers: int
-    messages: int | None = None
 
     @cached_property
     def codec(self) -> Codec:

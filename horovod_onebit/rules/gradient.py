@@ -7,20 +7,21 @@ average of its squares, in which all elements are of one size.
     error_i <- error_i D / D'                                               D' is that of the next step
 
 ``v`` is made of what all have decoded, so that it is alike on all workers and follows the gradient. Its bias is
-corrected. An element that has never had a gradient rests (see ``rest``). What one step lacks of a gradient the next
-ones bring, whatever becomes of D: an error is kept in units of the D that it will be sent with. Levels must have a zero
-among them: without it, an element that has no gradient beside others of many units is told of more than its own unit in
-each step, and D grows for ever. One bit is not enough: all codes are then of one size, and v keeps its proportions.
+corrected. An element that has never had a gradient rests (see ``rest``). Levels must have a zero among them: without
+it, an element that has no gradient beside others of many units is told of more than its own unit in each step, and D
+grows for ever. One bit is not enough: all codes are then of one size, and v keeps its proportions.
 
-A gradient far beyond the outermost level arrives in pieces over many steps. Sums come out right, so that SGD moves as
-far as it should. For it ``floor`` is ``SHARE`` of the mean of v over the tensor, so that there are not too many pieces
-where the gradient has hardly been more than zero until now.
+What one step lacks of a gradient the next ones bring, whatever becomes of D: an error is kept in units of the D that it
+will be sent with. A gradient far beyond the outermost level arrives in pieces over many steps. Sums come out right, so
+that SGD moves as far as it should. ``floor`` is ``SHARE`` of the mean of v over the tensor, so that there are not too
+many pieces where the gradient has hardly been more than zero until now.
 
-An optimizer that divides by a second moment moves further: the squares of k pieces add up to a k-th of the square. For
-those (``Gradient.divides``) the error of an element is kept within ``KEPT``, which drops the rest: they divide by what
-has arrived, and go as far. Elements far below the rest of their tensor matter to them as much as any other,
-so that there is no floor; a gradient is within ``MOST``, lest the others of its block have a scale made by it; and what
-is owed to an element that has rested is dropped when it begins to move.
+With an optimizer that divides by a second moment (``Gradient.divides``) no error is kept. It divides by what has
+arrived, and so goes as far: the squares of k pieces would add up to a k-th of the square. Few bits are fine enough that
+errors, which come some steps late, cost more than they bring (study 12). An element that is too small beside its
+block's scale to be told of is told of again when D has followed it down. Elements far below the rest of their tensor
+matter as much as any other, so that there is no floor; a gradient is within ``MOST``, lest the others of its block have
+a scale made by it. The residual then has what tells that an element which rests is wanted, and nothing else.
 """
 
 from __future__ import annotations
@@ -39,7 +40,6 @@ from horovod_onebit.formulas import (
     Number,
     absolute,
     alive,
-    clipped,
     f32,
     maximum,
     minimum,
@@ -55,20 +55,18 @@ BETA2 = 0.999
 SHARE = 0.01
 LARGEST = f32(1e30)
 """The most that v, and other errors, may be: infinity would silence an element for ever."""
-KEPT = 0.5
-"""The most that is kept of an error, in units of D, for an optimizer that divides by a second moment, with up to four
-workers: see ``noise``."""
 MOST = 32.0
 """The most that an element contributes, with up to 64 workers: an element whose gradient was not zero in one of 1,000
-steps has a D of that gradient divided by sqrt(1000)."""
+steps has a D of that gradient divided by sqrt(1000). Where gradients are noise, contributions grow with the root of the
+number of workers."""
 EVERY = 16
 """Steps between two looks at the mean of v, after the first ones."""
 
 
 class Scalars(NamedTuple):
     """``correction`` is that of the bias of v; ``start`` is the square of D of elements that rest; ``keep`` and
-    ``take`` are beta2 and what it leaves; ``then_...`` are those of the next step; ``most`` bounds what is contributed,
-    ``clip`` errors."""
+    ``take`` are beta2 and what it leaves; ``then_...`` are those of the next step; ``most`` bounds what is
+    contributed."""
 
     correction: Number
     floor: Number
@@ -79,13 +77,6 @@ class Scalars(NamedTuple):
     then_floor: Number
     then_start: Number
     most: Number
-    clip: Number
-
-
-def noise(messages: int) -> float:
-    """How much larger what is sent is, in units of D, where gradients are noise: with the root of the ``messages`` that
-    a mean is of, and with it scales, and what an element without noise must add up to before it is sent."""
-    return max(1.0, math.sqrt(messages) / 2)
 
 
 def _unit(v: Number, correction: Number, floor: Number, start: Number) -> Number:
@@ -107,8 +98,12 @@ def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number)
     unit = _unit(v, p.correction, p.floor, p.start)
     g = moving(x, v) * unit
     then = _later(p, v, g)
-    left = e * (unit / _unit(then, p.then_correction, p.then_floor, p.then_start))
-    return where(alive(v), clipped(p, left), left), then, g
+    return e * (unit / _unit(then, p.then_correction, p.then_floor, p.then_start)), then, g
+
+
+def receive_alone(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
+    g = moving(x, v) * _unit(v, p.correction, p.floor, p.start)
+    return where(alive(v), ZERO, e), _later(p, v, g), g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -119,8 +114,7 @@ def rescale(p: Scalars, _g: Number, e: Number, v: Number, g: Number, _a: Number)
     """After ``receive``: a server's error, of which ``g`` was the mean gradient and ``v`` is what it has become."""
     before = maximum((v - p.take * g * g) / p.keep, ZERO)
     unit, then = _unit(before, p.correction, p.floor, p.start), _unit(v, p.then_correction, p.then_floor, p.then_start)
-    left = e * (unit / then)
-    return clipped(p, left), None, None
+    return e * (unit / then), None, None
 
 
 def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
@@ -144,10 +138,8 @@ class Gradient(Rule):
     def owes_resting(self) -> bool:
         return not self.divides
 
-    def _scalars(self, tensor: Tensor, context: Context | None = None) -> Scalars:
-        """``context``: of what workers send; none for what a server does."""
+    def _scalars(self, tensor: Tensor, workers: int = 1) -> Scalars:
         assert tensor.layer is not None
-        larger = 1.0 if context is None else noise(context.messages or context.workers)
         seen = max(tensor.variance_steps, 1)
         correction, then_correction = (1 / (1 - BETA2**steps) for steps in (seen, tensor.variance_steps + 1))
         start, then = (max(float(each), correction * float(TINY)) for each in tensor.layer)
@@ -161,15 +153,14 @@ class Gradient(Rule):
             then_correction=then_correction,
             then_floor=0.0 if self.divides else then,
             then_start=then,
-            most=max(MOST, 8 * larger) if self.divides else float(LARGEST),
-            clip=KEPT * larger if self.divides else float(LARGEST),
+            most=max(MOST, 4 * math.sqrt(workers)) if self.divides else float(LARGEST),
         )
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
-        return Use(contribute, self._scalars(tensor, context))
+        return Use(contribute, self._scalars(tensor, context.workers))
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        return Use(receive, self._scalars(tensor, context))
+        return Use(receive_alone if self.divides else receive, self._scalars(tensor))
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(observe, self._scalars(tensor))
@@ -194,9 +185,9 @@ class Gradient(Rule):
         p = self._scalars(tensor)
         return float(p.start / p.correction)
 
-    def rescale(self, tensor: Tensor) -> Use:
-        """What a server's error becomes after the next ``motion``."""
-        return Use(rescale, self._scalars(tensor))
+    def rescale(self, tensor: Tensor) -> Use | None:
+        """What a server's error becomes after the next ``motion``; None if nothing is kept of it."""
+        return None if self.divides else Use(rescale, self._scalars(tensor))
 
     def observe(self, tensors: Sequence[Tensor], means: Sequence[Array], context: Context) -> None:
         """Take notice of the exact mean gradients, flat, of ``tensors``."""

@@ -206,7 +206,7 @@ class Compressor(Steps):
         self.driver = Driver(self.engine, self, parameters.warmup, parameters.schedule)
         self._now = _Now()
         self._compares = True  # weights and state, in the next step
-        divides = parameters.adapter.variance_key is not None
+        divides = parameters.adapter.divides
         self.kind = feedback.kind(recipe.space, divides=divides, schedule=self.parameters.schedule)
         if self.workers > 1 and not self._stepwise:
             self._compile_ahead(optimizer.param_groups, divides=divides)
@@ -215,7 +215,7 @@ class Compressor(Steps):
         """What steps will run in the host's memory, or the first compressed one would wait for it."""
         recipe, adapter = self.engine.recipe, self.parameters.adapter
         if codes(recipe):
-            compile_steps(own_recipe(recipe), [Gradient()], self.workers, divides=True)
+            compile_steps(own_recipe(recipe), [Gradient(adapter.divides)], self.workers, divides=True)
         if not isinstance(adapter, AnyAdapter):
             place = self.parameters.placement.of
             here = [group for group in groups if any(place(p) is None for p in group["params"])]
