@@ -81,7 +81,6 @@ GRADIENT = scalars(
     then_floor=0,
     then_start=0.01,
     most=gradient.MOST,
-    clip=gradient.KEPT,
 )
 LAMB = scalars(lamb.Step, first=1.5, inside=0.01, correction=1, eps_inside=0, eps=EPS, decay=1, step=1e-9)
 
@@ -106,7 +105,7 @@ def gradient_in(bits: str, a: Inputs) -> tuple[Callable[[], None], Callable[[], 
         cpu.encode(gradient.contribute, GRADIENT, arrays, a.error, rows[0], 0, coding)
 
     def decode() -> None:
-        cpu.apply(gradient.receive, GRADIENT, moved, rows, 0, coding)
+        cpu.apply(gradient.receive_only, GRADIENT, moved, rows, 0, coding)
 
     return encode, decode
 

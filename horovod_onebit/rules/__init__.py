@@ -148,7 +148,7 @@ class Rule:
     @property
     def owes_resting(self) -> bool:
         """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it
-        was divided by epsilon alone, nor where errors are bounded."""
+        was divided by epsilon alone, nor where no errors are kept."""
         return False
 
     def first_variance(self, tensor: Tensor) -> float:

@@ -101,7 +101,7 @@ def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number)
     return e * (unit / _unit(then, p.then_correction, p.then_floor, p.then_start)), then, g
 
 
-def receive_alone(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
+def receive_only(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     g = moving(x, v) * _unit(v, p.correction, p.floor, p.start)
     return where(alive(v), ZERO, e), _later(p, v, g), g
 
@@ -160,7 +160,7 @@ class Gradient(Rule):
         return Use(contribute, self._scalars(tensor, context.workers))
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
-        return Use(receive_alone if self.divides else receive, self._scalars(tensor))
+        return Use(receive_only if self.divides else receive, self._scalars(tensor))
 
     def exact(self, tensor: Tensor) -> Use:
         return Use(observe, self._scalars(tensor))

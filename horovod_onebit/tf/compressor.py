@@ -256,7 +256,8 @@ class Compressor(RunState):
         if self.workers < 2 or not large or optimizer._wrapping.after_warmup is not None:
             return
         if self.coded is not None:
-            compile_steps(own_recipe(recipe), [Gradient(self.adapter.divides)], self.workers, divides=True, lent="gradients")
+            rule = Gradient(self.adapter.divides)
+            compile_steps(own_recipe(recipe), [rule], self.workers, divides=True, lent="gradients")
         if optimizer._wrapping.compresses and self.place_of(large) is None:
             decays = {optimizer.weight_decay if self.decays(v) else 0.0 for v in large}
             rules = [self.adapter.rule(optimizer, 1.0, decay, 1, 1.0) for decay in sorted(decays)]

@@ -92,14 +92,15 @@ def uses():
         backend.move(*rule.catch_up(), tensor.arrays(numbers))
         if isinstance(rule, FrozenAdam):
             rule.local_step(tensor, numbers, context)
-    rule, context = gradient.Gradient(), Context(backend, Recipe(), 2)
-    tensor = Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
-    rule.init(tensor)
-    rule.observe([tensor], [numbers], context)
-    rule.encode(tensor, numbers, sent, 0, 8, context)
-    rule.restore(tensor, numbers, sent, 0, 8, context)
-    rule.apply(tensor, sent[None], 0, context.coding(8), context)
-    backend.move(*rule.rescale(tensor), tensor.arrays())
+    for rule in (gradient.Gradient(), gradient.Gradient(divides=True)):
+        context, tensor = Context(backend, Recipe(), 2), Tensor("x", numbers, numbers, numbers, numbers, 1, 1)
+        rule.init(tensor)
+        rule.observe([tensor], [numbers], context)
+        rule.encode(tensor, numbers, sent, 0, 8, context)
+        rule.restore(tensor, numbers, sent, 0, 8, context)
+        rule.apply(tensor, sent[None], 0, context.coding(8), context)
+        if (rescale := rule.rescale(tensor)) is not None:
+            backend.move(*rescale, tensor.arrays())
     backend.sums(*rest.COUNTS, tensor.arrays(numbers), np.zeros((1, 2)))
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 

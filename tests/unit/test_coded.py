@@ -12,7 +12,6 @@ from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages,
 from horovod_onebit.coded import FIRST, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.rules import gradient
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
