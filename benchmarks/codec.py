@@ -196,7 +196,7 @@ def main() -> None:
         "LAMB, lengths and step of a layer": (lamb_step(a), 28),
         "LAMB as separate torch operations": (separate_lamb(a), 28),
     }
-    for bits, codec in (("two", "gaussian_two"), ("three", "gaussian_three"), ("four", "gaussian_four")):
+    for bits, codec in (("two", "logistic_two"), ("three", "logistic_three"), ("four", "logistic_four")):
         coded, decoded = gradient_in(codec, a)
         nbytes = codecs.find(codec).bits / 8
         work[f"encode a gradient in {bits} bits"] = coded, 16 + nbytes

@@ -26,9 +26,9 @@ from horovod_onebit.world import Weighing
 
 FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
-CODECS = {"two_bit": "gaussian_two", "three_bit": "gaussian_three", "four_bit": "gaussian_four"}
+CODECS = {"two_bit": "logistic_two", "three_bit": "logistic_three", "four_bit": "logistic_four"}
 """By the recipe's ``warmup``."""
-SERVER = "gaussian_four"
+SERVER = "logistic_four"
 """What servers of a two-stage exchange send: it must not be coarser than what they get."""
 BLOCK = 256
 """Elements that share a scale, at most. Rows of an embedding and layers' inputs differ in how large their gradients are

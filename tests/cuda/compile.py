@@ -31,7 +31,7 @@ from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Sends
 
 CODECS = [codecs.find(name) for name in ("sign", "two_bit")]
-THREE = codecs.find("gaussian_three")
+THREE = codecs.find("logistic_three")
 """Stands for the codecs whose levels are those of a Gaussian: all are made of the same operations."""
 
 

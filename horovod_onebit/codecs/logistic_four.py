@@ -1,5 +1,6 @@
-"""Four bits an element: of fifteen levels, zero among them, those that lose least of a Gaussian (Max 1960; Lloyd 1982).
-Plane 0 is the sign, planes 1 to 3 are the bits of the level's number. ``s`` is the root mean square of the block.
+"""Four bits an element: of fifteen levels, zero among them, those that lose least of a logistic distribution (Max 1960;
+Lloyd 1982). Plane 0 is the sign, planes 1 to 3 are the bits of the level's number. ``s`` is the root mean square of the
+block.
 """
 
 from __future__ import annotations
@@ -11,11 +12,11 @@ __all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 4
 NONE, SIGN, ONE, TWO, FOUR = u32(0), u32(1), u32(2), u32(4), u32(8)
-L0, L1, L2, L3 = f32(0), f32(0.2739), f32(0.5548), f32(0.8511)
-L4, L5, L6, L7 = f32(1.1749), f32(1.5461), f32(2.0065), f32(2.6809)
+L0, L1, L2, L3 = f32(0), f32(0.2895), f32(0.5926), f32(0.9259)
+L4, L5, L6, L7 = f32(1.3129), f32(1.7941), f32(2.4555), f32(3.5606)
 # Between two levels, halfway.
-B0, B1, B2, B3 = f32(0.1369), f32(0.4143), f32(0.7029), f32(1.0130)
-B4, B5, B6 = f32(1.3605), f32(1.7763), f32(2.3437)
+B0, B1, B2, B3 = f32(0.1447), f32(0.4411), f32(0.7593), f32(1.1194)
+B4, B5, B6 = f32(1.5535), f32(2.1248), f32(3.0081)
 
 
 def code(c: Number, s: Number) -> Number:

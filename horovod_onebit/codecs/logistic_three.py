@@ -1,5 +1,6 @@
-"""Three bits an element: of seven levels, zero among them, those that lose least of a Gaussian (Max 1960; Lloyd 1982).
-Plane 0 is the sign, planes 1 and 2 are the bits of the level's number. ``s`` is the root mean square of the block.
+"""Three bits an element: of seven levels, zero among them, those that lose least of a logistic distribution (Max 1960;
+Lloyd 1982), whose tails are between a Gaussian's and Laplace's. Plane 0 is the sign, planes 1 and 2 are the bits of the
+level's number. ``s`` is the root mean square of the block.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ __all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 3
 NONE, SIGN, ONE, TWO = u32(0), u32(1), u32(2), u32(4)
-L0, L1, L2, L3 = f32(0), f32(0.5606), f32(1.1881), f32(2.0334)
-B0, B1, B2 = f32(0.2803), f32(0.8744), f32(1.6108)  # between two levels, halfway
+L0, L1, L2, L3 = f32(0), f32(0.5862), f32(1.2971), f32(2.4185)
+B0, B1, B2 = f32(0.2931), f32(0.9417), f32(1.8578)  # between two levels, halfway
 
 
 def code(c: Number, s: Number) -> Number:

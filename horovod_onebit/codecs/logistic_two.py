@@ -1,5 +1,6 @@
-"""Two bits an element: zero, and the two levels that with it lose least of a Gaussian, ``-1.22 s`` and ``1.22 s`` (Max
-1960; Lloyd 1982). Plane 0 is the sign, plane 1 says that it is not zero. ``s`` is the root mean square of the block.
+"""Two bits an element: zero, and the two levels that with it lose least of a logistic distribution, ``-1.26 s`` and
+``1.26 s`` (Max 1960; Lloyd 1982). Plane 0 is the sign, plane 1 says that it is not zero. ``s`` is the root mean square
+of the block.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ __all__ = ["BITS", "code", "scale", "value"]
 
 BITS = 2
 NONE, SIGN, LARGE = u32(0), u32(1), u32(2)
-OUTER, BETWEEN = f32(1.2240), f32(0.6120)
+OUTER, BETWEEN = f32(1.2621), f32(0.6310)
 
 
 def code(c: Number, s: Number) -> Number:
