@@ -153,7 +153,7 @@ def run() -> str:
         "those that a worker sends for a parameter and a step, in the whole run. In the rows with 26 and with 8, the "
         "interval doubles after so many, so that one bit and three send about the same. `which renew the second "
         "moment`: after the first 16 steps nothing but small tensors travels in float32, and every mean in three bits "
-        "renews it.",
+        "renews it. These rows were run with an earlier form, which kept errors (study 12).",
         report.table(head, _rows(found, exact)),
         SEEN,
     ]

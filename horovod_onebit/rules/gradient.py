@@ -19,9 +19,10 @@ many pieces where the gradient has hardly been more than zero until now.
 With an optimizer that divides by a second moment (``Gradient.divides``) no error is kept. It divides by what has
 arrived, and so goes as far: the squares of k pieces would add up to a k-th of the square. Few bits are fine enough that
 errors, which come some steps late, cost more than they bring (study 12). An element that is too small beside its
-block's scale to be told of is told of again when D has followed it down. Elements far below the rest of their tensor
-matter as much as any other, so that there is no floor; a gradient is within ``MOST``, lest the others of its block have
-a scale made by it. The residual then has what tells that an element which rests is wanted, and nothing else.
+block's scale to be told of is told of again when D has followed it down, which takes as long as v remembers. Elements
+far below the rest of their tensor matter as much as any other, so that there is no floor; a gradient is within
+``MOST``, lest the others of its block have a scale made by it. The residual then has what tells that an element which
+rests is wanted, and nothing else.
 """
 
 from __future__ import annotations
@@ -54,7 +55,8 @@ from horovod_onebit.rules import Context, Rule, Tensor, Use, finish_step, scalar
 BETA2 = 0.999
 SHARE = 0.01
 LARGEST = f32(1e30)
-"""The most that v, and other errors, may be: infinity would silence an element for ever."""
+"""The most that v may be, and what is contributed where all errors are kept: infinity would silence an element for
+ever."""
 MOST = 32.0
 """The most that an element contributes, with up to 64 workers: an element whose gradient was not zero in one of 1,000
 steps has a D of that gradient divided by sqrt(1000). Where gradients are noise, contributions grow with the root of the

@@ -101,7 +101,7 @@ def test_the_core_takes_the_same_steps():
 
 @pytest.mark.parametrize(("kind", "divides"), [("adamw", True), ("adam", True), ("sgd", False)])
 def test_which_optimizers_divide_by_a_second_moment(kind, divides):
-    """Of these the errors of gradients in few bits are bounded, in a warm-up and in all steps."""
+    """Of these no errors of gradients in few bits are kept, in a warm-up and in all steps."""
     for options in ({"recipe": THREE}, {"schedule": onebit.Gradients()}):
         assert wrap(OPTIMIZERS[kind](), None, **options)._compressor.adapter.divides is divides
 

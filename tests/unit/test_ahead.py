@@ -45,6 +45,7 @@ CASES = [
     ("adam", "Adam", "lr=0.01", True, "Recipe()", 4),
     ("sgd", "SGD", "lr=0.01, momentum=0.9", False, "Recipe(exchange='direct')", 2),
     ("gradient", "Gradient", "", True, "own_recipe(Recipe(warmup='three_bit', exchange='two_stage'))", 2),
+    ("gradient", "Gradient", "divides=True", True, "own_recipe(Recipe(warmup='three_bit', exchange='two_stage'))", 2),
 ]
 
 

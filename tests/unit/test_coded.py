@@ -11,7 +11,9 @@ import pytest
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages, codecs, simulation
 from horovod_onebit.coded import FIRST, CodedMean
 from horovod_onebit.engine import Engine
+from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.rules import Context, Tensor, gradient
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
@@ -272,11 +274,11 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
 @pytest.mark.parametrize(
     ("bits", "noise", "most"),
     [
-        ("two_bit", 0, 0.92),
-        ("three_bit", 0, 0.52),
+        ("two_bit", 0, 0.93),
+        ("three_bit", 0, 0.54),
         ("four_bit", 0, 0.27),
-        ("three_bit", 4, 0.11),
-        ("four_bit", 4, 0.04),
+        ("three_bit", 4, 0.07),
+        ("four_bit", 4, 0.025),
     ],
 )
 def test_gradients_that_stay_apart_are_off_by_so_much(bits, noise, most):
@@ -382,6 +384,40 @@ def test_elements_that_begin_to_move_do_not_silence_others():
     assert learned == pytest.approx(1, abs=0.1)
 
 
+@pytest.mark.parametrize(("workers", "most"), [(2, 32), (64, 32), (100, 40)])
+def test_a_contribution_is_bounded_where_the_optimizer_divides(workers, most):
+    """By 32 units, and by more where many workers' noise makes contributions larger; NaN and Inf are not hidden."""
+    for divides, expected in ((True, most), (False, 1e6)):
+        rule, context = gradient.Gradient(divides), Context(reference, Recipe(), workers)
+        tensor = Tensor("x", *(np.ones(4, f32) for _ in range(4)), step=10**6, variance_steps=10**6)
+        rule.init(tensor)
+        formula, p = rule.contribution(tensor, context)
+        found = reference.contribution(formula, p, tensor.arrays(np.array([1, -1e6, math.nan, math.inf], f32)))
+        np.testing.assert_allclose(found, [1, -expected, math.nan, math.inf], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("drop", "least", "most"), [(5, 0.9, 1.1), (20, 0.25, 0.9)])
+def test_elements_that_fall_behind_others_wait_for_their_unit(drop, least, most):
+    """A quarter of the elements have gradients that are a ``drop``-th from some step on: how far Adam moves them in the
+    next 300 steps beside exact means; docs/recipes.md has the figures."""
+    behind = np.random.default_rng(2).random(1024) < 0.25
+
+    def worker(collectives, warmup):
+        weights = {"long": np.zeros(1024, f32)}
+        recipe = Recipe(warmup=warmup, exchange="direct", min_compressed_size=1)
+        optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives, warmup_steps=10**6, recipe=recipe)
+        rng = np.random.default_rng([5, collectives.rank])
+        for step in range(360):
+            if step == 60:
+                before = weights["long"].copy()
+            grad = 0.1 + 0.2 * rng.standard_normal(1024)
+            optimizer.step({"long": np.where(behind & (step >= 60), grad / drop, grad).astype(f32)})
+        return float((weights["long"] - before)[behind].mean())
+
+    exact, found = (simulation.run(functools.partial(worker, warmup=w), 4)[0] for w in ("exact", "three_bit"))
+    assert least < found / exact < most
+
+
 @pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
 def test_no_error_is_kept_where_the_optimizer_divides(exchange):
     """Neither by workers nor by servers; of elements that rest, the residual tells that they are wanted."""
@@ -402,14 +438,17 @@ def test_no_error_is_kept_where_the_optimizer_divides(exchange):
     assert any(names for names, _ in simulation.run(functools.partial(worker, divides=False), 8, workers_per_host=4))
 
 
-def test_adam_moves_elements_without_noise_as_far_beside_others():
+@pytest.mark.parametrize(
+    ("bits", "workers", "off"), [("three_bit", 64, 0.2), ("three_bit", 16, 0.1), ("two_bit", 4, 0.3)]
+)
+def test_adam_moves_elements_without_noise_as_far_beside_others(bits, workers, off):
     """Where most of a block is the noise of many workers, which sets its scale: they are told of when their unit has
     followed what they are told of."""
-    quiet, workers, steps = np.random.default_rng(2).random(1024) < 0.25, 64, 200
+    quiet, steps = np.random.default_rng(2).random(1024) < 0.25, 200
 
     def worker(collectives, warmup):
         weights = {"long": np.zeros(1024, f32)}
-        recipe = Recipe(warmup=warmup, exchange="direct", block_size=64, min_compressed_size=1)
+        recipe = Recipe(warmup=warmup, exchange="direct", min_compressed_size=1)
         optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives, warmup_steps=10**6, recipe=recipe)
         rng = np.random.default_rng([5, collectives.rank])
         for _ in range(FIRST + steps):
@@ -417,8 +456,8 @@ def test_adam_moves_elements_without_noise_as_far_beside_others():
             optimizer.step({"long": np.where(quiet, f32(0.1), noise).astype(f32)})
         return float(weights["long"][quiet].mean())
 
-    exact, found = (simulation.run(functools.partial(worker, warmup=w), workers)[0] for w in ("exact", "three_bit"))
-    assert found / exact == pytest.approx(1, abs=0.25)
+    exact, found = (simulation.run(functools.partial(worker, warmup=w), workers)[0] for w in ("exact", bits))
+    assert found / exact == pytest.approx(1, abs=off)
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
@@ -438,13 +477,12 @@ def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels
             small = (1e-2 * rng.standard_normal(5003)).astype(f32)
             run(coded.mean([unit], [large if step == 0 else small], beside=finite()))
             given.append(np.array(unit.weight))
-            assert np.abs(unit.residual).max() <= 0
+            assert not unit.residual.any()
         return given
 
     given = simulation.run(worker, 2)[0]
     assert given[0].max() > 1.5
-    assert np.abs(given[1:6]).max() < (2.5 if exchange == "direct" else 3)  # servers, too, have errors
-    assert np.abs(given[6:]).max() < 0.2
+    assert np.abs(given[1:]).max() < 0.1
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])

@@ -366,7 +366,7 @@ def test_the_papers_five_numbers():
     assert SIGN.code(PAPER, 1).tolist() == [0, 0, 1, 1, 1]
 
 
-def test_one_shot_errors_on_logistic_numbers():
+def test_one_shot_errors_on_gaussian_numbers():
     x, inner, outer = np.random.default_rng(0).standard_normal(2_000_000), 2.2 / 3, 2.2
     # 1 - 2 E|x| q + E q^2, with the inner level q below the middle of the two.
     middle, at_0 = (inner + outer) / 2, math.sqrt(2 / math.pi)

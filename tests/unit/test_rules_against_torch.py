@@ -63,7 +63,7 @@ def test_exact_steps(rule, build):
     [(torch.optim.AdamW, True), (torch.optim.Adam, True), (TorchLAMB, True), (torch.optim.SGD, False)],
 )
 def test_which_optimizers_divide_by_a_second_moment(make, divides):
-    """Of these the errors of gradients in few bits are bounded, in a warm-up and in all steps."""
+    """Of these no errors of gradients in few bits are kept, in a warm-up and in all steps."""
     optimizer = make([torch.nn.Parameter(torch.zeros(3))], lr=0.1)
     assert adapter_for(optimizer).divides is AnyAdapter(optimizer).divides is divides
 
