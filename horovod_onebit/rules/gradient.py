@@ -105,7 +105,8 @@ def receive(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number)
 
 def receive_only(p: Scalars, x: Number, e: Number, v: Number, _w: Number, _a: Number) -> Any:
     g = moving(x, v) * _unit(v, p.correction, p.floor, p.start)
-    return where(alive(v), ZERO, e), _later(p, v, g), g
+    kept = e * where(alive(v), ZERO, f32(1))  # a choice between e and 0 is not vectorised: 1.6 times the time
+    return kept, _later(p, v, g), g
 
 
 def observe(p: Scalars, g: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
