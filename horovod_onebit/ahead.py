@@ -104,8 +104,8 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
     rule.begin(tensor, engine.context)
     if isinstance(rule, Gradient):
         rule.observe([tensor], [np.zeros_like(zeros[3])], engine.context)
-        if (rescale := rule.rescale(tensor)) is not None:
-            engine.context.kernels.move(*rescale, Arrays(None, zeros[3], zeros[2], zeros[0], None))
+        if not rule.divides:
+            engine.context.kernels.move(*rule.rescale(tensor), Arrays(None, zeros[3], zeros[2], zeros[0], None))
     run(engine.prepare([tensor], [rule]))
     engine.exchanges = 1  # after one the workers ``look``
     plan = engine.plan(Sends.CONTRIBUTION, [rule])

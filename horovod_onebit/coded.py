@@ -178,7 +178,8 @@ class CodedMean:
         plan = engine.plan(Sends.CONTRIBUTION, rules)
         engine.renew_lane()  # the workers have agreed before
         served = engine.exchange.served()
-        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors} if served else {}
+        keeps = served and not self._rule.divides  # of what servers lose
+        rescales = {tensor.name: self._rule.rescale(tensor) for tensor in tensors} if keeps else {}
         try:
             engine.send_rest(numbered, plan)
             moves = yield from engine.look(rules)
@@ -190,25 +191,22 @@ class CodedMean:
             raise
         if not taken:
             return False
-        self._keep(served, rescales, tensors)
+        if keeps:
+            self._rescale(served, rescales, tensors)
+        else:
+            engine.feedback.reset(served)
         engine.take_second_moments(engine.awaken(moves, rules))
         return True
 
-    def _keep(
-        self, served: Mapping[str, Bucket], rescales: Mapping[str, Use | None], tensors: Sequence[Tensor]
-    ) -> None:
-        """After a step: what becomes of the errors of what is ``served``, which are in host memory."""
+    def _rescale(self, served: Mapping[str, Bucket], rescales: Mapping[str, Use], tensors: Sequence[Tensor]) -> None:
+        """After a step: the errors of what is ``served``, which are in host memory, are in units of the new D."""
         kernels, feedback = self.engine.context.kernels, self.engine.feedback
         for name, bucket in served.items():
             error, at = feedback.residual(name, bucket.size), 0
             for piece in bucket.pieces:
                 part, end = part_of(tensors, piece), at + piece.stop - piece.start
-                rescale = rescales[part.name]
-                if rescale is None:
-                    error[at:end] = 0
-                else:
-                    arrays = Arrays(None, error[at:end], kernels.host(part.variance), kernels.host(part.weight), None)
-                    kernels.move(*rescale, arrays)
+                arrays = Arrays(None, error[at:end], kernels.host(part.variance), kernels.host(part.weight), None)
+                kernels.move(*rescales[part.name], arrays)
                 at = end
 
     def begin(self, tensors: Sequence[Tensor]) -> Plan | None:

@@ -188,9 +188,9 @@ class Gradient(Rule):
         p = self._scalars(tensor)
         return float(p.start / p.correction)
 
-    def rescale(self, tensor: Tensor) -> Use | None:
-        """What a server's error becomes after the next ``motion``; None if nothing is kept of it."""
-        return None if self.divides else Use(rescale, self._scalars(tensor))
+    def rescale(self, tensor: Tensor) -> Use:
+        """What a server's error becomes after the next ``motion``, where errors are kept."""
+        return Use(rescale, self._scalars(tensor))
 
     def observe(self, tensors: Sequence[Tensor], means: Sequence[Array], context: Context) -> None:
         """Take notice of the exact mean gradients, flat, of ``tensors``."""

@@ -99,8 +99,8 @@ def uses():
         rule.encode(tensor, numbers, sent, 0, 8, context)
         rule.restore(tensor, numbers, sent, 0, 8, context)
         rule.apply(tensor, sent[None], 0, context.coding(8), context)
-        if (rescale := rule.rescale(tensor)) is not None:
-            backend.move(*rescale, tensor.arrays())
+        if not rule.divides:
+            backend.move(*rule.rescale(tensor), tensor.arrays())
     backend.sums(*rest.COUNTS, tensor.arrays(numbers), np.zeros((1, 2)))
     return sorted(set(backend.found), key=lambda use: (use[0], label(use[1]), use[2].__name__))
 
