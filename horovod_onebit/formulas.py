@@ -62,10 +62,23 @@ def rests(formula: Formula) -> Formula:
     return formula
 
 
+def forgets(formula: Formula) -> Formula:
+    """As ``rests``; and of elements that move, what compression loses is not kept. Their residuals are neither read nor
+    written."""
+    formula.forgets = True  # type: ignore[attr-defined]
+    return rests(formula)
+
+
 @cache
 def resting(formula: Formula) -> bool:
     """Whether elements rest: see ``rests``."""
     return getattr(formula, "rests", False)
+
+
+@cache
+def forgetting(formula: Formula) -> bool:
+    """Whether nothing is kept of what compression loses: see ``forgets``."""
+    return getattr(formula, "forgets", False)
 
 
 def alive(v: Number) -> Any:

@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit.checks import whole
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import OF_ONE, Formula, alive, bound, label, named, resting
+from horovod_onebit.formulas import OF_ONE, Formula, alive, bound, forgetting, label, named, resting
 from horovod_onebit.kernels.compiling import exact, reordered
 from horovod_onebit.kernels.reference import (
     CHUNK,
@@ -197,15 +197,16 @@ def _write_planes(c, s, record):
 
 
 def _compress(c, residual, words, word, record, guard):
-    """One block, its scale as ``words[word]``; whether it is finite."""
+    """One block, its scale as ``words[word]``; whether it is finite. Without a residual, nothing is kept."""
     total, squares = _absolute_sums(c)
     s = f32(scale(total / c.size, squares / c.size, guard))
     finite = np.isfinite(s)
     words[word] = s if finite else f32(np.nan)
     if finite:
         write_record(c, s, record)
-        for i in range(c.size):
-            residual[i] = c[i] - value(code(c[i], s), s)
+        if residual is not None:
+            for i in range(c.size):
+                residual[i] = c[i] - value(code(c[i], s), s)
     else:
         record[4:] = u8(0)
     return finite
@@ -240,6 +241,14 @@ def _of_moving(x, moves, i):
 
 
 @exact
+def _add_waiting(c, residual, moves):
+    """Add ``residual`` of elements that rest."""
+    if moves is not None:
+        for i in range(c.size):
+            c[i] += f32(0) if _alive(moves[i]) else residual[i]
+
+
+@exact
 def _keep(residual, c, moves):
     """Of elements that rest, ``residual`` becomes ``c``."""
     if moves is not None:
@@ -247,22 +256,25 @@ def _keep(residual, c, moves):
             residual[i] = residual[i] if _alive(moves[i]) else c[i]
 
 
-def _encode(p, g, m, v, w, a, moves, residual, row, words, at, record, guard, block_size, first, last):
+def _encode(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, guard, block_size, first, last):
+    """``kept`` is ``residual``, or None if nothing of elements that move is kept there."""
     c, sent = np.empty(min(block_size, residual.size), f32), np.empty(min(block_size, residual.size), f32)
     finite = True
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, residual.size)
-        x, e = c[: hi - lo], residual[lo:hi]
-        fill(x, e, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
+        x, e, all_kept = c[: hi - lo], residual[lo:hi], _part(kept, lo, hi)
+        fill(x, all_kept, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
         start = at + k * record
         here, word, out = _part(moves, lo, hi), start // 4, row[start : start + record]
         if _some_rest(here):
-            good = compress(_sent_of(x, here, sent[: hi - lo]), e, words, word, out, guard)
+            if kept is None:
+                _add_waiting(x, e, here)
+            good = compress(_sent_of(x, here, sent[: hi - lo]), all_kept, words, word, out, guard)
             if good:
                 _keep(e, x, here)
         else:
-            good = compress(x, e, words, word, out, guard)
+            good = compress(x, all_kept, words, word, out, guard)
         finite &= good
     return finite
 
@@ -335,7 +347,7 @@ def _recode(residual, new_residual, rows, words, at, record, row, own, out, agai
         compress(c, new_residual[lo:hi], own, start // 4, row[start : start + again], guard)
 
 
-def _restore(p, g, m, v, w, a, moves, residual, row, words, at, record, block_size, first, last):
+def _restore(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, block_size, first, last):
     u = np.empty(min(block_size, residual.size), f32)
     for k in range(first, last):
         lo = k * block_size
@@ -348,8 +360,10 @@ def _restore(p, g, m, v, w, a, moves, residual, row, words, at, record, block_si
         fill(x, None, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
         here = _part(moves, lo, hi)
         for i in range(x.size):
-            arrived = value(code_at(sent, width, i // 8, i % 8), s)
-            e[i] = (e[i] + _of_moving(arrived, here, i)) - x[i]
+            if kept is None:
+                e[i] -= x[i] - _of_moving(x[i], here, i)
+            else:
+                e[i] = (e[i] + _of_moving(value(code_at(sent, width, i // 8, i % 8), s), here, i)) - x[i]
 
 
 def _step(p, g, m, v, w, a):
@@ -479,9 +493,12 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
     """See ``reference.encode``."""
     loop, record = _compiled(_encode, coding.codec, formula), coding.record
     words, moves = row.view(f32), arrays.variance if resting(formula) else None
+    kept = None if forgetting(formula) else residual
 
     def work(first: int, last: int) -> bool:
-        return loop(p, *arrays, moves, residual, row, words, at, record, coding.guard, coding.block_size, first, last)
+        return loop(
+            p, *arrays, moves, residual, kept, row, words, at, record, coding.guard, coding.block_size, first, last
+        )
 
     return all(_over_blocks(residual.size, coding.block_size, work))
 
@@ -490,9 +507,10 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
     """See ``reference.restore``."""
     loop, record = _compiled(_restore, coding.codec, formula), coding.record
     words, moves = row.view(f32), arrays.variance if resting(formula) else None
+    kept = None if forgetting(formula) else residual
 
     def work(first: int, last: int) -> None:
-        loop(p, *arrays, moves, residual, row, words, at, record, coding.block_size, first, last)
+        loop(p, *arrays, moves, residual, kept, row, words, at, record, coding.block_size, first, last)
 
     _over_blocks(residual.size, coding.block_size, work)
 

@@ -24,7 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.codecs import Codec
-from horovod_onebit.formulas import Formula, alive, resting
+from horovod_onebit.formulas import Formula, alive, forgetting, resting
 
 Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
@@ -161,12 +161,17 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
     """Compress ``c = formula(p, *arrays) + residual`` to records in ``row``, and keep in ``residual`` what was lost.
 
     A block that holds anything not finite gets the scale NaN and its residual stays as it was. Returns whether every
-    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, and ``c`` is kept of them.
+    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, and ``c`` is kept of them. If
+    ``formula`` ``forgets``, the residual is theirs alone.
     """
+    moves, kept = _moves(formula, arrays), residual
+    if moves is not None and forgetting(formula):
+        kept = np.where(moves, np.float32(0), residual)
     with np.errstate(invalid="ignore", over="ignore"):
-        c = contribution(formula, p, arrays) + residual + np.float32(0)
-        sent = c * moves + np.float32(0) if (moves := _moves(formula, arrays)) is not None else c  # NaN stays NaN
-    return _compress(sent, residual, row, at, coding, None if moves is None else (moves, c))
+        c = contribution(formula, p, arrays) + kept + np.float32(0)
+        sent = c if moves is None else c * moves + np.float32(0)  # NaN stays NaN
+    rest = None if moves is None else (moves, c)
+    return _compress(sent, residual, row, at, coding, rest, forget=forgetting(formula))
 
 
 def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
@@ -175,15 +180,16 @@ def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
 
 
 def _compress(
-    c: Array, residual: Array, row: Bytes, at: int, coding: Coding, rest: tuple[NDArray[np.bool_], Array] | None = None
-) -> bool:
-    """``rest``: which elements move, and what is kept of the others."""
+    c: Array, residual: Array, row: Bytes, at: int, coding: Coding,
+    rest: tuple[NDArray[np.bool_], Array] | None = None, *, forget: bool = False,
+) -> bool:  # fmt: skip
+    """``rest``: which elements move, and what is kept of the others. ``forget``: of those that move, nothing is."""
     finite = True
     for elements, span, length in _blocks(c.size, coding, at):
         blocks, kept = c[elements].reshape(-1, length), residual[elements].reshape(-1, length)
         s = _write(blocks, row[span].reshape(len(blocks), -1), coding)
         good = np.isfinite(s[:, 0])
-        lost = blocks - coding.codec.value(coding.codec.code(blocks, s), s)
+        lost = kept if forget else blocks - coding.codec.value(coding.codec.code(blocks, s), s)
         if rest is not None:
             moves, whole = (array[elements].reshape(-1, length) for array in rest)
             lost = np.where(moves, lost, whole)
@@ -207,6 +213,8 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
             if moves is not None:
                 sent = np.where(moves[elements].reshape(-1, length), sent, np.float32(0))
             before = (kept + sent) - u[elements].reshape(-1, length)
+            if moves is not None and forgetting(formula):
+                before = np.where(moves[elements].reshape(-1, length), kept, before)
         kept[touched] = before[touched]
 
 

@@ -113,7 +113,7 @@ def programs():
         default = formula in (update, move_by_update, of_innovation(move_by_update, kept_update))
         coded = loop in ("encode", "restore", "apply")
         kinds = [None] if not coded else [*CODECS, THREE] if default else [codecs.find("sign")]
-        if coded and formula in (gradient.contribute, gradient.receive, gradient.receive_only):
+        if coded and formula.__module__ == gradient.__name__:
             kinds = [codecs.find(name) for name in FEW.values()]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
     found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]

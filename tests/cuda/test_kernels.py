@@ -23,7 +23,7 @@ from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
 from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.rules import adam, lamb, scalars, sgd, zero_one_adam
+from horovod_onebit.rules import adam, gradient, lamb, scalars, sgd, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from tests.one_core import stay_on_one_core
 
@@ -176,6 +176,19 @@ def test_every_kind_of_encoding(guard, inside, formula):
         eps_inside=1e-8 if inside else 0.0, eps=0.0 if inside else 1e-8, l2=0.01, clip=3.0 if inside else math.inf
     )
     check_encode(131, coding(guard=guard), p, formula, shift=int(inside))
+
+
+GRADIENT = scalars(
+    gradient.Scalars, correction=1.5, floor=0, start=0.01, keep=0.999, take=0.001, then_correction=1.4, then_floor=0,
+    then_start=0.01, most=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("codec", ["logistic_two", "logistic_three", "logistic_four"])
+@pytest.mark.parametrize("formula", [gradient.contribute, gradient.contribute_only])
+@pytest.mark.parametrize("shift", [0, 1])
+def test_gradients_in_few_bits_are_the_reference(codec, formula, shift):
+    check_encode(300, coding(256, codecs.find(codec), NO_GUARD), GRADIENT, formula, shift=shift)
 
 
 @pytest.mark.parametrize("special", [0.01, 0.5])

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import GUARD, NO_GUARD
-from horovod_onebit.formulas import of_innovation
+from horovod_onebit.formulas import alive, of_innovation
 from horovod_onebit.kernels import cpu, reference
 from horovod_onebit.kernels.reference import CHUNK, Arrays, Coding, num_blocks
-from horovod_onebit.rules import adam, frozen, lamb, lion, scalars, sgd, zero_one_adam
+from horovod_onebit.rules import adam, frozen, gradient, lamb, lion, scalars, sgd, zero_one_adam
 
 f32 = np.float32
 LENGTHS = [0, 1, 7, 8, 9, 127, 128, 129, 1023, 1024, 1025, 3000, 200_001]
@@ -253,6 +253,34 @@ def test_restore_undoes_encode(kernels, codec):
     np.testing.assert_array_equal(error[block], inputs.error[block])
     u, rms = inputs.contribution(p), np.repeat(np.nan_to_num(scales_of(row, 5000, how)), 128)[:5000]
     assert (np.abs(error - inputs.error) <= 4e-7 * (np.nan_to_num(np.abs(u)) + np.abs(inputs.error) + rms)).all()
+
+
+GRADIENT = scalars(
+    gradient.Scalars, correction=1.5, floor=0, start=0.01, keep=0.999, take=0.001, then_correction=1.4, then_floor=0,
+    then_start=0.01, most=32,
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("size", [9, 1025, 200_001])
+@pytest.mark.parametrize("special", [0.0, 0.01])
+@pytest.mark.parametrize("codec", ["logistic_two", "logistic_three", "logistic_four"])
+def test_what_forgets_keeps_nothing_but_what_rests(size, special, codec):
+    """As in the reference; and undone bit for bit but for what rests."""
+    inputs, how = Inputs(size, special=special), coding(256, codec, "rms")
+    inputs.variance += f32(1e-3) * (inputs.variance > 0)  # not too small for the codes to be equal
+    inputs.formula = gradient.contribute_only
+    found = [inputs.encode(kernels, GRADIENT, how) for kernels in (reference, cpu)]
+    assert_same(*found, size, how)
+    moves = alive(inputs.variance)
+    for kernels, (_, row, residual) in zip((reference, cpu), found, strict=True):
+        np.testing.assert_array_equal(residual[moves], inputs.error[moves])
+        whole = inputs.contribution(GRADIENT) + inputs.error
+        finite = np.repeat(np.isfinite(scales_of(row, size, how)), 256)[:size]
+        np.testing.assert_array_equal(residual, np.where(moves | ~finite, inputs.error, whole))
+        kernels.restore(inputs.formula, GRADIENT, inputs.all(), residual, row, 4, how)
+        np.testing.assert_array_equal(residual[moves], inputs.error[moves])
+        off = np.abs(residual[~moves & finite] - inputs.error[~moves & finite])
+        assert (off <= 4e-7 * np.abs(whole[~moves & finite]) + 1e-37).all()
 
 
 EXACT = {

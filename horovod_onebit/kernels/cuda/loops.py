@@ -22,7 +22,7 @@ import numpy as np
 
 from horovod_onebit.codecs import Codec
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, alive, bound, label, resting
+from horovod_onebit.formulas import OF_ONE, Formula, Multiplications, alive, bound, forgetting, label, resting
 from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
@@ -258,9 +258,23 @@ def _averager(codec: Codec) -> Any:
 
 
 @inlined
-def _with_residual(row, u, i, end, vectors):
-    """``u`` and the residual that is added to it; zeros from ``end`` on."""
-    e, zero = _load(row[RESIDUAL], i, end, vectors), f32(0)
+def _residual(row, i, end, vectors):
+    return _load(row[RESIDUAL], i, end, vectors)
+
+
+@inlined
+def _residual_of_resting(row, i, end, vectors):
+    """Zeros of elements that move."""
+    zeros = f32(0), f32(0), f32(0), f32(0)
+    if not _some_rest(row, i, end, vectors):
+        return zeros
+    return _kept_of(row, zeros, _load(row[RESIDUAL], i, end, vectors), i, end, vectors)
+
+
+@inlined
+def _with_residual(u, e, i, end):
+    """``u`` and the residual ``e`` that is added to it; zeros from ``end`` on."""
+    zero = f32(0)
     if i + 4 <= end:
         return u[0] + e[0] + zero, u[1] + e[1] + zero, u[2] + e[2] + zero, u[3] + e[3] + zero
     return (
@@ -321,8 +335,9 @@ def _kept_of(row, lost, rest, i, end, vectors):
     )
 
 
-def _writer(codec: Codec, rest: Any) -> Any:
-    """The codes of four elements, and what is lost of them; of those that rest, ``rest`` gives what is kept."""
+def _writer(codec: Codec, rest: Any, *, forgets: bool = False) -> Any:
+    """The codes of four elements, and what is lost of them; of those that rest, ``rest`` gives what is kept. With
+    ``forgets``, nothing is kept of others."""
     code, value, bits = _formula(codec.code), _formula(codec.value), codec.bits
 
     @inlined
@@ -337,25 +352,34 @@ def _writer(codec: Codec, rest: Any) -> Any:
             other = neighbour(nibble)
             if i & 7 == 0 and i < end:
                 store_u8(record + 4 + plane * width, (i - start) >> 3, byte_of(nibble, other))
-        if finite:
+        if not finite:
+            return
+        vectors = _has_vectors(row, i, end)
+        rests = rest is not None and i < end and _some_rest(row, i, end, vectors)
+        if forgets:
+            if rests:
+                kept = _kept_of(row, _load(row[RESIDUAL], i, end, vectors), rest(row, i, end), i, end, vectors)
+                store4(row[NEW_RESIDUAL], i, end, vectors, kept)
+        else:
             lost = c[0] - value(one, s), c[1] - value(two, s), c[2] - value(three, s), c[3] - value(four, s)
-            vectors = _has_vectors(row, i, end)
-            if rest is not None and i < end and _some_rest(row, i, end, vectors):
+            if rests:
                 lost = _kept_of(row, lost, rest(row, i, end), i, end, vectors)
             store4(row[NEW_RESIDUAL], i, end, vectors, lost)
 
     return write
 
 
-def _compressor(source: Any, codec: Codec, *, rests: bool = False) -> Any:
-    """The loop that compresses what ``source`` gives; ``rests``: elements may rest."""
+def _compressor(source: Any, codec: Codec, *, rests: bool = False, forgets: bool = False) -> Any:
+    """The loop that compresses what ``source`` gives; ``rests``: elements may rest; ``forgets``: the residual is
+    theirs alone."""
+    waiting = _residual_of_resting if forgets else _residual
 
     @inlined
     def whole(row, i, end):
         if i >= end:
             return f32(0), f32(0), f32(0), f32(0)
         vectors = _has_vectors(row, i, end)
-        return _with_residual(row, source(row, i, end, vectors), i, end, vectors)
+        return _with_residual(source(row, i, end, vectors), waiting(row, i, end, vectors), i, end)
 
     @inlined
     def moving(row, i, end):
@@ -364,7 +388,7 @@ def _compressor(source: Any, codec: Codec, *, rests: bool = False) -> Any:
         return _sent_of(row, whole(row, i, end), i, end, _has_vectors(row, i, end))
 
     value = moving if rests else whole
-    scaled, write, bits = _scaler(codec), _writer(codec, whole if rests else None), codec.bits
+    scaled, write, bits = _scaler(codec), _writer(codec, whole if rests else None, forgets=forgets), codec.bits
 
     def loop(table, rows):
         row = _row_of(table, rows)
@@ -405,7 +429,7 @@ def _compressor(source: Any, codec: Codec, *, rests: bool = False) -> Any:
     return loop
 
 
-def _restorer(source: Any, codec: Codec, *, rests: bool = False) -> Any:
+def _restorer(source: Any, codec: Codec, *, rests: bool = False, forgets: bool = False) -> Any:
     """The loop that takes back what that of ``_compressor(source)`` did: see ``reference.restore``."""
     values = _decoder(codec)
 
@@ -421,6 +445,8 @@ def _restorer(source: Any, codec: Codec, *, rests: bool = False) -> Any:
         if rests:
             x = _kept_of(row, x, (f32(0), f32(0), f32(0), f32(0)), i, end, vectors)
         before = (e[0] + x[0]) - u[0], (e[1] + x[1]) - u[1], (e[2] + x[2]) - u[2], (e[3] + x[3]) - u[3]
+        if forgets:
+            before = _kept_of(row, e, before, i, end, vectors)
         store4(row[RESIDUAL], i, end, vectors, before)
 
     return _by_parts(work)
@@ -546,9 +572,13 @@ def _function(program: Program) -> Any:
     kind: Any = program.scalars
     codec: Any = program.codec
     again: Any = program.again
+
+    def kept(formula: Formula) -> dict[str, bool]:
+        return {"rests": resting(formula), "forgets": forgetting(formula)}
+
     loops: dict[str, Callable[[], Any]] = {
-        "encode": lambda: _compressor(_loaded(formula, kind), codec, rests=resting(formula)),
-        "restore": lambda: _restorer(_loaded(formula, kind), codec, rests=resting(formula)),
+        "encode": lambda: _compressor(_loaded(formula, kind), codec, **kept(formula)),
+        "restore": lambda: _restorer(_loaded(formula, kind), codec, **kept(formula)),
         "recode": lambda: _compressor(_averager(codec), again),
         "decode": lambda: _decoding(codec),
         "apply": lambda: _applier(_reader(formula, kind), codec),
