@@ -119,7 +119,7 @@ class ErrorFeedback:
                 "reset it, or load the state of the same model"
             )
         if found is None or isinstance(found, np.ndarray) != (zeros is None):
-            place = self._residuals[name] = np.zeros(size, np.float32) if zeros is None else zeros(size)
+            place = self._residuals[name] = (zeros or reference.zeros)(size)
             if found is not None:
                 self.kernels.write(place, self.kernels.host(found))
             found = place

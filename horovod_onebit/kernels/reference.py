@@ -18,6 +18,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cached_property
+from mmap import MAP_ANONYMOUS, MAP_PRIVATE, mmap
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -26,6 +27,8 @@ from numpy.typing import NDArray
 from horovod_onebit.codecs import Codec
 from horovod_onebit.formulas import Formula, alive, forgetting, resting
 
+LARGE = 65_536
+"""Elements of arrays whose memory ``zeros`` has from the operating system."""
 Array = NDArray[np.floating]  # float32 in use; float64 here serves tests of the identities
 Bytes = NDArray[np.uint8]
 
@@ -85,8 +88,11 @@ def copy(source: Array, target: Array) -> None:
 
 
 def zeros(size: int) -> Array:
-    """So many float32 zeros, in the memory that the kernels work in."""
-    return np.zeros(size, np.float32)
+    """So many float32 zeros, in the memory that the kernels work in. Large arrays take none before they are written to,
+    which NumPy's do where its allocator reuses memory, and give it back at once."""
+    if size < LARGE:
+        return np.zeros(size, np.float32)
+    return np.frombuffer(mmap(-1, 4 * size, MAP_PRIVATE | MAP_ANONYMOUS), np.float32)
 
 
 def widen(source: Any, target: Array) -> None:

@@ -30,6 +30,7 @@ from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.feedback import kind
 from horovod_onebit.handshake import Verdict, workers
+from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rest import Moves
 from horovod_onebit.rules import Rule, Tensor
@@ -457,7 +458,7 @@ class Compressor(RunState):
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first)
 
     def _zeros(self, size: int) -> Array:
-        return np.zeros(size, np.float32) if self.place is None else self.place.zeros(size)
+        return (reference if self.place is None else self.place).zeros(size)
 
     def _first_momentum(self, array: Array, learning_rate: float) -> Array:
         if self.place is None:

@@ -6,13 +6,12 @@ import logging
 from collections.abc import Callable, MutableMapping
 from typing import Any
 
-import numpy as np
 import torch
 
 from horovod_onebit.checks import one_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import ErrorFeedback
-from horovod_onebit.kernels import Kernels, backend, has_gpu
+from horovod_onebit.kernels import Kernels, backend, has_gpu, reference
 from horovod_onebit.rules import Tensor
 from horovod_onebit.torch.plain import coarsen
 from horovod_onebit.torch.rules import Adapter
@@ -162,7 +161,7 @@ class Binding:
         value = self.state.get(key)
         kept = value is not None  # SGD without momentum has none in its state, compressed or not
         if value is None and self.device == HOST:
-            return np.zeros(self.p.numel(), np.float32)  # takes no memory as long as nobody writes to it
+            return reference.zeros(self.p.numel())
         if value is None:
             value = torch.zeros_like(self.p, memory_format=torch.preserve_format)
         if value.dtype is not torch.float32 or value.device != self.device or value.stride() != self.strides:

@@ -1,6 +1,8 @@
 """The Numba loops against the NumPy reference, and the numbers and identities of the codecs."""
 
 import math
+import mmap
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -483,3 +485,17 @@ def test_a_short_tensor_is_not_padded():
         kernels.encode(adam.momentum, of_adam(beta1=0, grad=1), Arrays(x, zeros), error, row, 0, how)
         assert scales_of(row, 10, how, 0) == f32(np.sqrt(38.5))
         assert np.sum(error**2) / np.sum(x**2) < 0.56
+
+
+def test_large_zeros_take_memory_only_while_something_is_written_there():
+    def taken():
+        return mmap.PAGESIZE * int(Path("/proc/self/statm").read_text().split()[1])
+
+    before, size = taken(), 2**25
+    zeros = reference.zeros(size)
+    assert not zeros.any()
+    assert taken() - before < size  # a quarter of its bytes
+    zeros += 1
+    assert taken() - before > 3 * size
+    del zeros
+    assert taken() - before < size
