@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from horovod_onebit import Recipe, codecs
-from horovod_onebit.coded import FIRST
+from horovod_onebit.warmup import FIRST
 
 RESULTS = Path(__file__).parent / "results" / "gpu.json"
 BLOCK = 1024
@@ -157,7 +157,7 @@ def steps(torch: Any, *, profile: bool, layers: int = 24, width: int = 1024) -> 
     kinds = {
         "AdamW": None,
         "AdamW, fused": None,
-        "exact": ("cuda", 10**6, "robust"),
+        "exact": ("cuda", 10**6, Recipe(warmup="exact")),
         "gradients in three bits": ("cuda", 10**6, three),
         "one bit": ("cuda", 2, "robust"),
         "one bit, compressed by the host": ("cpu", 2, "robust"),

@@ -20,7 +20,7 @@ import tensorflow as tf
 import horovod_onebit.tf as onebit
 from benchmarks.link_job import MODELS, finish, limited, parse, take_core
 from benchmarks.measure import Way
-from horovod_onebit.coded import FIRST
+from horovod_onebit.warmup import FIRST
 
 PORT = 29666
 

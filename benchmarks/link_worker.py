@@ -22,10 +22,10 @@ from benchmarks.link_job import MODELS, RX, finish, limited, parse, take_core
 from benchmarks.measure import Way
 from benchmarks.peers import DiLoCo, over_horovod, powersgd
 from horovod_onebit import wire
-from horovod_onebit.coded import FIRST
 from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.torch.horovod import HorovodCollectives
+from horovod_onebit.warmup import FIRST
 
 
 def build(model: str) -> torch.nn.Module:

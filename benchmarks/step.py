@@ -64,7 +64,7 @@ def rows(framework: str, found: dict[str, Any]) -> list[tuple[str, str, str]]:
         ("the same, calls of functions a step", f"{found['small']['calls']:,}", ""),
         ("300 compressed tensors, calls of functions a step", f"{found['small']['calls compressed']:,}", ""),
         ("memory beyond AdamW, bytes a parameter", f"{extra['onebit']:.1f}", "8"),
-        ("the same of gradients in three bits", f"{extra['three bits']:.1f}", ""),
+        ("the same in the warm-up", f"{extra['onebit warm-up']:.1f}", ""),
         ("the same of Horovod fp32", f"{extra['horovod fp32']:.1f}", ""),
     ]
 
@@ -89,7 +89,7 @@ def main() -> None:
                 found["alone"] = job("tf", "small", *seconds, anyway=options.anyway, workers=1)
         else:
             with console.status("Memory ..."):
-                ways = ("plain", "horovod fp32", "onebit", "three bits")
+                ways = ("plain", "horovod fp32", "onebit", "onebit warm-up")
                 found["memory"] = {way: job("torch", "memory", "--way", way, anyway=options.anyway) for way in ways}
     except measure.Loaded as error:
         parser.exit(1, f"Not run: {error}\n")

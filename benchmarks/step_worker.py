@@ -15,8 +15,7 @@ import torch
 
 import horovod_onebit.torch as onebit
 from benchmarks.measure import Loaded, Way, Workers, compare
-from horovod_onebit import Recipe
-from horovod_onebit.coded import FIRST
+from horovod_onebit.warmup import FIRST
 
 
 def large() -> torch.nn.Module:
@@ -43,8 +42,8 @@ def optimizer_of(way: str, model: torch.nn.Module) -> Any:
         return hvd.DistributedOptimizer(optimizer, named)
     if way == "onebit":
         return onebit.DistributedOptimizer(optimizer, named, warmup_steps=1)
-    if way == "three bits":
-        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=10**6, recipe=Recipe(warmup="three_bit"))
+    if way == "onebit warm-up":
+        return onebit.DistributedOptimizer(optimizer, named, warmup_steps=10**6)
     return optimizer
 
 

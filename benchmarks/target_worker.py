@@ -93,7 +93,7 @@ WAYS: dict[str, Make] = {
     "horovod fp16": horovod(hvd.Compression.fp16),
     "ddp powersgd 1": powersgd_1,
     "diloco 16": diloco(16),
-    "onebit": every_step(),
+    "onebit": every_step(recipe=Recipe(warmup="exact")),
     "onebit three bits": every_step(recipe=Recipe(warmup="three_bit"), compression=hvd.Compression.fp16),
     "onebit local 8": local(8),
     "onebit local 16": local(16, freeze=0),

@@ -22,10 +22,9 @@ from horovod_onebit.rules import Tensor, Use
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
+from horovod_onebit.warmup import FIRST
 from horovod_onebit.world import Weighing
 
-FIRST = 10
-"""Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 CODECS = {"two_bit": "logistic_two", "three_bit": "logistic_three", "four_bit": "logistic_four"}
 """By the recipe's ``warmup``."""
 SERVER = "logistic_four"
@@ -43,6 +42,8 @@ def codes(recipe: Recipe) -> bool:
 def own_recipe(recipe: Recipe) -> Recipe:
     """That of the gradients, in a run of ``recipe``. Levels are meant for the root mean square; with it, what a block
     loses is less than all of it, so that errors shrink."""
+    if recipe.warmup not in CODECS:
+        raise ConfigurationError(f"warmup={recipe.warmup!r}: expected one of {', '.join(map(repr, CODECS))}")
     block = min(recipe.block_size or BLOCK, BLOCK)
     codec = CODECS[recipe.warmup]
     return replace(recipe, space="update", scale="rms", block_size=block, codec=codec, server_codec=SERVER)

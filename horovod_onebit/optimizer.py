@@ -56,8 +56,9 @@ class NumpyOptimizer(RunState):
         weights: name -> C-contiguous float32 array, the same on every worker at the start.
         rule: one of ``horovod_onebit.rules``, such as ``rules.adam.Adam``; assign ``optimizer.rule`` to change the
             learning rate.
-        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, which is
-            the default without a ``schedule``, and is not to be given with one.
+        warmup_steps: steps before compression starts, which are the rule's exact ones of the mean gradient, as
+            ``Recipe.warmup`` says; a share of ``total_steps`` below 1; or ``"auto"``, which is the default without a
+            ``schedule``, and is not to be given with one.
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         recipe: a preset's name, a ``Recipe``, or ``"exact"``, which never compresses.
         collectives: how this worker talks to the others.

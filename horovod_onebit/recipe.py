@@ -23,7 +23,8 @@ logger = logging.getLogger("horovod_onebit")
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "guarded"]
 OnNonfinite = Literal["skip", "raise"]
-WarmupName = Literal["exact", "two_bit", "three_bit", "four_bit"]
+Bits = Literal["exact", "two_bit", "three_bit", "four_bit"]
+WarmupName = Literal["auto", Bits]
 
 GATHER_LIMIT = 2**31 - 2**20
 """Horovod counts gathered bytes with int32: one gather carries less than 2 GiB in total."""
@@ -73,7 +74,8 @@ class Recipe:
             (studies 4 and 8).
         warmup: how gradients travel in the warm-up: ``"exact"``, or, after ten exact steps, in ``"two_bit"``,
             ``"three_bit"`` or ``"four_bit"`` an element, in units of the root of its second moment
-            (``rules.gradient``). Takes 12 bytes a parameter of memory while it lasts, where parameters are compressed.
+            (``rules.gradient``). Takes 8 to 12 bytes of memory a parameter while it lasts, where they are compressed.
+            ``"auto"`` is ``"three_bit"``, with a schedule ``"exact"``.
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 
@@ -88,7 +90,7 @@ class Recipe:
     on_nonfinite: OnNonfinite = "skip"
     codec: str = "sign"
     server_codec: str = "two_bit"
-    warmup: WarmupName = "exact"
+    warmup: WarmupName = "auto"
     link: float = 125e6
 
     def __post_init__(self) -> None:
@@ -123,7 +125,7 @@ class Recipe:
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Recipe:
         """The recipe of which ``dataclasses.asdict`` gave ``config``, in this version or an earlier one."""
-        config = {"server_codec": "sign", **config}  # earlier versions had no other
+        config = {"server_codec": "sign", "warmup": "exact", **config}  # earlier versions had no other
         for name, default in REMOVED.items():
             if (value := config.pop(name, default)) != default:
                 logger.warning("a saved recipe has %s=%r, an option that was removed: it is ignored", name, value)
@@ -157,7 +159,7 @@ class Recipe:
 
 
 _MOMENTUM_SPACE = Recipe(
-    space="momentum", scale="rms", block_size=None, clip=None, exchange="two_stage", server_codec="sign"
+    space="momentum", scale="rms", block_size=None, clip=None, exchange="two_stage", server_codec="sign", warmup="exact"
 )
 
 PRESETS: dict[str, Recipe] = {

@@ -15,7 +15,7 @@ from typing import Final
 from horovod_onebit import recipe as recipes
 from horovod_onebit.checks import finite, one_of, whole
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.recipe import Recipe, WarmupName
+from horovod_onebit.recipe import Bits, Recipe
 
 
 class Sends(StrEnum):
@@ -180,6 +180,8 @@ class Local:
         return self.freeze > 0 and not (self.momentum or self.delay)
 
 
+WARMUP: Final = "three_bit"
+"""How gradients travel in the warm-up, unless the recipe says otherwise."""
 EXACT: Final = "exact"
 """The recipe, by name, of a run that never compresses."""
 
@@ -193,10 +195,10 @@ class Gradients:
         codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``; ``"exact"`` is float32, which ``recipe="exact"`` means.
     """
 
-    codec: WarmupName = "three_bit"
+    codec: Bits = "three_bit"
 
     def __post_init__(self) -> None:
-        one_of("codec", self.codec, WarmupName)
+        one_of("codec", self.codec, Bits)
 
 
 Schedule = Stepwise | Local | Gradients
@@ -220,12 +222,13 @@ def check(schedule: object) -> None:
 def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
     """``recipe``, a preset's name or a value, as ``schedule`` uses it."""
     found = recipes.resolve(recipe)
-    coded = found.warmup != "exact"
-    if isinstance(schedule, Gradients) and not (coded and found.warmup != schedule.codec):
+    if isinstance(schedule, Gradients) and found.warmup in ("auto", "exact", schedule.codec):
         return replace(found, warmup=schedule.codec)
-    if coded and schedule is not None:
+    if schedule is not None and found.warmup not in ("auto", "exact"):
         raise ConfigurationError(f"Recipe(warmup={found.warmup!r}) and schedule={schedule!r}: leave one out")
-    return found
+    if found.warmup != "auto":
+        return found
+    return replace(found, warmup=WARMUP if schedule is None else "exact")
 
 
 def named(recipe: str | Recipe, schedule: Schedule | None) -> tuple[str | Recipe, Schedule | None]:

@@ -23,8 +23,8 @@ from typing import get_args
 
 from rich.console import Console
 
-from horovod_onebit.coded import FIRST
-from horovod_onebit.recipe import WarmupName
+from horovod_onebit.recipe import Bits
+from horovod_onebit.warmup import FIRST
 from jobs import link, report
 from jobs.options import TASKS
 from jobs.processes import ROOT, guarded, result, started
@@ -190,14 +190,15 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--recipe", default="robust")
     add("--steps", type=int, default=STEPS)
     add("--warmup-steps", type=int, default=WARMUP)
-    add("--warmup", choices=get_args(WarmupName), help="before one bit (three_bit; exact for zero_one_adam)")
+    add("--warmup", choices=get_args(Bits), help="before one bit (three_bit; exact for zero_one_adam, paper and fixed)")
     add("--seeds", type=int, nargs="+", default=[0])
     add("--np", type=int, default=2, help="processes")
     add("--backend", choices=("gloo", "mpi"), default="gloo")
     add("--link", choices=("auto", "none", *RATES), default="auto", help="auto is 100mbit where that is possible")
     add("--output", type=Path, default=ROOT / "build" / "demo")
     args, args.more = parser.parse_known_args(argv)
-    args.warmup = args.warmup or ("exact" if "zero_one_adam" in args.more else "three_bit")
+    exact = "zero_one_adam" in args.more or args.recipe in ("paper", "fixed")
+    args.warmup = args.warmup or ("exact" if exact else "three_bit")
     if args.np < 2:
         parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")
     if args.launcher == "torchrun" and args.framework == "tf":

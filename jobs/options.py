@@ -6,9 +6,10 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 from horovod_onebit.recipe import Recipe, WarmupName, resolve
+from horovod_onebit.schedule import EXACT
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         default=100,
         help="for onebit: steps before it; for zero_one_adam: var_freeze_step",
     )
-    add("--warmup", choices=get_args(WarmupName), default="exact", help="for onebit: how their gradients travel")
+    add("--warmup", choices=get_args(WarmupName), default="auto", help="for onebit: how their gradients travel")
     add("--half", action="store_true", help="for onebit: exact averages travel in float16")
     add("--steps", type=int, default=600)
     add("--batch-size", type=int, default=0, help="for each worker; 0 is the task's own")
@@ -107,7 +108,7 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in ("momentum", "weight_decay", "seed"):
         if args[name] < 0:
             parser.error(f"--{name.replace('_', '-')} {args[name]}: expected zero or more")
-    if args["warmup"] != "exact" and args["optimizer"] == "zero_one_adam":
+    if args["warmup"] not in ("auto", "exact") and args["optimizer"] == "zero_one_adam":
         parser.error(f"--warmup {args['warmup']}: the warm-up of zero_one_adam is exact; leave one of both out")
     if args["data_dir"] is not None and not (args["data_dir"] / "cifar-10-batches-py").is_dir():
         parser.error(f"--data-dir {args['data_dir']}: expected a folder that holds cifar-10-batches-py")
@@ -119,10 +120,16 @@ def parse(argv: Sequence[str] | None = None) -> Options:
 
 
 def recipe_of(options: Options) -> str | Recipe:
-    """The recipe, with the warm-up of one bit."""
-    if options.warmup == "exact" or options.compression != "onebit":
-        return options.recipe
-    return replace(resolve(options.recipe), warmup=options.warmup)
+    """``"exact"`` unless gradients travel as one bit; else the recipe, with its warm-up."""
+    if options.compression != "onebit":
+        return EXACT
+    return warmed_up(options.recipe, options.warmup)
+
+
+def warmed_up(recipe: str, warmup: Any) -> Recipe:
+    """``recipe`` with another ``warmup``, unless that is ``"auto"``."""
+    found = resolve(recipe)
+    return found if warmup == "auto" else replace(found, warmup=warmup)
 
 
 def learning_rate(options: Options, step: int) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -12,9 +12,10 @@ from typing import Any
 
 from rich.table import Table
 
-from horovod_onebit.coded import FIRST
-from horovod_onebit.recipe import resolve
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.tools import planner, show
+from horovod_onebit.warmup import FIRST
+from jobs.options import warmed_up
 
 NAMES = {"none": "float32", "fp16": "float16", "onebit": "one bit"}
 """What a person reads for each kind of compression."""
@@ -128,6 +129,12 @@ def predictions(runs: Sequence[Run], rates: Sequence[str]) -> Table:
     return result
 
 
+def _recipe(config: Mapping[str, Any]) -> Recipe:
+    """That of a run, with its warm-up."""
+    exact = config["optimizer"] == "zero_one_adam"  # by its schedule
+    return warmed_up(config["recipe"], "exact" if exact else config["warmup"])
+
+
 def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
     final, steps = runs[0].final, [{"step": 0, "seconds": 0.0}, *runs[0].steps]
     # The median: the first steps include compilation.
@@ -135,14 +142,14 @@ def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
     plan = planner.plan(
         planner.Job(
             parameters=final["parameters"], workers=final["workers"], link=planner.rate(rate), compute=compute,
-            recipe=resolve(final["config"]["recipe"]),
+            recipe=_recipe(runs[-1].final["config"]),
         )
     )  # fmt: skip
     exact, half = (next(e.step for e in plan.estimates if e.way == way) for way in planner.UNCOMPRESSED)
     config = runs[-1].final["config"]
     total = int(config["steps"])
     warmup = min(int(config["warmup_steps"]), total)
-    few = 0.0 if plan.warmup is None or config["warmup"] == "exact" else plan.warmup.step
+    few = 0.0 if plan.warmup is None else plan.warmup.step
     first = min(FIRST, warmup) if few else warmup
     begin = half if config.get("half") == "True" else exact
     seconds = {

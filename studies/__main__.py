@@ -69,7 +69,7 @@ digits' first layers, weights of pixels that are always black are such elements.
 | `exact`, `none` | no compression |
 | `paper` | 1-bit Adam as published |
 | `fixed` | the same with epsilon under the root |
-| `robust` | the default of this project |
+| `robust` | the default of this project; its warm-up is exact here unless a study says otherwise |
 
 | study | question | answer |
 |---|---|---|

@@ -27,6 +27,7 @@ def main() -> None:
         for seed in seeds:
             arguments = ["--task", task, "--steps", early.STEPS, "--eval-interval", early.STEPS, "--seed", seed]
             arguments += ["--warmup-steps", start, "--metrics", early.metrics(Path(folder), recipe, start, seed)]
+            arguments += ["--warmup", "exact"]
             arguments += ["--width", early.WIDTHS[task]] if task in early.WIDTHS else []
             arguments += ["--compression", "none"] if recipe == "none" else ["--recipe", recipe]
             options = parse([str(argument) for argument in arguments])

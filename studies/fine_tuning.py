@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 
-from horovod_onebit.recipe import PRESETS
 from horovod_onebit.schedule import Gradients, Local, Schedule
 from studies import pool, report
 from studies.language import float32
@@ -30,6 +29,7 @@ from studies.rates import (
     result_of,
     train,
 )
+from studies.recipes import PRESETS
 
 WORKERS, KIND = 4, OTHERS["source"]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)

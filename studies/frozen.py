@@ -16,12 +16,12 @@ import numpy as np
 from horovod_onebit.averages import all_finite
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.recipe import PRESETS
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
 from studies import pool, report
 from studies.lockstep import Workers
 from studies.rates import SEEDS, Cell, Result, begin, beside, kept, losses, measured, rate_at, result_of
+from studies.recipes import PRESETS
 
 ROBUST = replace(PRESETS["robust"], exchange="direct")
 UNCLIPPED = replace(ROBUST, clip=None)

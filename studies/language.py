@@ -8,11 +8,12 @@ from functools import partial
 from pathlib import Path
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from jobs.processes import horovodrun
 from studies import pool, report
 from studies.peers import PowerSGD, powersgd_bits
 from studies.rates import OTHERS, Cell, Result, beside, in_a_name, kept, network, train
+from studies.recipes import PRESETS
 
 ROBUST, KIND = PRESETS["robust"], OTHERS["language"]
 STEPS = KIND.steps

@@ -24,7 +24,7 @@ def train(cell: Cell, exchange: str) -> Result:
     optimizer = onebit.DistributedOptimizer(
         torch.optim.Adam(model.parameters(), lr=cell.rate),
         named_parameters=model.named_parameters(),
-        recipe=Recipe(exchange=exchange),
+        recipe=Recipe(exchange=exchange, warmup="exact"),
     )
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     for step in range(KIND.steps):

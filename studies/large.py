@@ -61,7 +61,7 @@ PLAIN = "DiLoCo, rounds of 16, outer rate 1, no momentum"
 WAYS = {
     "exact": Way("exact Adam", 1, bits=32),
     "exact 0.004": Way("exact Adam at a rate of 0.004", 1, 4e-3, bits=32),
-    "onebit": Way("one bit", options={}),
+    "onebit": Way("one bit", options={"recipe": Recipe(warmup="exact")}),
     "three bits": Way('one bit, `warmup="three_bit"`', options={"recipe": Recipe(warmup="three_bit")}),
     "local": Way("`Local()`: rounds of 8", options={"schedule": Local()}),
     "local 64": Way("`Local(every=64)`", options={"schedule": Local(every=64)}),

@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Local
 from studies import peers, pool, report
 from studies.moments import mean_of
 from studies.rates import RISE, SEEDS, Cell, Hook, Result, beside, kept, network, train
+from studies.recipes import PRESETS
 
 WORKERS = 4
 ROBUST = replace(PRESETS["robust"], exchange="direct")

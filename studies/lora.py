@@ -7,13 +7,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import EXACT, Local, Schedule
 from jobs.processes import horovodrun
 from studies import report
 from studies.language import float32
 from studies.problem import need
 from studies.rates import OTHERS, RUNS, Result, beside, in_a_name, kept
+from studies.recipes import PRESETS
 
 WORKERS, KIND, SEEDS = 2, OTHERS["source"], (0, 1)
 RANK, ALPHA, TARGETS = 8, 16, ("linear1", "linear2")

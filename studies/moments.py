@@ -11,13 +11,14 @@ from numpy.typing import NDArray
 from horovod_onebit.formulas import denominator
 from horovod_onebit.kernels.reference import num_blocks
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.warmup import Phase
 from studies import pool, report
 from studies.rates import Cell, Hook, Result, beside, kept, train
 from studies.rates import measured as measured_cell
+from studies.recipes import PRESETS
 
 RATES, WORKERS, SEED = (2e-3, 4e-3, 8e-3), 4, 0
 BLOCK = 1024

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from studies import pool, report, speech, translation
 from studies.language import WORKERS, float32
 from studies.problem import MissingError, need
@@ -29,6 +29,7 @@ from studies.rates import (
     network,
     train,
 )
+from studies.recipes import PRESETS
 
 ROBUST = replace(PRESETS["robust"], exchange="direct")
 LOOKS = 10
@@ -43,13 +44,13 @@ INTRODUCTION = (
     "{jasper} recognises numbers below 10,000 that espeak-ng speaks in {voices} voices, in noise. For these data: "
     "`apt-get install {packages}`, and `pip install -r requirements/studies.txt`.\n\n"
     "Adam, {workers} simulated workers with {batch} examples each, means of the seeds from 0; in brackets, the loss "
-    "beside that of exact Adam with the same seeds. `robust` exchanges directly, the others in two stages. `after "
-    "20 %` is the middle of what the paper recommends for the warm-up; `robust` alone is the default, an exact "
-    'warm-up whose length is "auto". All recipes leave tensors of fewer than 1,024 elements uncompressed. The rates '
-    "are those at which exact Adam's quality was best of three ({tried}); for the ResNet and the VGG those of "
-    "studies 11 and 6, and for the second Transformer that of the first. BLEU is sacrebleu's, of 300 verses, and "
-    "words wrong are jiwer's, of 300 numbers, both of greedy decoding. A run has diverged if its test loss is not "
-    "finite, or ends above where exact Adam stood after a tenth of the steps."
+    "beside that of exact Adam with the same seeds. `robust` exchanges directly, the others in two stages. `after 20"
+    " %` is the middle of what the paper recommends for the warm-up; `robust` alone has an exact warm-up whose "
+    'length is "auto", and with `warmup="three_bit"` it is the default. All recipes leave tensors of fewer than '
+    "1,024 elements uncompressed. The rates are those at which exact Adam's quality was best of three ({tried}); for"
+    " the ResNet and the VGG those of studies 11 and 6, and for the second Transformer that of the first. BLEU is "
+    "sacrebleu's, of 300 verses, and words wrong are jiwer's, of 300 numbers, both of greedy decoding. A run has "
+    "diverged if its test loss is not finite, or ends above where exact Adam stood after a tenth of the steps."
 )
 CONCLUSION = (
     "What to see: `paper` and `fixed` are lost on the VGG, and `paper` is on the Transformer with vocabularies apart "

@@ -18,11 +18,12 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import ZeroOne
 from jobs import processes
 from studies import pool, report
 from studies.rates import SEEDS, Cell, Result, kept, measured, train
+from studies.recipes import PRESETS
 
 WORKERS = 2
 VERSION = "0.19.6"

@@ -6,12 +6,13 @@ import dataclasses
 
 import numpy as np
 
-from horovod_onebit import PRESETS, simulation
+from horovod_onebit import simulation
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.adam import Adam
 from studies import report
+from studies.recipes import PRESETS
 
 KS = (1, 10, 100)
 STARTS = (10, 100)

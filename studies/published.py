@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from horovod_onebit import PRESETS, simulation
+from horovod_onebit import simulation
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from studies import report
+from studies.recipes import PRESETS
 
 SIZE, STEPS, FREEZE, LR, BETA1, BETA2, EPS = 4096, 200, 20, 1e-3, 0.9, 0.999, 1e-8
 f32 = np.float32

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from horovod_onebit import PRESETS
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule
@@ -18,6 +17,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
 from studies import pool, report
 from studies.lockstep import Workers
+from studies.recipes import PRESETS
 
 LAYERS, WIDTH, STEPS, FREEZE, COLD_STEPS = 4, 512, 400, 60, 50
 SPREADS = ("none", "layers 1e4", "layers 1e8", "elements 1e4", "elements 1e8", "5 % cold", "1e4, 5 % cold")

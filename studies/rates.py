@@ -25,7 +25,7 @@ from horovod_onebit import simulation
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels import cpu
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Schedule
 from jobs.data import SEQUENCE, Task, load, of_letters
@@ -34,6 +34,7 @@ from studies import pool, report, speech, translation
 from studies.library import LIBRARY
 from studies.magnitudes import networks
 from studies.problem import Problem
+from studies.recipes import PRESETS
 
 RUNS = report.ROOT / "build" / "studies"
 WORKERS = (4, 16)

@@ -6,9 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from statistics import mean
 
-from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.recipe import Recipe
 from studies import pool, report
 from studies.rates import EXCHANGES, SEEDS, Cell, Result, kept, measured, train
+from studies.recipes import PRESETS
 
 RATE, WORKERS = 2e-3, (4, 8, 16)
 ROBUST = PRESETS["robust"]

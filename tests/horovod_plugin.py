@@ -61,7 +61,7 @@ BROADCASTS = {"horovod": HOROVODS_BROADCAST, "onebit": onebit.broadcast_optimize
 def distributed(optimizer, *args, **kwargs):
     """``onebit.DistributedOptimizer`` with the arguments of Horovod's."""
     first_step = Mode.phase == "compressed"
-    kwargs["recipe"] = Recipe(min_compressed_size=1)
+    kwargs["recipe"] = Recipe(min_compressed_size=1, warmup="exact")
     wrapped = onebit.DistributedOptimizer(optimizer, *args, **kwargs, warmup_steps=1 if first_step else 10**6)
     if first_step:
         _warm_up(wrapped)

@@ -43,7 +43,7 @@ def distributed_optimizer(options: Options) -> Any:
     return onebit.DistributedOptimizer(
         kind(**arguments),
         compression=hvd.Compression.fp16 if half else hvd.Compression.none,
-        warmup_steps=options.warmup_steps if options.compression == "onebit" else 2**31,
+        warmup_steps=options.warmup_steps,
         recipe=recipe_of(options),
     )
 

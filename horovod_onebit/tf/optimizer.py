@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` for Keras 3: exact during warm-up, one bit per parameter afterwards."""
+"""``DistributedOptimizer`` for Keras 3: the wrapped optimizer's own steps in the warm-up, then one bit an element."""
 
 from __future__ import annotations
 
@@ -558,9 +558,10 @@ def DistributedOptimizer(
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
             any with ``schedule=Gradients()``, ``schedule=Local(...)`` or ``recipe="exact"``. The result is an instance
             of its class.
-        warmup_steps: exact steps before compression starts; a share of ``total_steps`` below 1; or ``"auto"``, the
-            default, which starts compression when the learning rate no longer rises and the second moment is stable,
-            but at most 200 steps after that rise. (A model that was saved by Keras before that looks at both afresh
+        warmup_steps: steps before compression starts, which are the optimizer's own with the mean gradient, as
+            ``Recipe.warmup`` says; a share of ``total_steps`` below 1; or ``"auto"``, the default, which starts
+            compression when the learning rate no longer rises and the second moment is stable, but at most 200 steps
+            after that rise. (A model that was saved by Keras before that looks at both afresh
             once it is loaded; ``save_checkpoint`` saves what was seen.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.
         schedule: ``horovod_onebit.tf.ZeroOne(...)`` makes Adam 0/1 Adam; a ``Stepwise`` of your own says what Adam's
@@ -574,7 +575,7 @@ def DistributedOptimizer(
             One that matches nothing is a ``ConfigurationError`` when the optimizer is built.
         kernels: ``"auto"`` compresses variables on a GPU there, by the CUDA kernels, where these work and all
             compressed variables are on one GPU; ``"cuda"`` raises an error where they do not work; ``"cpu"``
-            compresses in the host's memory, as any does with a ``schedule``.
+            compresses in the host's memory, as any does with a ``schedule``, and for gradients in few bits.
         check_replicas_every: the weights of all workers are compared before the second step, and with the optimizer's
             state when compression starts: differences raise ``DesyncError`` on all workers, which names them. A number
             compares both after every so many steps, too, or after the next exchange where they differ between

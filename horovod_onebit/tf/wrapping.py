@@ -39,7 +39,7 @@ class Wrapping(face.Arguments):
         face.check_process_set(self.process_set, hvd.ProcessSet)
         if self.compression not in (hvd.Compression.none, hvd.Compression.fp16):
             raise UnsupportedError(
-                f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for the warm-up"
+                f"compression={self.compression!r}: expected hvd.Compression.none or fp16, for exact steps"
             )
         if isinstance(self.exact, str) or not isinstance(self.exact, Iterable):
             raise ConfigurationError(f"exact={self.exact!r}: expected a list of names or patterns of variables")

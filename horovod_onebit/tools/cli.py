@@ -98,7 +98,7 @@ def _add_simulate(add: Any) -> None:
     option("--workers", type=int, default=4, metavar="N", help="simulated processes (4)")
     option("--workers-per-host", type=int, default=1, metavar="N", help="of them (1)")
     option("--steps", type=int, default=400, metavar="N", help="optimizer steps (400)")
-    option("--warmup-steps", type=int, default=20, metavar="N", help="exact steps before compression (20)")
+    option("--warmup-steps", type=int, default=20, metavar="N", help="steps of the warm-up (20)")
     option("--lr", type=float, default=3e-3, help="Adam's learning rate (0.003)")
     option("--batch-size", type=int, default=16, metavar="N", help="of each worker (16)")
     option("--noise", type=float, default=0.1, help="standard deviation of it in each worker's targets (0.1)")

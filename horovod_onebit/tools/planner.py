@@ -12,6 +12,7 @@ from horovod_onebit import checks, coded, costs
 from horovod_onebit.costs import CPU, LINE_RATE, Device, Way
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Recipe
+from horovod_onebit.schedule import resolve
 from horovod_onebit.tools import show
 
 PER_BYTE, PER_PARAMETER = 13.5e-9, 4.8e-9
@@ -19,9 +20,9 @@ PER_BYTE, PER_PARAMETER = 13.5e-9, 4.8e-9
 and 4 hosts on two cores, `python -m benchmarks.link`."""
 
 
-FEW = replace(CPU, encode=2.2, apply=1.9, decode=0.4, adam=0.0)
-"""Three bits of a gradient; the optimizer takes its own step, too. Measured by `python benchmarks/codec.py`, but for
-``decode``, which is an estimate."""
+FEW = replace(CPU, encode=0.8, apply=1.45, decode=0.4, adam=0.0)
+"""Three bits of a gradient; ``apply`` is with the optimizer's own step. Measured by `python benchmarks/codec.py`,
+beside one bit and where that takes as long as on the ``CPU``; ``decode`` is an estimate."""
 
 
 @dataclass(frozen=True)
@@ -102,8 +103,8 @@ class Plan:
     Attributes:
         auto: the way that ``exchange="auto"`` takes with a recipe that is given the job's link.
         unaware: the way that it takes with the job's recipe as it is, and what that costs on the job's link.
-        warmup: a step of the warm-up whose gradients travel in three bits; None with local steps, which have none, and
-            of gradients on GPUs, where it was not measured.
+        warmup: a step of the warm-up whose gradients travel in few bits; None if the recipe's is exact, with local
+            steps, which have none, and of gradients on GPUs, where it was not measured.
     """
 
     job: Job
@@ -167,8 +168,8 @@ class Plan:
             return ""
         exact, few = (1e3 * step for step in (self._of("float32").step, self.warmup.step))
         return (
-            f"In the warm-up, some 200 steps by default, a step takes {exact:,.0f} ms; with "
-            f'Recipe(warmup="three_bit") {few:,.0f} ms after ten of them.'
+            f"In the warm-up, some 200 steps by default, a step takes {few:,.0f} ms, and each of its first ten, "
+            f"which are exact, {exact:,.0f} ms."
         )
 
     def as_dict(self) -> dict[str, object]:
@@ -204,10 +205,10 @@ def plan(job: Job) -> Plan:
 
 
 def _few_bits(job: Job) -> Estimate | None:
-    if job.device is not CPU or job.every > 1:
+    recipe = resolve(replace(job.recipe, link=job.link), None)
+    if job.device is not CPU or job.every > 1 or not coded.codes(recipe):
         return None
-    recipe = coded.own_recipe(replace(job.recipe, warmup="three_bit", link=job.link))
-    ways = costs.ways(job.parameters, recipe, job.workers, job.workers_per_host, FEW)
+    ways = costs.ways(job.parameters, coded.own_recipe(recipe), job.workers, job.workers_per_host, FEW)
     name = costs.cheapest(ways, job.link, FEW)
     return _compressed(job, name, ways[name])
 

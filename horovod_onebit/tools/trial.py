@@ -34,7 +34,7 @@ class Trial:
 
     Attributes:
         workers, workers_per_host: simulated processes in all, and on each host.
-        steps, warmup_steps: optimizer steps of a run, and the exact ones among them.
+        steps, warmup_steps: optimizer steps of a run, and those of the warm-up.
         lr, batch_size: of Adam; of one worker.
         noise: standard deviation of the errors in each worker's targets.
         seed: of weights, samples and noise.
@@ -87,7 +87,7 @@ def run(
     ``exchange`` replaces the recipe's own.
     """
     exact = recipe == EXACT
-    chosen = Recipe() if exact else resolve(recipe)
+    chosen = Recipe(warmup="exact") if exact else resolve(recipe)
     if exchange is not None:
         chosen = replace(chosen, exchange=exchange)
     warmup = trial.steps if exact else trial.warmup_steps

@@ -28,8 +28,8 @@ class Arguments(face.Arguments):
         super().__post_init__()
         if not all(callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")):
             raise ConfigurationError(
-                f"compression={self.compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for the "
-                "warm-up"
+                f"compression={self.compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for "
+                "exact steps"
             )
 
     def named(self) -> dict[str, object]:

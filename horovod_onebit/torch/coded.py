@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod_onebit.coded import FIRST, CodedMean, Learned
+from horovod_onebit.coded import CodedMean, Learned
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
 from horovod_onebit.rules import Tensor
@@ -21,6 +21,7 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.torch.collectives import tensor_of
 from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
+from horovod_onebit.warmup import FIRST
 
 
 class Coded:

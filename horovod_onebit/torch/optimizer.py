@@ -1,4 +1,4 @@
-"""``DistributedOptimizer`` for PyTorch: Horovod's own during warm-up, one bit per parameter afterwards."""
+"""``DistributedOptimizer`` for PyTorch: the wrapped optimizer's own steps in the warm-up, then one bit an element."""
 
 from __future__ import annotations
 
@@ -120,7 +120,7 @@ class _DistributedOptimizer:
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step: exact during warm-up, 1-bit afterwards. Collective."""
+        """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
         if isinstance(self._parameters.adapter, AnyAdapter) and called_by("horovod.torch.functions", __name__):
             return self._init_state_by_a_step()
         loss = None
@@ -373,20 +373,20 @@ def DistributedOptimizer(
     """An optimizer whose gradients travel as one bit per parameter once warm-up is over.
 
     The arguments of ``horovod.torch.DistributedOptimizer`` keep their names and meanings; ``compression`` and
-    ``gradient_predivide_factor`` concern what travels uncompressed: warm-up, and tensors with fewer than
+    ``gradient_predivide_factor`` concern what travels uncompressed: exact steps, and tensors with fewer than
     ``recipe.min_compressed_size`` elements. ``groups`` and ``num_groups`` are checked and have no other effect: how
-    Horovod fuses the averages of the warm-up is up to its own settings.
+    Horovod fuses exact averages is up to its own settings.
 
     Args:
         optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``, or any with
             ``schedule=Local(...)`` or ``Gradients()``, or with ``recipe="exact"``; its state and hyperparameters are
             kept. The result is an instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
-        compression: ``Compression.fp16`` of this module, or Horovod's, halves the warm-up's traffic.
+        compression: ``Compression.fp16`` of this module, or Horovod's, halves what exact steps and small tensors send.
         backward_passes_per_step: backward passes whose gradients are added up before one exchange.
         op: ``Average`` or ``Sum`` of this module, or Horovod's.
-        gradient_predivide_factor: divides gradients before the sum of the warm-up, which is multiplied by it; the mean
-            stays the same. Needs ``Average``.
+        gradient_predivide_factor: divides gradients before the sum of an exact mean, which is multiplied by it; the
+            mean stays the same. Needs ``Average``.
         sparse_as_dense: turn sparse gradients into dense ones; without it they are refused.
         process_set: over Horovod, the workers that train together; all by default.
         process_group: over ``torch.distributed``, the same: a ``ProcessGroup`` or a ``DeviceMesh`` of one dimension.
@@ -394,9 +394,10 @@ def DistributedOptimizer(
         model: what is trained, if it is in ``DistributedDataParallel``, or a trainer puts it there before its first
             forward pass: gradients are then not averaged there as well (``require_backward_grad_sync`` is set to
             False before each forward pass).
-        warmup_steps: optimizer steps taken exactly as Horovod takes them; step ``warmup_steps + 1`` is compressed.
-            A number below 1 is a share of ``total_steps``. ``"auto"``, the default, starts compression when the
-            learning rate no longer rises and the second moment is stable, but at most 200 steps after that rise.
+        warmup_steps: optimizer steps that are the optimizer's own with the mean gradient, which travels as
+            ``Recipe.warmup`` says; step ``warmup_steps + 1`` is compressed. A number below 1 is a share of
+            ``total_steps``. ``"auto"``, the default, starts compression when the learning rate no longer rises and the
+            second moment is stable, but at most 200 steps after that rise.
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam; a ``Stepwise`` of your own says what Adam's
             steps send. With ``horovod_onebit.torch.Local(...)``, ``optimizer`` may be any; each worker takes its steps
             alone, and the changes of the weights are exchanged after some. With ``horovod_onebit.torch.Gradients()``,
@@ -408,7 +409,8 @@ def DistributedOptimizer(
             what this one checks is checked; ``warmup_steps`` then has no effect.
         overlap: send messages during the backward pass. If gradients change between ``backward()`` and ``step()`` (a
             ``GradScaler``, clipping), they are sent in ``step()`` from then on; if they change for the first time after
-            they were sent, ``step`` raises on all workers and names this option.
+            they were sent, they are sent again in the warm-up; after it, ``step`` raises on all workers and names this
+            option.
         kernels: ``"auto"`` compresses parameters on a GPU there, by the CUDA kernels, where these work; ``"cuda"``
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps, or after the next

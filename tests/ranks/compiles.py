@@ -8,7 +8,7 @@ import sys
 from numba.core import event
 
 from horovod_onebit import Recipe
-from horovod_onebit.coded import FIRST
+from horovod_onebit.warmup import FIRST
 from tests.ranks.keras_common import OPTIMIZERS, build, train, wrap
 
 kind, exchange = sys.argv[1:]

@@ -8,11 +8,11 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
-from horovod_onebit.coded import FIRST
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
+from horovod_onebit.warmup import FIRST
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,

@@ -14,9 +14,9 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
-from horovod_onebit.coded import FIRST
 from horovod_onebit.tf import step as step_module
 from horovod_onebit.tf.sections import sections
+from horovod_onebit.warmup import FIRST
 from tests.ranks.keras_common import (
     OPTIMIZERS,
     RANK,

@@ -15,11 +15,10 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe
-from horovod_onebit.coded import FIRST
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.tf.collectives import HorovodCollectives
-from horovod_onebit.warmup import Phase
+from horovod_onebit.warmup import FIRST, Phase
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -48,9 +47,9 @@ def loss_of(model):
     return float(LOSS(y, model(x)))
 
 
-def test_gradients_travel_in_three_bits_until_one_bit_starts():
+def test_by_default_gradients_travel_in_three_bits():
     model, sent = build(), []
-    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5, recipe=THREE)
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5)
     for step in range(FIRST + 8):
         train(model, optimizer, 1, start=step, graph=True)
         sent.append(optimizer.stats().step_bytes_sent)

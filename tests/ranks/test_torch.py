@@ -52,7 +52,10 @@ def test_warm_up_equals_horovod_bit_for_bit(kind, arguments, wrapping):
         optimizer = kind(groups, **arguments)
         named = list(model.named_parameters())
         if ours:
-            optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=named, warmup_steps=50, **wrapping)
+            recipe = Recipe(warmup="exact")
+            optimizer = onebit.DistributedOptimizer(
+                optimizer, named_parameters=named, recipe=recipe, warmup_steps=50, **wrapping
+            )
         else:
             optimizer = world.DistributedOptimizer(optimizer, named_parameters=named, **wrapping)
         scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.95)

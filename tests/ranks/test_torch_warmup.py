@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from horovod_onebit.coded import FIRST
+from horovod_onebit.warmup import FIRST
 from tests.ranks.torch_common import (
     OPTIMIZERS,
     RANK,
@@ -54,11 +54,11 @@ def test_any_optimizer_trains_and_replicas_are_equal(kind, arguments, bits, exch
     assert_replicas_equal(model)
 
 
-def test_gradients_travel_in_three_bits_until_one_bit_starts():
+def test_by_default_gradients_travel_in_three_bits_and_then_one_bit_starts():
     """``warmup_steps="auto"``. Small tensors travel in float32, and until one bit starts ``unused``, too, which has no
     gradient."""
     model, sent = Net(), {"warmup": [], "compressed": []}
-    optimizer = wrap(model, warmup_steps=None, recipe=THREE, lr=1e-3)
+    optimizer = wrap(model, warmup_steps=None, lr=1e-3)
     for step in range(210):
         phase = optimizer.phase
         train(model, optimizer, 1, start=step)

@@ -9,8 +9,9 @@ import numpy as np
 import pytest
 
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages, codecs, simulation
-from horovod_onebit.coded import FIRST, CodedMean
+from horovod_onebit.coded import BLOCK, CodedMean
 from horovod_onebit.engine import Engine
+from horovod_onebit.face import chosen
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor, gradient
@@ -20,6 +21,7 @@ from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Gradients, Local, ZeroOne, resolve
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import run
+from horovod_onebit.warmup import FIRST
 
 f32 = np.float32
 SIZES = {"scalar": 1, "odd": 1025, "even": 2048, "long": 5003}
@@ -623,6 +625,49 @@ def test_with_another_schedule_there_is_no_such_warm_up(schedule):
         resolve(TWO, schedule)
 
 
+@pytest.mark.parametrize(
+    ("recipe", "schedule", "warmup"),
+    [
+        ("robust", None, "three_bit"),
+        (Recipe(exchange="two_stage"), None, "three_bit"),
+        (Recipe(warmup="exact"), None, "exact"),
+        ("paper", None, "exact"),
+        ("fixed", None, "exact"),
+        ("robust", Local(), "exact"),
+        ("robust", ZeroOne(), "exact"),
+        ("robust", Gradients("two_bit"), "two_bit"),
+        ("paper", Gradients("two_bit"), "two_bit"),
+        (TWO, Gradients("two_bit"), "two_bit"),
+    ],
+)
+def test_the_warm_up_of_each_recipe(recipe, schedule, warmup):
+    assert resolve(recipe, schedule).warmup == warmup
+
+
+@pytest.mark.parametrize(
+    ("steps", "warmup"), [(1, "exact"), (FIRST, "exact"), (FIRST + 1, "three_bit"), ("auto", "three_bit")]
+)
+def test_a_warm_up_of_exact_steps_alone_learns_no_units(steps, warmup):
+    assert chosen("robust", None, steps, None)[0].warmup == warmup
+
+
+def test_by_default_the_warm_up_sends_three_bits():
+    """After ten exact steps, 32 bits of an element, and but for small tensors and scales."""
+
+    def worker(collectives):
+        found, rng = {"w": np.zeros(2**16, f32)}, np.random.default_rng(collectives.rank)
+        optimizer, sent = NumpyOptimizer(found, Adam(lr=0.01), collectives=collectives, warmup_steps=30), []
+        for _ in range(30):
+            before = optimizer.engine.traffic.total
+            assert optimizer.step(gradients(rng, {"w": 2**16}))
+            sent.append(8 * (optimizer.engine.traffic.total - before) / 2**16)
+        return sent
+
+    sent = simulation.run(worker, 2)[0]
+    assert sent[:FIRST] == pytest.approx([32] * FIRST, rel=0.01)
+    assert sent[FIRST:] == pytest.approx([3 + 32 / BLOCK] * 20, rel=0.02)
+
+
 def test_gradients_in_every_step_are_a_warm_up_that_does_not_end():
     def worker(collectives, schedule, recipe):
         found, rng = weights(), np.random.default_rng([7, collectives.rank])
@@ -652,7 +697,7 @@ def test_the_recipe_exact_is_a_warm_up_that_does_not_end():
         return np.concatenate(list(found.values()))
 
     ours = simulation.run(lambda c: worker(c, recipe="exact", warmup_steps=3), 2)
-    same = simulation.run(lambda c: worker(c, warmup_steps=10**6), 2)
+    same = simulation.run(lambda c: worker(c, recipe=Recipe(warmup="exact"), warmup_steps=10**6), 2)
     np.testing.assert_array_equal(ours, same)
     with pytest.raises(ConfigurationError, match=r"recipe='exact' never compresses, and schedule=Local"):
         simulation.run(lambda c: worker(c, recipe="exact", schedule=Local()), 2)

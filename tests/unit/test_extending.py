@@ -81,7 +81,7 @@ assert (never == ordinary).all()
 renewed = trained(Adam(lr=0.05), run={"schedule": Renewed(exact_steps=10, every=5)})
 assert near(renewed) and (renewed != ordinary).any()
 always = trained(Adam(lr=0.05), run={"schedule": Renewed(exact_steps=10, every=1)})
-assert np.allclose(always, trained(Adam(lr=0.05), run={"warmup_steps": 1000}), atol=1e-5)
+assert np.allclose(always, trained(Adam(lr=0.05), warmup="exact", run={"warmup_steps": 1000}), atol=1e-5)
 """,
 }
 

@@ -78,6 +78,7 @@ ALLOWED = {
         "rules",
         "schedule",
         "tasks",
+        "warmup",
         "world",
     },
     "ahead": {"kernels", "engine", "exchange", "layout", "recipe", "rules", "schedule", "simulation", "tasks"},

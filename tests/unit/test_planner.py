@@ -182,7 +182,7 @@ def test_the_warm_up_in_three_bits():
     few, direct = plan.warmup, next(e for e in plan.estimates if e.way == "1-bit direct")
     assert few.received == pytest.approx(3 * direct.received, rel=0.03)
     assert direct.step < few.step < plan.uncompressed.step / 3
-    assert f"{1e3 * few.step:,.0f} ms after ten" in plan.before
+    assert f"takes {1e3 * few.step:,.0f} ms" in plan.before
     for change in ({"device": costs.GPU}, {"every": 4}, {"link": 1e12, "workers": 2}):
         assert not planner.plan(replace(JOB, **change)).before
 

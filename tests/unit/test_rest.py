@@ -62,7 +62,7 @@ RECIPES = {
     "two-stage": onebit.Recipe(exchange="two_stage"),
     "hierarchical": onebit.Recipe(exchange="hierarchical"),
     "two bits": onebit.Recipe(codec="two_bit"),
-    "few bits in the warm-up": onebit.Recipe(warmup="three_bit"),
+    "an exact warm-up": onebit.Recipe(warmup="exact"),
 }
 
 
