@@ -28,6 +28,7 @@ class Small(torch.nn.Module):
 
     def __init__(self, size: int = 768) -> None:
         super().__init__()
+        torch.manual_seed(0)
         self.small = torch.nn.ParameterList(torch.randn(size // 768, 768) for _ in range(300))
         self.large = torch.nn.Linear(768, 768, bias=False)
 
