@@ -22,7 +22,7 @@ from horovod_onebit.rules import Tensor, Use
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import FIRST, FixedWarmup, Warmup
 from horovod_onebit.world import Weighing
 
 CODECS = {"two_bit": "logistic_two", "three_bit": "logistic_three", "four_bit": "logistic_four"}
@@ -34,9 +34,9 @@ BLOCK = 256
 beside their units, and what is far from its block's root mean square arrives too small or in pieces."""
 
 
-def codes(recipe: Recipe) -> bool:
-    """Whether gradients of the warm-up are averaged in few bits."""
-    return recipe.warmup != "exact"
+def codes(recipe: Recipe, warmup: Warmup) -> bool:
+    """Whether gradients of the warm-up are averaged in few bits: not in one whose steps are all among the first."""
+    return recipe.warmup != "exact" and not (isinstance(warmup, FixedWarmup) and warmup.steps <= FIRST)
 
 
 def own_recipe(recipe: Recipe) -> Recipe:

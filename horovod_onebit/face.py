@@ -9,7 +9,7 @@ import socket
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -17,7 +17,7 @@ from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, Schedule, check, named, resolve
-from horovod_onebit.warmup import FIRST, FOREVER, AfterRise, FixedWarmup, Warmup
+from horovod_onebit.warmup import FOREVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -102,10 +102,7 @@ def chosen(
     recipe, named_schedule = named(recipe, schedule)
     if named_schedule != schedule:
         warmup = warmup_of(None, None, named_schedule)
-    found = resolve(recipe, named_schedule)
-    if isinstance(warmup, FixedWarmup) and warmup.steps <= FIRST:  # all of them are exact: no units are to be learned
-        found = replace(found, warmup="exact")
-    return found, named_schedule, warmup
+    return resolve(recipe, named_schedule), named_schedule, warmup
 
 
 def host_number() -> int:

@@ -129,7 +129,7 @@ class ErrorFeedback:
         """Let the residual of ``name`` be ``values``, wherever it is stored."""
         if name not in self._residuals:
             self.residual(name, len(values))
-        self.kernels.write(self._residuals[name], values)
+        self._write(self._residuals[name], values)
 
     def reset(self, names: Iterable[str] | None = None) -> None:
         """Forget the residuals: of the tensors ``names``, or of all."""
@@ -137,7 +137,12 @@ class ErrorFeedback:
             self.rates = 0.0
         for name in list(self._residuals) if names is None else names:
             if name in self._residuals:
-                self.kernels.write(self._residuals[name], 0.0)
+                self._write(self._residuals[name], np.zeros(1, np.float32))
+
+    def _write(self, residual: Any, values: Array) -> None:
+        """Zeros that are there already are not written: see ``kernels.reference.zeros``."""
+        if values.any() or not isinstance(residual, np.ndarray) or residual.any():
+            self.kernels.write(residual, values)
 
     def discard(self, name: str) -> None:
         """Forget the tensor ``name`` itself."""

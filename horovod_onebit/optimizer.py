@@ -104,7 +104,7 @@ class NumpyOptimizer(RunState):
         large = {t.name for t in self._tensors if t.weight.size >= smallest} - never
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
-        if codes(recipe) and self._large:
+        if codes(recipe, warmup) and self._large:
             self.coded = CodedMean(self.engine, divides=isinstance(rule, Adam), kernels=kernels)
         rounds = self.driver.rounds
         has_momentum = rounds is not None and rounds.rule.momentum

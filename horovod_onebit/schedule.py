@@ -195,7 +195,7 @@ class Gradients:
         codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``; ``"exact"`` is float32, which ``recipe="exact"`` means.
     """
 
-    codec: Bits = "three_bit"
+    codec: Bits = WARMUP
 
     def __post_init__(self) -> None:
         one_of("codec", self.codec, Bits)

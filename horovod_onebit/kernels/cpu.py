@@ -361,7 +361,7 @@ def _restore(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, bl
         here = _part(moves, lo, hi)
         for i in range(x.size):
             if kept is None:
-                e[i] -= x[i] - _of_moving(x[i], here, i)
+                e[i] = e[i] if _alive(here[i]) else e[i] - x[i]
             else:
                 e[i] = (e[i] + _of_moving(value(code_at(sent, width, i // 8, i % 8), s), here, i)) - x[i]
 

@@ -159,7 +159,8 @@ class Compressor(RunState):
         divides = adapter.divides
         self.kind = kind(wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup)
         self.errand = Errand(self.collectives, self.compute)
-        self.coded = CodedMean(self.engine, divides=divides, half=half) if codes(wrapping.recipe) else None
+        coded = codes(wrapping.recipe, wrapping.warmup)
+        self.coded = CodedMean(self.engine, divides=divides, half=half) if coded else None
         self.tensors: list[Tensor] = []
         self.indices: tuple[int, ...] = ()
         self.under_way: Leaving | None = None

@@ -206,7 +206,7 @@ def plan(job: Job) -> Plan:
 
 def _few_bits(job: Job) -> Estimate | None:
     recipe = resolve(replace(job.recipe, link=job.link), None)
-    if job.device is not CPU or job.every > 1 or not coded.codes(recipe):
+    if job.device is not CPU or job.every > 1 or recipe.warmup == "exact":
         return None
     ways = costs.ways(job.parameters, coded.own_recipe(recipe), job.workers, job.workers_per_host, FEW)
     name = costs.cheapest(ways, job.link, FEW)

@@ -214,7 +214,7 @@ class Compressor(Steps):
     def _compile_ahead(self, groups: Sequence[dict[str, Any]], *, divides: bool) -> None:
         """What steps will run in the host's memory, or the first compressed one would wait for it."""
         recipe, adapter = self.engine.recipe, self.parameters.adapter
-        if codes(recipe):
+        if codes(recipe, self.parameters.warmup):
             compile_steps(own_recipe(recipe), [Gradient(adapter.divides)], self.workers, divides=True)
         if not isinstance(adapter, AnyAdapter):
             place = self.parameters.placement.of

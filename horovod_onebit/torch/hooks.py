@@ -120,7 +120,7 @@ class Gradients:
         self._version = -1  # of the parameters, when the first message of this step was sent
         self._buckets = Countdown()
         self.coded: Coded | None = None
-        if codes(engine.recipe):
+        if codes(engine.recipe, parameters.warmup):
             self.coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
 
     # -- the hook -------------------------------------------------------------------------------------------------

@@ -11,7 +11,6 @@ import pytest
 from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, averages, codecs, simulation
 from horovod_onebit.coded import BLOCK, CodedMean
 from horovod_onebit.engine import Engine
-from horovod_onebit.face import chosen
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor, gradient
@@ -648,7 +647,11 @@ def test_the_warm_up_of_each_recipe(recipe, schedule, warmup):
     ("steps", "warmup"), [(1, "exact"), (FIRST, "exact"), (FIRST + 1, "three_bit"), ("auto", "three_bit")]
 )
 def test_a_warm_up_of_exact_steps_alone_learns_no_units(steps, warmup):
-    assert chosen("robust", None, steps, None)[0].warmup == warmup
+    def worker(collectives):
+        optimizer = NumpyOptimizer(weights(), Adam(lr=0.01), collectives=collectives, warmup_steps=steps)
+        assert (optimizer.coded is None) == (warmup == "exact")
+
+    simulation.run(worker, 1)
 
 
 def test_by_default_the_warm_up_sends_three_bits():
