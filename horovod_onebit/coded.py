@@ -35,7 +35,7 @@ beside their units, and what is far from its block's root mean square arrives to
 
 
 def codes(recipe: Recipe, warmup: Warmup) -> bool:
-    """Whether gradients of the warm-up are averaged in few bits: not in one whose steps are all among the first."""
+    """Whether gradients of the warm-up are averaged in few bits: not in one of ``FIRST`` steps at most, all exact."""
     return recipe.warmup != "exact" and not (isinstance(warmup, FixedWarmup) and warmup.steps <= FIRST)
 
 

@@ -249,6 +249,14 @@ def _add_waiting(c, residual, moves):
 
 
 @exact
+def _waiting_before(e, x, moves, i):
+    """The residual ``e`` of an element that rests, before ``x`` was added to it; of others, ``e``."""
+    if moves is None:
+        return e
+    return e if _alive(moves[i]) else e - x
+
+
+@exact
 def _keep(residual, c, moves):
     """Of elements that rest, ``residual`` becomes ``c``."""
     if moves is not None:
@@ -361,7 +369,7 @@ def _restore(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, bl
         here = _part(moves, lo, hi)
         for i in range(x.size):
             if kept is None:
-                e[i] = e[i] if _alive(here[i]) else e[i] - x[i]
+                e[i] = _waiting_before(e[i], x[i], here, i)
             else:
                 e[i] = (e[i] + _of_moving(value(code_at(sent, width, i // 8, i % 8), s), here, i)) - x[i]
 
