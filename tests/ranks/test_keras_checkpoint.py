@@ -170,7 +170,8 @@ def test_an_automatic_warm_up_goes_on_with_what_it_has_seen(folder):
 
     def made(seed=0):
         model = build(seed)
-        model.compile(optimizer=wrap(OPTIMIZERS["adam"](beta_2=0.9), warmup_steps="auto"), loss=LOSS)
+        optimizer = wrap(OPTIMIZERS["adam"](beta_2=0.9), warmup_steps="auto", recipe=Recipe(warmup="exact"))
+        model.compile(optimizer=optimizer, loss=LOSS)
         model.optimizer.build(model.trainable_variables)
         return model
 
