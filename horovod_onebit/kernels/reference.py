@@ -88,9 +88,9 @@ def copy(source: Array, target: Array) -> None:
 
 
 def zeros(size: int) -> Array:
-    """So many float32 zeros, in the memory that the kernels work in. Large arrays come from the
-    operating system: they take memory only where something is written, and give it back at once. (Where NumPy's
-    allocator reuses memory, it writes zeros there.)"""
+    """So many float32 zeros, in the memory that the kernels work in. Large arrays come from the operating system: they
+    take memory only where something is written, and give it back at once. (Where NumPy's allocator reuses memory, it
+    writes zeros there.)"""
     if size < LARGE:
         return np.zeros(size, np.float32)
     return np.frombuffer(mmap(-1, 4 * size, MAP_PRIVATE | MAP_ANONYMOUS), np.float32)

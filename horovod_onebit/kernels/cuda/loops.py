@@ -572,13 +572,10 @@ def _function(program: Program) -> Any:
     kind: Any = program.scalars
     codec: Any = program.codec
     again: Any = program.again
-
-    def kept(formula: Formula) -> dict[str, bool]:
-        return {"rests": resting(formula), "forgets": forgetting(formula)}
-
+    kept = {"rests": resting(formula), "forgets": forgetting(formula)}
     loops: dict[str, Callable[[], Any]] = {
-        "encode": lambda: _compressor(_loaded(formula, kind), codec, **kept(formula)),
-        "restore": lambda: _restorer(_loaded(formula, kind), codec, **kept(formula)),
+        "encode": lambda: _compressor(_loaded(formula, kind), codec, **kept),
+        "restore": lambda: _restorer(_loaded(formula, kind), codec, **kept),
         "recode": lambda: _compressor(_averager(codec), again),
         "decode": lambda: _decoding(codec),
         "apply": lambda: _applier(_reader(formula, kind), codec),
