@@ -54,8 +54,8 @@ TOLD = (*AGREEMENT, "replicas", "finite", "early", "edited", "fresh")
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
-    "arguments": "Each argument of DistributedOptimizer must be the same on all workers, and so must the order in "
-    "which optimizers are built",
+    "arguments": "Each argument of DistributedOptimizer or NumpyOptimizer must be the same on all workers, and so must "
+    "the order in which optimizers are built",
     "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "trained": "All workers must build the same model, and freeze, add, remove or reset the same parameters before the "
@@ -209,14 +209,15 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
     )
 
 
-def meet(collectives: Any, name: str, call: str, setup: str) -> Task[None]:
-    """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup``. Collective."""
-    record = agreement(collectives.rank, collectives.size, setup=setup, call=call)
+def meet(collectives: Any, name: str, call: str, setup: str = "", **facts: Mapping[str, object]) -> Task[None]:
+    """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup`` and ``facts``.
+    Collective."""
+    record = agreement(collectives.rank, collectives.size, setup=f"{setup} {facts}", call=call)
     total = yield collectives.allreduce(record, name)
     try:
         read_agreement(total, collectives.size)
     except Mismatch as error:
-        raise (yield from named(error, said(call, setup), collectives, name)) from None
+        raise (yield from named(error, said(call, setup, **facts), collectives, name)) from None
 
 
 def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str, Mapping[str, object]]:

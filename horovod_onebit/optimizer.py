@@ -22,7 +22,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.face import chosen
 from horovod_onebit.feedback import check_kind, kind
-from horovod_onebit.handshake import Verdict
+from horovod_onebit.handshake import Verdict, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -64,11 +64,13 @@ class NumpyOptimizer(RunState):
         collectives: how this worker talks to the others.
         schedule: ``ZeroOne`` makes the rule, an ``Adam``, 0/1 Adam, and another ``Stepwise`` says what its steps are;
             with ``Local`` each worker takes the steps of any rule alone, and the changes of the weights are exchanged;
-            with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits. Workers are
-            not asked whether their schedules are the same.
+            with ``Gradients``, all steps are exact ones of the mean gradient, which travels in few bits.
         exact: names, or patterns as ``"*.embedding"``, of arrays that are never compressed: with rules that have no
             second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
+
+    The first step raises ``DesyncError`` on all workers if these arguments, or the names and shapes of ``weights``, are
+    not the same on all, or if not all have loaded the same state. The values of weights are not compared.
     """
 
     def __init__(
@@ -91,6 +93,7 @@ class NumpyOptimizer(RunState):
         if isinstance(warmup, AfterRise) and type(rule) is not Adam:
             warmup = make_warmup(1)
         self.rule = rule
+        self._met, self._arguments = False, {"warmup_steps": warmup_steps, "total_steps": total_steps}
         self.engine = Engine(recipe, collectives, kernels=kernels)
         self._stepwise = isinstance(schedule, Stepwise)
         self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
@@ -134,8 +137,24 @@ class NumpyOptimizer(RunState):
         skipped it, or if the round that ended with it was lost.
         """
         self._grads = self._flat(grads)
+        if not self._met:
+            run(self._meet())
         alone = self.driver.rounds is not None
         return run(self.driver.local_step(self._step_alone) if alone else self.driver.step())
+
+    def _meet(self) -> Task[None]:
+        """Raise ``DesyncError`` on all workers unless they begin alike. Collective."""
+        engine, large = self.engine, {tensor.name for tensor in self._large}
+        chosen = {**engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": self.rule.name}
+        trained = {
+            f"array {number}": f"{name!r}, shape {array.shape}, {'compressed' if name in large else 'not compressed'}"
+            for number, (name, array) in enumerate(self.weights.items())
+        }
+        yield from meet(
+            engine.collectives, f"{engine.name}.agreement", "step", arguments=chosen, trained=trained,
+            progress={"steps taken": self.steps}, hyperparameters={"the rule": self.rule},
+        )  # fmt: skip
+        self._met = True
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""

@@ -24,8 +24,8 @@ NOT_COMPARED = {"name", "learning_rate"}
 """Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
 COUNTERS = {
     "steps": "the number of optimizer steps (iterations)",
-    "exact": "the number of exact steps since the warm-up began",
-    "wanted": "the number of exact steps that the warm-up has",
+    "exact": "the number of warm-up steps that were taken",
+    "wanted": "the number of steps that the warm-up has",
     "compressed": "the number of compressed steps since the warm-up ended",
     "passes": "the number of backward passes",
     "marks": "which local steps have been taken",

@@ -485,7 +485,7 @@ class Parameters:
                 f"how {name} travels": "compressed" if p in self.bindings else f"exact{never}",
                 f"the place of {name} among the optimizer's parameters": place,
             }
-            counts[f"the number of exact steps of {name}"] = self.exact_steps.get(p, 0)
+            counts[f"the number of warm-up steps of {name}"] = self.exact_steps.get(p, 0)
         return {
             "arguments": {
                 "whether the recipe is 'exact'": self.warmup.steps == FOREVER and self.engine.recipe.warmup == EXACT,

@@ -29,7 +29,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
-from horovod_onebit.schedule import Sends, ZeroOne
+from horovod_onebit.schedule import Local, Sends, ZeroOne
 from horovod_onebit.tasks import run
 from horovod_onebit.world import Weighing, total_residuals
 
@@ -775,3 +775,36 @@ def test_the_papers_recipe_diverges_on_spread_elements_and_the_fix_ends_far_off(
 
 def test_without_error_feedback_compression_is_worse():
     assert final_loss(BLOCKS, "flat", feedback=False) > 3 * final_loss(BLOCKS, "flat")
+
+
+OTHER = {"table": np.ones((40, 41), f32), "bias": np.ones(40, f32)}
+
+
+@pytest.mark.parametrize(
+    ("what", "change"),
+    [
+        ("warmup differs .* exact on worker 0, three_bit on workers 1 and 2", {"recipe": Recipe(warmup="exact")}),
+        ("warmup_steps differs .* 5 on worker 0, None on workers 1 and 2", {"warmup_steps": 5}),
+        ("schedule differs", {"schedule": Local(4)}),
+        ("array 0 differs .* not compressed on worker 0", {"exact": ["table"]}),
+        ("array 0 differs .* shape", {"weights": OTHER}),
+        ("array 0 differs between workers: 'bias'", {"weights": dict(reversed(OTHER.items()))}),
+        (r"rule differs between workers: Adam\(lr=0.2", {"rule": Adam(lr=0.2)}),
+    ],
+)
+def test_workers_that_begin_differently_are_all_told_by_the_first_step(what, change):
+    raised = []
+
+    def worker(collectives):
+        given = {"weights": {"table": np.ones((40, 40), f32), "bias": np.ones(40, f32)}, "rule": Adam(lr=0.1)}
+        if collectives.rank == 0:
+            given |= change
+        weights = {name: array.copy() for name, array in given.pop("weights").items()}
+        optimizer = NumpyOptimizer(weights, given.pop("rule"), collectives=collectives, **given)
+        with pytest.raises(DesyncError, match=what):
+            optimizer.step({name: np.ones_like(array) for name, array in weights.items()})
+        np.testing.assert_array_equal(weights["bias"], 1)
+        raised.append(collectives.rank)
+
+    simulation.run(worker, 3, timeout=10)
+    assert sorted(raised) == [0, 1, 2]
