@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import product
 from statistics import mean
 from typing import Any
@@ -15,6 +14,7 @@ from numpy.typing import NDArray
 from horovod_onebit.coded import CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.optimizer import NumpyOptimizer
+from horovod_onebit.recipe import Bits
 from horovod_onebit.rules import Rule
 from horovod_onebit.rules.zero_one_adam import ZeroOneAdam, move_by_gradient
 from horovod_onebit.schedule import Sends, ZeroOne
@@ -29,18 +29,14 @@ TASK, WORKERS, RATE = "text", 4, 4e-3
 
 
 class InFewBits(NumpyOptimizer):
-    """0/1 Adam, whose steps of ``Sends.GRADIENT`` take the mean gradient as ``rules.gradient`` has it.
+    """0/1 Adam, whose steps of ``Sends.GRADIENT`` take the mean gradient as ``rules.gradient`` has it; the second
+    moment stays until the next exact mean."""
 
-    Args:
-        weights, rule, options: ``NumpyOptimizer``'s.
-        renews: these steps are Adam's own, second moment and all; without it, that stays until the next exact mean.
-    """
-
-    def __init__(self, weights: Mapping[str, NDArray], rule: Rule, *, renews: bool, **options: Any) -> None:
+    def __init__(self, weights: Mapping[str, NDArray], rule: Rule, **options: Any) -> None:
         super().__init__(weights, rule, **options)
         own = Engine(replace(self.engine.recipe, warmup="three_bit"), self.engine.collectives, name="few")
         own.traffic = self.engine.traffic
-        self._few, self._renews = CodedMean(own, divides=True), renews
+        self._few = CodedMean(own, divides=True)
 
     def step(self, grads: Mapping[str, NDArray]) -> bool:
         sends = Sends.MEAN if self.phase is Phase.WARMUP else self.driver.sends
@@ -58,9 +54,6 @@ class InFewBits(NumpyOptimizer):
         rule, context = self._rule(Sends.GRADIENT), self.engine.context
         assert isinstance(rule, ZeroOneAdam)
         for tensor in self._large:
-            if self._renews:
-                self.rule.exact_step(tensor, averaged[0][tensor.name], context)
-                continue
             p = rule.scalars(tensor, context)
             context.kernels.move(move_by_gradient, p, tensor.arrays(averaged[0][tensor.name]))
             tensor.step += 1
@@ -72,17 +65,10 @@ class InFewBits(NumpyOptimizer):
         return True
 
 
-@dataclass(frozen=True)
-class Until(ZeroOne):
-    """``ZeroOne`` that has no exact means after the warm-up."""
-
-    def sends(self, number: int) -> Sends:
-        found = super().sends(number)
-        return Sends.GRADIENT if found is Sends.MEAN else found
-
-
-def schedule(freeze: int, scaler: int, kind: type[ZeroOne] = ZeroOne) -> ZeroOne:
-    return kind(var_freeze_step=freeze, var_update_scaler=scaler, local_step_scaler=100, local_step_clipper=16)
+def schedule(freeze: int, scaler: int = 16, warmup: Bits = "exact") -> ZeroOne:
+    return ZeroOne(
+        var_freeze_step=freeze, var_update_scaler=scaler, local_step_scaler=100, local_step_clipper=16, warmup=warmup
+    )
 
 
 @dataclass(frozen=True)
@@ -91,22 +77,17 @@ class Way:
 
     text: str
     schedule: ZeroOne
-    few: bool = True
-    renews: bool = False
-
-    @property
-    def make(self) -> Any:
-        return partial(InFewBits, renews=self.renews) if self.few else NumpyOptimizer
+    make: type[NumpyOptimizer] = NumpyOptimizer
 
 
 WAYS = {
-    "one": Way("one bit, 16 exact means an interval", schedule(220, 16), few=False),
-    "one-more": Way("one bit, 26 exact means an interval", schedule(220, 26), few=False),
-    "one-300": Way("one bit, 16 exact means an interval, frozen after 300 steps", schedule(300, 16), few=False),
-    "three": Way("three bits, 16 exact means an interval", schedule(220, 16)),
-    "three-less": Way("three bits, 8 exact means an interval", schedule(220, 8)),
-    "three-renews": Way("three bits, which renew the second moment", schedule(220, 16, Until), renews=True),
-    "three-renews-300": Way("the same, frozen after 300 steps", schedule(300, 16, Until), renews=True),
+    "one": Way("one bit, 16 exact means an interval", schedule(220)),
+    "one-more": Way("one bit, 26 exact means an interval", schedule(220, 26)),
+    "one-300": Way("one bit, 16 exact means an interval, frozen after 300 steps", schedule(300)),
+    "three": Way("three bits, 16 exact means an interval", schedule(220), InFewBits),
+    "three-less": Way("three bits, 8 exact means an interval", schedule(220, 8), InFewBits),
+    "renewing": Way('`warmup="three_bit"`', schedule(220, warmup="three_bit")),
+    "renewing-300": Way('`warmup="three_bit"`, frozen after 300 steps', schedule(300, warmup="three_bit")),
 }
 
 

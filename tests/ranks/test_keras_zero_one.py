@@ -33,6 +33,7 @@ from tests.ranks.kinds import Renewed
 
 # As in test_torch_algorithms.py, and one in which every kind comes soon.
 SCHEDULE = onebit.ZeroOne(var_freeze_step=40, var_update_scaler=4, local_step_scaler=20, local_step_clipper=4)
+FEW_BITS = onebit.ZeroOne(var_freeze_step=16, local_step_scaler=8, local_step_clipper=4, warmup="three_bit")
 SHORT = onebit.ZeroOne(var_freeze_step=12, var_update_scaler=3, local_step_scaler=4, local_step_clipper=4)
 
 
@@ -43,7 +44,7 @@ def zero_one(schedule=SCHEDULE, kind=keras.optimizers.AdamW, recipe="robust", ra
 
 def kind_at(step, schedule=SCHEDULE):
     """The kind of optimizer step number ``step`` (from 1), None in warm-up."""
-    return schedule.sends(step - schedule.var_update_scaler) if step > schedule.var_update_scaler else None
+    return schedule.sends(step - schedule.exact_steps) if step > schedule.exact_steps else None
 
 
 def differ(model):
@@ -95,7 +96,7 @@ def test_zero_one_adam(recipe, graph):
     assert optimizer.stats().step == 96
 
 
-@pytest.mark.parametrize("schedule", [SHORT, Renewed()])
+@pytest.mark.parametrize("schedule", [SHORT, FEW_BITS, Renewed()])
 @pytest.mark.parametrize("recipe", ["robust", "fixed", Recipe(exchange="two_stage", block_size=64)])
 def test_the_weights_are_those_of_numpy(recipe, schedule):
     """The same gradients, of which some are small tensors; epsilon counts for nothing, since Keras's means another."""
@@ -115,7 +116,9 @@ def test_the_weights_are_those_of_numpy(recipe, schedule):
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
         other.step({str(i): np.array(g) for i, g in enumerate(grads)})
         for i, v in enumerate(model.trainable_variables):
-            np.testing.assert_allclose(np.asarray(v), arrays[str(i)], atol=2e-5, err_msg=f"step {step + 1}")
+            near = np.isclose(np.asarray(v), arrays[str(i)], rtol=1e-7, atol=2e-5)
+            # Of gradients in few bits, rounding decides on a code now and then.
+            assert near.all() or (schedule is FEW_BITS and near.mean() > 0.95), f"step {step + 1}"
     assert optimizer._compressor.engine.exchanges == other.engine.exchanges
     assert optimizer.stats().bytes_sent == other.engine.traffic.total
 
@@ -172,9 +175,9 @@ def test_nan_is_an_error_on_all_where_that_is_wanted():
     assert_replicas_equal(model)
 
 
-def compiled(seed=0, **arguments):
+def compiled(seed=0, schedule=SHORT, **arguments):
     model = build(seed)
-    model.compile(optimizer=zero_one(SHORT, **arguments), loss=LOSS)
+    model.compile(optimizer=zero_one(schedule, **arguments), loss=LOSS)
     return model
 
 
@@ -183,14 +186,16 @@ def fit(model, steps, start=0):
         model.train_on_batch(*batch(step))
 
 
-@pytest.mark.parametrize("steps", [2, 8, 12, 23])
-def test_a_resumed_run_goes_on_bit_for_bit(folder, steps):
-    """From warm-up, the gradient's stage, the freeze, and the middle of an interval of local steps."""
-    model = compiled()
+@pytest.mark.parametrize(
+    ("steps", "schedule"), [(2, SHORT), (8, SHORT), (12, SHORT), (23, SHORT), (14, FEW_BITS), (27, FEW_BITS)]
+)
+def test_a_resumed_run_goes_on_bit_for_bit(folder, steps, schedule):
+    """From warm-up, exact or in few bits, the gradient's stage, the freeze, and between two exchanges."""
+    model = compiled(schedule=schedule)
     fit(model, steps)
-    assert (kind_at(steps, SHORT) is Sends.NOTHING) == (steps == 23) == differ(model)
+    assert (kind_at(steps, schedule) is Sends.NOTHING) == (steps in (23, 27)) == differ(model)
     onebit.save_checkpoint(folder, model)
-    again = compiled(seed=5)
+    again = compiled(seed=5, schedule=schedule)
     fit(again, 3)
     onebit.load_checkpoint(folder, again)
     for part in (model, again):

@@ -1,6 +1,7 @@
 """The PyTorch face on real ranks: 0/1 Adam, DeepSpeed's names."""
 
 import copy
+from pathlib import Path
 
 import pytest
 import torch
@@ -84,6 +85,46 @@ def test_zero_one_adam_resumes_bit_for_bit_after_an_exchange():
         resumed.load_feedback_state_dict(state[2])
         train(again, resumed, 30, start=at)
         assert torch.equal(weights(model), weights(again))
+
+
+FEW_BITS = onebit.ZeroOne(var_freeze_step=20, local_step_scaler=8, local_step_clipper=4, warmup="three_bit")
+
+
+@two_ranks_only
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_zero_one_adam_after_a_warm_up_in_few_bits(exchange):
+    """Until the freeze every step renews the second moment; the workers stay alike but for local steps."""
+    recipe = Recipe(exchange=exchange)
+    model = Net()
+    optimizer = zero_one(model, schedule=FEW_BITS, recipe=recipe)
+    start, sent = train(model, optimizer, 1), [0]
+    for step in range(1, 48):
+        variance = optimizer.state[model.first.weight]["exp_avg_sq"].clone()
+        end = train(model, optimizer, 1, start=step)
+        sent.append(optimizer.stats(norms=False).step_bytes_sent)
+        renewed = not torch.equal(variance, optimizer.state[model.first.weight]["exp_avg_sq"])
+        assert renewed == (step < 20)
+        if step >= 20 and FEW_BITS.sends(step - 19) is Sends.NOTHING:
+            assert apart(model)
+        else:
+            assert_replicas_equal(model)
+    assert end < 0.9 * start
+    assert sent[1] == sent[9] > 4 * sent[10] == 4 * sent[19] > 8 * sent[20]
+
+
+@two_ranks_only
+@pytest.mark.parametrize("steps", [15, 20, 32])
+def test_after_a_warm_up_in_few_bits_it_resumes_bit_for_bit(steps, tmp_path):
+    """In the warm-up, at its end, and after an exchange."""
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model, again = Net(), Net(seed=1)
+    optimizer, resumed = (zero_one(m, schedule=FEW_BITS) for m in (model, again))
+    train(model, optimizer, steps)
+    onebit.save_checkpoint(folder, model, optimizer)
+    onebit.load_checkpoint(folder, again, resumed)
+    for m, o in ((model, optimizer), (again, resumed)):
+        train(m, o, 24, start=steps)
+    assert torch.equal(weights(model), weights(again))
 
 
 @two_ranks_only

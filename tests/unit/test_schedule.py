@@ -42,8 +42,32 @@ def test_the_policies_are_the_published_ones(schedule):
     assert {step_of(None, s) for s in range(1, 500)} == {Sends.CONTRIBUTION}
 
 
+def test_with_a_warm_up_in_few_bits_all_steps_until_the_freeze_are_of_it():
+    schedule = ZeroOne(var_freeze_step=30, local_step_scaler=8, local_step_clipper=4, warmup="three_bit")
+
+    def worker(collectives):
+        loss, synced, optimizer = train(collectives, Adam(lr=0.05), schedule=schedule)
+        assert optimizer._large[0].variance_steps == 30
+        return loss, synced, optimizer.engine.traffic.total
+
+    results = simulation.run(worker, 2)
+    for own, other in zip(results[0][1], results[1][1], strict=True):
+        np.testing.assert_array_equal(own, other)
+    published = simulation.run(
+        lambda c: train(c, Adam(lr=0.05), schedule=dataclasses.replace(schedule, warmup="exact")), 2
+    )
+    assert results[0][0] < 1.5 * published[0][0]
+    with pytest.raises(ConfigurationError, match="leave one out"):
+        simulation.run(lambda c: train(c, Adam(lr=0.05), schedule=schedule, recipe=Recipe(warmup="two_bit")), 2)
+
+
 def test_bad_policies():
-    for wrong in ({"var_freeze_step": 0}, {"var_update_scaler": 1.5}, {"local_step_clipper": True}):
+    for wrong in (
+        {"warmup": "one_bit"},
+        {"var_freeze_step": 0},
+        {"var_update_scaler": 1.5},
+        {"local_step_clipper": True},
+    ):
         with pytest.raises(ConfigurationError, match=next(iter(wrong))):
             ZeroOne(**wrong)
 
@@ -178,7 +202,9 @@ def test_steps_that_there_are_not(said, text):
         simulation.run(lambda c: train(c, Adam(lr=0.05), steps=9, schedule=Said(tuple(said))), 2)
 
 
-def test_workers_whose_schedules_say_different_things_are_told():
+def test_workers_whose_schedules_say_different_things_are_told(monkeypatch):
+    monkeypatch.setattr(Said, "__repr__", lambda self: "Said()")  # it cannot be told from what they were given
+
     def worker(collectives):
         said = Sends.CONTRIBUTION, Sends.MEAN if collectives.rank else Sends.CONTRIBUTION
         train(collectives, Adam(lr=0.05), steps=9, schedule=Said(said))
