@@ -8,11 +8,11 @@ from itertools import product
 from statistics import mean
 
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients
+from horovod_onebit.schedule import Gradients, Local
 from horovod_onebit.warmup import FIRST
 from studies import pool, report, wrapped
 from studies.language import float32
-from studies.rates import EXCHANGES, SEEDS, WORKERS, Cell, Result, beside, kept, measured, train
+from studies.rates import EXCHANGES, SEEDS, WORKERS, Cell, Result, beside, in_a_name, kept, measured, train
 from studies.recipes import PRESETS
 
 RATE = 4e-3
@@ -29,7 +29,7 @@ class Way:
     steps: int | None = STEPS
     workers: int = 4
     exchange: str = "direct"
-    schedule: Gradients | None = None
+    schedule: Gradients | Local | None = None
 
     @property
     def recipe(self) -> Recipe:
@@ -54,6 +54,15 @@ class Run:
     seed: int
 
 
+LOOK = 40  # a multiple of the rounds of Local()
+CURVES = [
+    EXACT,
+    Way(f"{STEPS} exact steps, then one bit"),
+    Way(f"{STEPS} steps in three bits, then one bit", "three_bit"),
+    Way("three bits in all steps: Gradients()", steps=None, schedule=Gradients()),
+    Way("an exchange every 8 steps: Local()", steps=None, schedule=Local()),
+]
+"""Of the picture."""
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),
          ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("speech", 4, 1.6e-2),
          ("language", 4, 2e-3)]  # fmt: skip
@@ -133,6 +142,28 @@ def result(run: Run) -> Result:
     return kept(name, lambda: train(cell, way.recipe, schedule=way.schedule))
 
 
+def curve(way: Way) -> Result:
+    """The result of ``way`` with the first seed, and the test loss and bits at every ``LOOK`` steps."""
+    cell = Cell("text", way.workers, RATE, way.steps, SEEDS[0])
+    return kept(
+        f"few_bits/curve-{in_a_name(way.text)}", lambda: train(cell, way.recipe, schedule=way.schedule, look=LOOK)
+    )
+
+
+def _picture(found: dict[Way, Result]) -> str:
+    """Test loss by step, and by the bytes that a worker has sent for each parameter until then."""
+    figure, (by_step, by_bytes) = report.axes(ncols=2, figsize=(10, 3.6), sharey=True)
+    steps = range(LOOK, Cell("text", 4, RATE, None, 0).kind.steps + 1, LOOK)
+    for way, run in found.items():
+        loss = [run[f"loss at {step}"] for step in steps]
+        by_step.plot(steps, loss, label=way.text)
+        by_bytes.plot([run[f"bits at {step}"] / 8 for step in steps], loss)
+    by_step.set(xlabel="step", ylabel="test loss, nats a character", ylim=(1.6, 3.0))
+    by_bytes.set(xlabel="bytes that a worker has sent, for each parameter", xscale="log")
+    by_step.legend()
+    return report.save(figure, "few-bits")
+
+
 def _rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     exact = mean(found[Run(EXACT, seed)]["loss"] for seed in SEEDS)
     for way in WAYS:
@@ -156,6 +187,9 @@ def run() -> str:
         "then each element of a gradient has two, three or four bits, in units of the root of its second moment. "
         "`Gradients()` averages in three bits until the end; no second moment is frozen.",
         report.table(head, _rows(found)),
+        _picture(pool.results(curve, CURVES)),
+        "The picture shows the test loss with the first seed. What to see: all ways end near each other, and what a "
+        "worker has sent until then differs by a factor of 100.",
         wrapped.section(),
         OF_TASKS,
         report.table(

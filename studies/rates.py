@@ -207,8 +207,9 @@ def train(
 
     A run that diverges has an infinite loss. Every worker calls ``hook`` once, and what it gives before each step;
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
-    many steps, as ``"loss at 200"``. ``start`` is the state of the network that the run begins with, a new one if it is
-    not given. ``make`` makes each worker's optimizer, of what ``NumpyOptimizer`` takes.
+    many steps, as ``"loss at 200"``, and the bits sent for a parameter until then, as ``"bits at 200"``. ``start`` is
+    the state of the network that the run begins with, a new one if it is not given. ``make`` makes each worker's
+    optimizer, of what ``NumpyOptimizer`` takes.
     """
     import torch
 
@@ -227,6 +228,7 @@ def train(
             weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe, schedule=schedule, exact=exact
         )
         before = hook() if hook is not None else None
+        parameters = sum(array.size for array in weights.values())
         for step in range(kind.steps):
             optimizer.rule = replace(rule, lr=rate_at(cell, step))
             loss = loss_of(cell.task, models[rank], *data.batch(options, step, rank, n))
@@ -237,8 +239,8 @@ def train(
             optimizer.step(grads)
             if look and rank == 0 and (step + 1) % look == 0:
                 seen[f"loss at {step + 1}"] = test_loss(cell.task, models[rank], data)
+                seen[f"bits at {step + 1}"] = 8 * optimizer.engine.traffic.total / parameters
         optimizer.flush()
-        parameters = sum(array.size for array in weights.values())
         warm = min(optimizer.driver.warmup.steps, kind.steps)
         return warm, 8 * optimizer.engine.traffic.total / parameters / kind.steps
 
