@@ -229,6 +229,7 @@ def check(schedule: object) -> None:
         )
     if isinstance(schedule, Stepwise):
         whole(f"exact_steps of {type(schedule).__name__}", getattr(schedule, "exact_steps", None))
+        one_of(f"warmup of {type(schedule).__name__}", schedule.warmup, Bits)
 
 
 def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:

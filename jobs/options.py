@@ -108,8 +108,6 @@ def parse(argv: Sequence[str] | None = None) -> Options:
     for name in ("momentum", "weight_decay", "seed"):
         if args[name] < 0:
             parser.error(f"--{name.replace('_', '-')} {args[name]}: expected zero or more")
-    if args["warmup"] not in ("auto", "exact") and args["optimizer"] == "zero_one_adam":
-        parser.error(f"--warmup {args['warmup']}: the warm-up of zero_one_adam is exact; leave one of both out")
     if args["data_dir"] is not None and not (args["data_dir"] / "cifar-10-batches-py").is_dir():
         parser.error(f"--data-dir {args['data_dir']}: expected a folder that holds cifar-10-batches-py")
     if args["metrics"] is not None and not args["metrics"].absolute().parent.is_dir():

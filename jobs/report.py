@@ -131,7 +131,7 @@ def predictions(runs: Sequence[Run], rates: Sequence[str]) -> Table:
 
 def _recipe(config: Mapping[str, Any]) -> Recipe:
     """That of a run, with its warm-up."""
-    exact = config["optimizer"] == "zero_one_adam"  # by its schedule
+    exact = config["optimizer"] == "zero_one_adam" and config["warmup"] == "auto"  # by its schedule
     return warmed_up(config["recipe"], "exact" if exact else config["warmup"])
 
 

@@ -64,8 +64,8 @@ CURVES = [
 ]
 """Of the picture."""
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),
-         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4), ("speech", 4, 1.6e-2),
-         ("language", 4, 2e-3)]  # fmt: skip
+         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("resnet", 16, 2e-3), ("vit", 4, 5e-4),
+         ("speech", 4, 1.6e-2), ("language", 4, 2e-3), ("language", 16, 2e-3)]  # fmt: skip
 """Tasks, workers and rates; the warm-up, exact and in three bits, has the default's length."""
 WARMUPS = (None, "exact", "three_bit")
 MORE_SEEDS = {"vit": range(32), "resnet": range(5), "vgg": range(8), "speech": range(12)}
@@ -188,8 +188,8 @@ def run() -> str:
         "`Gradients()` averages in three bits until the end; no second moment is frozen.",
         report.table(head, _rows(found)),
         _picture(pool.results(curve, CURVES)),
-        "The picture shows the test loss with the first seed. What to see: all ways end near each other, and what a "
-        "worker has sent until then differs by a factor of 100.",
+        "The picture shows the test loss with the first seed. What to see: one bit after a warm-up in three bits ends "
+        "below exact Adam, for 9 times fewer bytes, and `Local()` 4 % above it, for 62 times fewer.",
         wrapped.section(),
         OF_TASKS,
         report.table(

@@ -201,6 +201,7 @@ def train(
     look: int = 0,
     start: Mapping[str, Any] | None = None,
     make: Callable[..., NumpyOptimizer] = NumpyOptimizer,
+    rule: Callable[..., Adam] = Adam,
 ) -> Result:
     """Test loss and quality of one run, how many of its steps were exact, and the bits that a worker has sent for a
     parameter in a step. The quality is the accuracy (a share), or what the task has in its place.
@@ -209,11 +210,11 @@ def train(
     ``schedule`` and ``exact`` are ``NumpyOptimizer``'s. With ``look``, the result also has the test loss after each so
     many steps, as ``"loss at 200"``, and the bits sent for a parameter until then, as ``"bits at 200"``. ``start`` is
     the state of the network that the run begins with, a new one if it is not given. ``make`` makes each worker's
-    optimizer, of what ``NumpyOptimizer`` takes.
+    optimizer, of what ``NumpyOptimizer`` takes, and ``rule`` its rule.
     """
     import torch
 
-    kind, rule = cell.kind, Adam(lr=cell.rate)
+    kind, of_rate = cell.kind, rule(lr=cell.rate)
     models, data, options = begin(cell)
     for model in models if start is not None else ():
         model.load_state_dict(start)
@@ -224,13 +225,12 @@ def train(
         named = dict(models[rank].named_parameters())
         weights = {name: p.detach().numpy() for name, p in named.items()}
         warmup = None if schedule is not None else kind.steps if cell.warmup is None else cell.warmup
-        optimizer = make(
-            weights, rule, collectives=collectives, warmup_steps=warmup, recipe=recipe, schedule=schedule, exact=exact
-        )
+        given = {"warmup_steps": warmup, "recipe": recipe, "schedule": schedule, "exact": exact}
+        optimizer = make(weights, of_rate, collectives=collectives, **given)
         before = hook() if hook is not None else None
         parameters = sum(array.size for array in weights.values())
         for step in range(kind.steps):
-            optimizer.rule = replace(rule, lr=rate_at(cell, step))
+            optimizer.rule = replace(of_rate, lr=rate_at(cell, step))
             loss = loss_of(cell.task, models[rank], *data.batch(options, step, rank, n))
             found = torch.autograd.grad(loss, list(named.values()))
             grads = {name: g.numpy() for name, g in zip(named, found, strict=True)}

@@ -143,8 +143,7 @@ def section() -> str:
         report.table(["", "test loss at a rate"], _sweep_rows(found)),
         "Mean test loss of all seeds, in brackets beside that with exact means, and how many times fewer bits. With "
         "`Local(every=1)` each worker takes its own step, and what it has moved is exchanged in one bit. RMSprop's "
-        "best rate of the first seed is too high for the others; Muon's best one may be higher than that shown. "
-        "`Gradients()` had the levels of a Gaussian here, an earlier form.",
+        "best rate of the first seed is too high for the others; Muon's best one may be higher than that shown.",
         report.table(head, _rows(found)),
     ]
     return "\n\n".join(text)

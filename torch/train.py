@@ -41,7 +41,9 @@ def distributed(options: Options, model: torch.nn.Module) -> tuple[torch.nn.Modu
     if options.compression == "onebit":
         start: dict[str, Any] = {"warmup_steps": options.warmup_steps}
         if options.optimizer == "zero_one_adam":
-            start = {"schedule": onebit.ZeroOne(options.warmup_steps, 4, max(options.steps // 10, 1), 16)}
+            warmup = "exact" if options.warmup == "auto" else options.warmup
+            schedule = onebit.ZeroOne(options.warmup_steps, 4, max(options.steps // 10, 1), 16, warmup)
+            start = {"schedule": schedule}
         start["compression"] = onebit.Compression.fp16 if options.half else onebit.Compression.none
         optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), recipe=recipe_of(options), **start)
         replica = model

@@ -146,6 +146,7 @@ def test_predictions_are_those_of_the_planner(runs):
         (["--recipe", "paper", "--warmup", "three_bit"], False),
         (["--recipe", "paper", "--warmup", "exact"], True),
         (["--optimizer", "zero_one_adam"], True),
+        (["--optimizer", "zero_one_adam", "--warmup", "three_bit"], False),
     ],
 )
 def test_predictions_are_of_the_warm_up_of_the_run(runs, tmp_path, more, exact):

@@ -224,6 +224,25 @@ def test_a_schedule_is_compared_by_its_fields():
         simulation.run(lambda c: train(c, Adam(lr=0.05), schedule=Plain()), 1)
 
 
+@pytest.mark.parametrize("warmup", ["one_bit", "two_bit"])
+def test_the_warm_up_of_a_schedule_of_ones_own(warmup):
+    @dataclasses.dataclass(frozen=True)
+    class Own(Said):
+        said: tuple = (Sends.CONTRIBUTION,)
+        exact_steps: int = 14
+        warmup: str = "exact"
+
+    def sent(warmup):
+        _, _, optimizer = simulation.run(lambda c: train(c, Adam(lr=0.05), steps=14, schedule=Own(warmup=warmup)), 2)[0]
+        return optimizer.engine.traffic.total
+
+    if warmup == "one_bit":
+        with pytest.raises(ConfigurationError, match="warmup of Own='one_bit': expected one of 'exact', 'two_bit'"):
+            sent(warmup)
+    else:
+        assert sent(warmup) < 0.8 * sent("exact")
+
+
 TOGETHER = Sends.MEAN, Sends.CONTRIBUTION, Sends.GRADIENT
 
 
