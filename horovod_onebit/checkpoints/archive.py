@@ -2,8 +2,9 @@
 
 The file is a ``.npz``, which ``numpy.load`` reads, too: a zip archive of ``values.json`` and one ``NAME.npy`` for each
 array. The name of an array is its path in the values, such as ``model/first.weight``. Arrays of dtypes that NumPy
-lacks, such as bfloat16, are stored as integers of the same bits, and ``values.json`` has their dtypes. Arrays are
-written and read one at a time. Only values are read, never code, and classes of the user's own are refused.
+lacks, such as bfloat16, are stored as integers of the same bits, and ``values.json`` has their dtypes. Arrays of zeros
+are compressed. Arrays are written and read one at a time. Only values are read, never code, and classes of the user's
+own are refused.
 """
 
 from __future__ import annotations
@@ -88,7 +89,10 @@ def write(path: Path | IO[bytes], key: str, values: Mapping[str, Any], converter
     with zipfile.ZipFile(path, "w") as archive:
 
         def put(name: str, array: np.ndarray) -> None:
-            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
+            entry = zipfile.ZipInfo(f"{name}.npy")
+            if array.dtype.kind == "f" and not array.any():  # most residuals while gradients travel in few bits
+                entry.compress_type = zipfile.ZIP_DEFLATED
+            with archive.open(entry, "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
 
         packer = _Packer(put, converter)

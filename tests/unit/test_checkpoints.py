@@ -187,6 +187,17 @@ def test_values_come_back_as_they_were(tmp_path):
         archive.read(path, "another key", Halves())
 
 
+@pytest.mark.parametrize("dtype", [np.float32, np.float64])
+def test_zeros_take_no_room(tmp_path, dtype):
+    file, size = tmp_path / "one.npz", 100_000
+    values = {"zeros": np.zeros(size, dtype), "minus": np.full(size, -0.0, dtype), "others": np.ones(size, dtype)}
+    archive.write(file, "key", values, archive.Converter())
+    assert values["others"].nbytes < file.stat().st_size < 1.1 * values["others"].nbytes
+    for found in (archive.read(file, "key", archive.Converter()), np.load(file)):
+        for name, value in values.items():
+            np.testing.assert_array_equal(found[name].view(np.uint8), value.view(np.uint8))
+
+
 def test_dtypes_that_numpy_lacks_are_stored_as_bits(tmp_path):
     bfloat16 = pytest.importorskip("ml_dtypes").bfloat16
     path, value = tmp_path / "one.npz", np.array([[1.5, -0.0, np.inf]], bfloat16)
