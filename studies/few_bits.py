@@ -64,7 +64,7 @@ CURVES = [
 ]
 """Of the picture."""
 TASKS = [("text", 4, 2e-3), ("text", 4, 8e-3), ("text", 16, 4e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3),
-         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("resnet", 16, 2e-3), ("vit", 4, 5e-4),
+         ("vgg", 16, 1e-3), ("resnet", 4, 2e-3), ("vit", 4, 5e-4),
          ("speech", 4, 1.6e-2), ("language", 4, 2e-3), ("language", 16, 2e-3)]  # fmt: skip
 """Tasks, workers and rates; the warm-up, exact and in three bits, has the default's length."""
 WARMUPS = (None, "exact", "three_bit")
