@@ -104,14 +104,17 @@ def ours(*, over_torch: bool = False, recipe: str | Recipe = AUTO, **options: An
     return make
 
 
-def gradients(name: str, data: torch.Tensor, way: str) -> Way:
+def gradients(schedule: onebit.Gradients) -> Make:
     """As it is after the first steps, which are exact."""
-    model = build(name)
-    schedule = onebit.Gradients()
-    optimizer = onebit.DistributedOptimizer(
-        adamw(model), named(way, model), schedule=schedule, process_set=hvd.global_process_set
-    )
-    return every_step(model, optimizer, data, first=FIRST + 1)
+
+    def make(name: str, data: torch.Tensor, way: str) -> Way:
+        model = build(name)
+        optimizer = onebit.DistributedOptimizer(
+            adamw(model), named(way, model), schedule=schedule, process_set=hvd.global_process_set
+        )
+        return every_step(model, optimizer, data, first=FIRST + 1)
+
+    return make
 
 
 def local(every: int, *, exact: Any = None, **options: Any) -> Make:
@@ -183,7 +186,8 @@ WAYS: dict[str, Make] = {
     "onebit no overlap": ours(overlap=False),
     f"onebit {OVER_TORCH}": ours(over_torch=True),
     f"exact {OVER_TORCH}": ours(over_torch=True, recipe="exact"),
-    "gradients in three bits": gradients,
+    "gradients in three bits": gradients(onebit.Gradients()),
+    "gradients in two bits": gradients(onebit.Gradients("two_bit")),
     "onebit local 8": local(8),
     "onebit local 16": local(16),
     "onebit local 16 hidden": local(16, delay=4),

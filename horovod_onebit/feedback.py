@@ -17,7 +17,7 @@ from horovod_onebit.checks import mapping
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.schedule import Local, Stepwise, text_of
 
 T = TypeVar("T")
 
@@ -28,18 +28,16 @@ MARK = "onebit.residuals."
 """Begins the name of an empty entry that tells of what kind saved residuals are, and of how many workers."""
 
 
-def kind(space: str, *, divides: bool, schedule: object = None) -> str:
+def kind(space: str, *, divides: bool, schedule: Stepwise | Local | None = None) -> str:
     """What the residuals of a run are of: of moved weights (``"local"``); of updates, or of momenta, which are smaller
-    by orders of magnitude; with a ``schedule`` that is a ``Stepwise``, of what its steps send.
+    by orders of magnitude; with a ``Stepwise``, of what its steps send: they belong to this very schedule.
 
     ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
     """
     if isinstance(schedule, Local):
         return "local"
     found = "momentum" if divides and space == "momentum" else "step"
-    if schedule is None:
-        return found
-    return f"{'0/1' if type(schedule) is ZeroOne else type(schedule).__name__} {found}"
+    return found if schedule is None else f"{text_of(schedule)} {found}"
 
 
 def of_kind(kind: str) -> str:
@@ -47,9 +45,8 @@ def of_kind(kind: str) -> str:
     if kind == "local":
         return "with schedule=Local(...)"
     space = "momentum" if kind.endswith("momentum") else "update"
-    name = kind.rpartition(" ")[0]
-    schedule = f"schedule={'ZeroOne' if name == '0/1' else name}(...)" if name else "no schedule"
-    return f"with {schedule} and a recipe of space={space!r}"
+    schedule = kind.rpartition(" ")[0]
+    return f"with {f'schedule={schedule}' if schedule else 'no schedule'} and a recipe of space={space!r}"
 
 
 def check_kind(saved: str, kind: str, what: str, instead: str) -> None:

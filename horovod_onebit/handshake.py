@@ -212,7 +212,7 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
 def meet(collectives: Any, name: str, call: str, setup: str = "", **facts: Mapping[str, object]) -> Task[None]:
     """Raise ``DesyncError`` on every worker unless all make this ``call`` now, with the same ``setup`` and ``facts``.
     Collective."""
-    record = agreement(collectives.rank, collectives.size, setup=f"{setup} {facts}", call=call)
+    record = agreement(collectives.rank, collectives.size, setup=f"{setup} {packed(facts).decode()}", call=call)
     total = yield collectives.allreduce(record, name)
     try:
         read_agreement(total, collectives.size)

@@ -7,6 +7,7 @@ exact part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import numpy as np
@@ -30,7 +31,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.zero_one_adam import COUNT
 from horovod_onebit.run_state import RunState
-from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise
+from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.warmup import AfterRise, Phase
 from horovod_onebit.warmup import make as make_warmup
@@ -69,8 +70,8 @@ class NumpyOptimizer(RunState):
             second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
 
-    The first step raises ``DesyncError`` on all workers if these arguments, or the names and shapes of ``weights``, are
-    not the same on all, or if not all have loaded the same state. The values of weights are not compared.
+    The first step raises ``DesyncError`` on all workers if these arguments, ``kernels`` apart, or the names and shapes
+    of ``weights`` are not the same on all, or the number of steps taken is not. The values of weights are not compared.
     """
 
     def __init__(
@@ -93,7 +94,8 @@ class NumpyOptimizer(RunState):
         if isinstance(warmup, AfterRise) and type(rule) is not Adam:
             warmup = make_warmup(1)
         self.rule = rule
-        self._met, self._arguments = False, {"warmup_steps": warmup_steps, "total_steps": total_steps}
+        self._met = False
+        self._arguments = {"warmup_steps": warmup_steps or "auto", "total_steps": total_steps}
         self.engine = Engine(recipe, collectives, kernels=kernels)
         self._stepwise = isinstance(schedule, Stepwise)
         self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
@@ -144,15 +146,17 @@ class NumpyOptimizer(RunState):
 
     def _meet(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers unless they begin alike. Collective."""
-        engine, large = self.engine, {tensor.name for tensor in self._large}
-        chosen = {**engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": self.rule.name}
+        engine, rule, large = self.engine, self.rule, {tensor.name for tensor in self._large}
+        arguments = {**engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": rule.name}
         trained = {
             f"array {number}": f"{name!r}, shape {array.shape}, {'compressed' if name in large else 'not compressed'}"
             for number, (name, array) in enumerate(self.weights.items())
         }
+        of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
         yield from meet(
-            engine.collectives, f"{engine.name}.agreement", "step", arguments=chosen, trained=trained,
-            progress={"steps taken": self.steps}, hyperparameters={"the rule": self.rule},
+            engine.collectives, f"{engine.name}.agreement", "step", arguments=arguments, trained=trained,
+            progress={"the number of steps taken": self.steps},
+            hyperparameters={f"the rule's {name}": getattr(rule, name) for name in of_rule},
         )  # fmt: skip
         self._met = True
 
@@ -226,7 +230,7 @@ class NumpyOptimizer(RunState):
         return {
             **run_state.counts(self.engine, self.driver.warmup),
             "rule": self.rule.name,
-            "schedule": repr(self._schedule),
+            "schedule": str(self._schedule and text_of(self._schedule)),
             "steps": self.steps,
             "frozen": self.driver.frozen,
             "compresses": self._mature,

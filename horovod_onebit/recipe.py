@@ -75,7 +75,8 @@ class Recipe:
         warmup: how gradients travel in the warm-up: ``"exact"``, or, after ten exact steps, in ``"two_bit"``,
             ``"three_bit"`` or ``"four_bit"`` an element, in units of the root of its second moment
             (``rules.gradient``). Takes 8 to 12 bytes of memory a parameter while it lasts, where they are compressed.
-            ``"auto"`` is ``"three_bit"``, with a schedule ``"exact"``.
+            ``"auto"`` is ``"three_bit"``. A schedule has a ``warmup`` of its own, which this must not contradict:
+            ``"auto"`` and ``"exact"`` stand for it there.
         link: what ``"auto"`` takes for the rate of a host's network interface, in bytes per second.
     """
 

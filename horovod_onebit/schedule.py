@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, is_dataclass, replace
+from dataclasses import dataclass, fields, is_dataclass, replace
 from enum import StrEnum
-from typing import ClassVar, Final
+from typing import Any, ClassVar, Final
 
 from horovod_onebit import recipe as recipes
 from horovod_onebit.checks import finite, one_of, whole
@@ -102,9 +102,9 @@ class ZeroOne(Stepwise):
             of an interval, which is 1 at first and doubles after every so many steps.
         local_step_clipper: H in the paper, the largest such interval.
         warmup: ``"exact"`` is the published algorithm. ``"two_bit"``, ``"three_bit"``, ``"four_bit"``: until
-            ``var_freeze_step`` all steps are Adam's own, of mean gradients in so many bits, which renew the second
-            moment every time (``Recipe.warmup``); ``var_update_scaler`` says nothing then. At equal bytes the loss is
-            lower (study 17).
+            ``var_freeze_step`` all steps are Adam's own, of mean gradients that travel in so many bits after the first
+            ten, and each renews the second moment (``Recipe.warmup``). ``var_update_scaler`` is not used then. At
+            equal bytes the loss is lower (study 17).
     """
 
     var_freeze_step: int = 100_000
@@ -230,6 +230,13 @@ def check(schedule: object) -> None:
     if isinstance(schedule, Stepwise):
         whole(f"exact_steps of {type(schedule).__name__}", getattr(schedule, "exact_steps", None))
         one_of(f"warmup of {type(schedule).__name__}", schedule.warmup, Bits)
+
+
+def text_of(schedule: Any) -> str:
+    """Its class, and the fields that are not their defaults, so that fields of later versions do not change it."""
+    own = {field.name: getattr(schedule, field.name) for field in fields(schedule)}
+    changed = (f"{field.name}={own[field.name]!r}" for field in fields(schedule) if own[field.name] != field.default)
+    return f"{type(schedule).__name__}({', '.join(changed)})"
 
 
 def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:

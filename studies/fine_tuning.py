@@ -34,10 +34,6 @@ from studies.recipes import PRESETS
 WORKERS, KIND = 4, OTHERS["source"]
 RATES = (1e-3, 2e-3, 4e-3, 8e-3)
 """Of exact Adam, with the first seed: that of ``KIND`` should be the best of them."""
-EARLIER = (
-    "The rows in two and three bits were run with an earlier form of it, with four and eight levels, of which none is "
-    "zero ([study 12](#12-a-warm-up-in-few-bits))."
-)
 BASE = Cell("language", 1, OTHERS["language"].rates[0], None, 0)
 
 
@@ -131,6 +127,5 @@ def run() -> str:
         f"Adam with the first seed: {tried}). Before that, its test loss there is {before:.3f}. Means of {len(SEEDS)} "
         "seeds, each of other batches; in brackets, how far above exact Adam.",
         report.table(head, _rows(found)),
-        EARLIER,
     ]
     return "\n\n".join(text) + "\n"

@@ -86,13 +86,12 @@ def loads(data: bytes, converter: Converter) -> Any:
 def write(path: Path | IO[bytes], key: str, values: Mapping[str, Any], converter: Converter) -> None:
     """Write ``values`` to the file ``path`` of the checkpoint ``key``. Raises ``TypeError`` that names what cannot be
     stored."""
-    with zipfile.ZipFile(path, "w") as archive:
+    with zipfile.ZipFile(path, "w", compresslevel=1) as archive:
 
         def put(name: str, array: np.ndarray) -> None:
-            entry = zipfile.ZipInfo(f"{name}.npy")
-            if array.dtype.kind == "f" and not array.any():  # most residuals while gradients travel in few bits
-                entry.compress_type = zipfile.ZIP_DEFLATED
-            with archive.open(entry, "w", force_zip64=True) as file:
+            zeros = array.dtype.kind == "f" and not array.any()  # most residuals while gradients travel in few bits
+            archive.compression = zipfile.ZIP_DEFLATED if zeros else zipfile.ZIP_STORED
+            with archive.open(f"{name}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
 
         packer = _Packer(put, converter)

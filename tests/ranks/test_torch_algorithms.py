@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.schedule import Sends
 from horovod_onebit.torch.diagnostics import Collector, gradients
 from horovod_onebit.warmup import AutoWarmup, Phase
@@ -125,6 +125,26 @@ def test_after_a_warm_up_in_few_bits_it_resumes_bit_for_bit(steps, tmp_path):
     for m, o in ((model, optimizer), (again, resumed)):
         train(m, o, 24, start=steps)
     assert torch.equal(weights(model), weights(again))
+
+
+@two_ranks_only
+def test_a_checkpoint_belongs_to_its_schedule(tmp_path):
+    """What residuals are of depends on it: those of gradients are far too large for moved weights."""
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    optimizer = zero_one(model := Net())
+    train(model, optimizer, 12)
+    onebit.save_checkpoint(folder, model, optimizer)
+    other = zero_one(again := Net(), schedule=FEW_BITS)
+    told = (
+        r"saved with schedule=ZeroOne\(var_freeze_step=40, .* and this optimizer is with schedule=ZeroOne\(.*three_bit"
+    )
+    with pytest.raises(CheckpointError, match=told):
+        onebit.load_checkpoint(folder, again, other)
+    with pytest.raises(ConfigurationError, match=told):
+        other.load_feedback_state_dict(optimizer.feedback_state_dict())
+    train(again, other, 24)
+    other.flush()
+    assert_replicas_equal(again)
 
 
 @two_ranks_only

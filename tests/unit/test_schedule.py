@@ -11,7 +11,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.sgd import SGD
-from horovod_onebit.schedule import Sends, Stepwise, ZeroOne, step_of
+from horovod_onebit.schedule import Sends, Stepwise, ZeroOne, step_of, text_of
 
 f32 = np.float32
 SIZE = 2000
@@ -59,6 +59,27 @@ def test_with_a_warm_up_in_few_bits_all_steps_until_the_freeze_are_of_it():
     assert results[0][0] < 1.5 * published[0][0]
     with pytest.raises(ConfigurationError, match="leave one out"):
         simulation.run(lambda c: train(c, Adam(lr=0.05), schedule=schedule, recipe=Recipe(warmup="two_bit")), 2)
+
+
+@pytest.mark.parametrize("change", [{"warmup": "three_bit"}, {"var_freeze_step": 8}, {"var_update_scaler": 8}])
+def test_a_state_belongs_to_its_schedule(change):
+    """What residuals are of depends on it: those of gradients are far too large for moved weights."""
+
+    def worker(collectives):
+        _, _, optimizer = train(collectives, Adam(lr=0.05), steps=12, schedule=SCHEDULE)
+        saved, other = optimizer.state(), dataclasses.replace(SCHEDULE, **change)
+        train(collectives, Adam(lr=0.05), steps=1, schedule=SCHEDULE)[2].load_state(saved)
+        _, _, others = train(collectives, Adam(lr=0.05), steps=1, schedule=other)
+        with pytest.raises(ConfigurationError, match=r"ZeroOne\(var_freeze_step=140, .* this optimizer is with"):
+            others.load_state(saved)
+
+    simulation.run(worker, 2)
+
+
+def test_the_text_of_a_schedule_is_that_of_what_is_not_a_default():
+    assert text_of(ZeroOne()) == "ZeroOne()"
+    assert text_of(ZeroOne(100_000, 4)) == "ZeroOne(var_update_scaler=4)"
+    assert text_of(Said((Sends.MEAN,), 4)) == "Said(said=(<Sends.MEAN: 'mean'>,), exact_steps=4)"
 
 
 def test_bad_policies():

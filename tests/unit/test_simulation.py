@@ -780,16 +780,42 @@ def test_without_error_feedback_compression_is_worse():
 OTHER = {"table": np.ones((40, 41), f32), "bias": np.ones(40, f32)}
 
 
+def test_workers_that_have_loaded_different_states_are_all_told():
+    raised = []
+
+    def worker(collectives):
+        optimizer, _ = train(collectives, EVERYTHING, steps=3)
+        state, again = optimizer.state(), train(collectives, EVERYTHING, steps=0)[0]
+        if collectives.rank == 1:
+            again.load_state(state)
+        with pytest.raises(DesyncError, match=r"number of steps taken differs between workers: 0 on worker.* 3 on"):
+            again.step({t.name: np.ones(t.weight.size, f32) for t in again._tensors})
+        raised.append(collectives.rank)
+
+    simulation.run(worker, 3, timeout=10)
+    assert sorted(raised) == [0, 1, 2]
+
+
+def test_what_means_the_same_is_the_same_to_all():
+    def worker(collectives):
+        weights, one = {"w": np.ones((40, 40), f32)}, collectives.rank == 1
+        rule = Adam(lr=np.float64(0.1) if one else 0.1)
+        warmup = {"warmup_steps": "auto"} if one else {}
+        assert NumpyOptimizer(weights, rule, collectives=collectives, **warmup).step(weights)
+
+    simulation.run(worker, 2, timeout=10)
+
+
 @pytest.mark.parametrize(
     ("what", "change"),
     [
         ("warmup differs .* exact on worker 0, three_bit on workers 1 and 2", {"recipe": Recipe(warmup="exact")}),
-        ("warmup_steps differs .* 5 on worker 0, None on workers 1 and 2", {"warmup_steps": 5}),
+        ("warmup_steps differs .* 5 on worker 0, auto on workers 1 and 2", {"warmup_steps": 5}),
         ("schedule differs", {"schedule": Local(4)}),
         ("array 0 differs .* not compressed on worker 0", {"exact": ["table"]}),
         ("array 0 differs .* shape", {"weights": OTHER}),
         ("array 0 differs between workers: 'bias'", {"weights": dict(reversed(OTHER.items()))}),
-        (r"rule differs between workers: Adam\(lr=0.2", {"rule": Adam(lr=0.2)}),
+        ("rule's lr differs between workers: 0.2 on worker 0", {"rule": Adam(lr=0.2)}),
     ],
 )
 def test_workers_that_begin_differently_are_all_told_by_the_first_step(what, change):
