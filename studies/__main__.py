@@ -61,8 +61,8 @@ These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit 
 removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
 gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
 digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 20, in study 12
-`vgg`, `vit`, `speech`, `language` and the other optimizers, and all rows in few bits of studies 12, 16 and 17; study
-19 ran on a GPU.
+`vgg`, `vit`, `speech`, `language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12,
+15, 16, 17 and 20; study 19 ran on a GPU.
 
 | name | meaning |
 |---|---|

@@ -145,8 +145,6 @@ def run() -> str:
         "has just risen. The gradients of LoRA's matrices A are zero in the first step, because B starts at zero, and "
         "then grow with B. `robust` alone leaves the small matrices in float32 in all steps, which is why it saves so "
         "little; `auto` took 30 exact steps with the first seed, and 220 with the second.",
-        "The rows in three bits, here and below, were run with an earlier form of it, with eight levels, of which none "
-        "is zero ([study 12](#12-a-warm-up-in-few-bits)).",
         f"All parameters, at a rate of {full:g}; gradients are clipped by `optimizer.clip_grad_norm_({MAX_NORM:g})` in "
         f"each step. {_clipped(found)}",
         report.table(_heading(CLIPPED), _rows(found, CLIPPED, full)),
