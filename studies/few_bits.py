@@ -10,7 +10,7 @@ from statistics import mean
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local
 from horovod_onebit.warmup import FIRST
-from studies import pool, report, wrapped
+from studies import before_freeze, pool, report, wrapped
 from studies.language import float32
 from studies.rates import EXCHANGES, SEEDS, WORKERS, Cell, Result, beside, in_a_name, kept, measured, train
 from studies.recipes import PRESETS
@@ -190,6 +190,7 @@ def run() -> str:
         _picture(pool.results(curve, CURVES)),
         "The picture shows the test loss with the first seed. What to see: one bit after a warm-up in three bits ends "
         "below exact Adam, for 9 times fewer bytes, and `Local()` 4 % above it, for 62 times fewer.",
+        before_freeze.section(),
         wrapped.section(),
         OF_TASKS,
         report.table(

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import sys
 from pathlib import Path
 
@@ -16,7 +17,18 @@ from horovod_onebit.schedule import Local
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from studies import frozen, of_deepspeed, paraboloid, published, quadratics, report, tuned, wrapped, zero_one
+from studies import (
+    before_freeze,
+    frozen,
+    of_deepspeed,
+    paraboloid,
+    published,
+    quadratics,
+    report,
+    tuned,
+    wrapped,
+    zero_one,
+)
 from studies.lockstep import Workers
 
 f32 = np.float32
@@ -230,6 +242,17 @@ def test_zero_one_adam_in_few_bits():
     assert found[0][1].engine.traffic.total > one_bit[0][1].engine.traffic.total
     off = np.abs(found[0][0]["blocks.a"] - one_bit[0][0]["blocks.a"])
     assert 0 < off.mean() < 0.05
+
+
+def test_local_steps_after_gradients_in_few_bits():
+    """Until the freeze all workers have the same weights in every step, then after every round."""
+    for steps, alike in ((7, True), (12, True), (15, False), (16, True), (32, True)):
+        _, found = trained(steps, before_freeze.InFewBits, schedule=Local(4, freeze=12))
+        assert all(optimizer.driver.frozen == (steps >= 12) for _, optimizer in found)
+        for (weights, optimizer), name in itertools.product(found[1:], found[0][0]):
+            assert np.array_equal(weights[name], found[0][0][name]) == alike
+            own, other = ({t.name: t.variance for t in each._tensors} for each in (optimizer, found[0][1]))
+            np.testing.assert_array_equal(own[name], other[name])
 
 
 def test_diloco_and_powersgd_count_their_bytes():
