@@ -159,8 +159,9 @@ TARGETS = """## Seconds until a given test loss
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
 seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps; `onebit three
 bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit")` and
-`compression=hvd.Compression.fp16`; blocks had 1,024 elements then, not 256). `onebit local 8` is `schedule=Local()`: at
-so few steps, its second moments are not frozen yet, and its rounds have 4 steps. `onebit local 16` is
+`compression=hvd.Compression.fp16`; at 50 and 100 Mbit/s an earlier form, whose blocks had 1,024 elements and not 256).
+`onebit local 8` is `schedule=Local()`: at so few steps, its second moments are not frozen yet, and its rounds have 4
+steps. `onebit local 16` is
 `Local(every=16, freeze=0)`, whose moments stay each worker's own, with rounds of 16. DiLoCo has the published outer
 rate and momentum, which are not the best ones for short runs
 ([study 18](studies.md#18-diloco-and-powersgd-at-their-best)). The clock stands still during
