@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from itertools import product
 from statistics import mean
 from typing import Any
 
 from numpy.typing import NDArray
 
-from horovod_onebit.coded import CodedMean
-from horovod_onebit.engine import Engine
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Rule
 from horovod_onebit.schedule import Local
@@ -20,6 +19,7 @@ from studies import pool, report
 from studies.language import float32
 from studies.local import FREEZE, ROBUST
 from studies.rates import SEEDS, Cell, Result, beside, in_a_name, kept, measured, train
+from studies.zero_one import three_bit_means
 
 TASK, WORKERS, RATE = "text", 4, 4e-3
 
@@ -30,19 +30,15 @@ class InFewBits(NumpyOptimizer):
 
     def __init__(self, weights: Mapping[str, NDArray], rule: Rule, **options: Any) -> None:
         super().__init__(weights, rule, **options)
-        own = Engine(replace(self.engine.recipe, warmup="three_bit"), self.engine.collectives, name="few")
-        own.traffic = self.engine.traffic
-        self._few = CodedMean(own, divides=True)
+        self.coded = three_bit_means(self)
 
     def step(self, grads: Mapping[str, NDArray]) -> bool:
         if self.driver.frozen:
             return super().step(grads)
         self._grads = self._flat(grads)
-        large = {tensor.name: self._grads[tensor.name] for tensor in self._large}
-        found = run_task(self._few.average(large, [self._grads[tensor.name] for tensor in self._small]))
-        assert found is not None, "a gradient is not finite"
-        for tensor, grad in [*((t, found[0][t.name]) for t in self._large), *zip(self._small, found[1], strict=True)]:
-            self.rule.exact_step(tensor, grad, self.engine.context)
+        finite = run_task(self.average(Verdict()))
+        assert finite, "a gradient is not finite"
+        self.exact_step()
         self.steps += 1
         if self.driver.warmup.reached(self.steps, self.learning_rate):  # type: ignore[attr-defined]
             for moment in self.second_moments():

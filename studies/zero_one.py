@@ -28,15 +28,20 @@ from studies.rates import SEEDS, Cell, Result, beside, kept, measured, train
 TASK, WORKERS, RATE = "text", 4, 4e-3
 
 
+def three_bit_means(optimizer: NumpyOptimizer) -> CodedMean:
+    """Mean gradients in three bits, whatever the recipe of ``optimizer``, an Adam, says; their bytes are its own."""
+    own = Engine(replace(optimizer.engine.recipe, warmup="three_bit"), optimizer.engine.collectives, name="few")
+    own.traffic = optimizer.engine.traffic
+    return CodedMean(own, divides=True)
+
+
 class InFewBits(NumpyOptimizer):
     """0/1 Adam, whose steps of ``Sends.GRADIENT`` take the mean gradient as ``rules.gradient`` has it; the second
     moment stays until the next exact mean."""
 
     def __init__(self, weights: Mapping[str, NDArray], rule: Rule, **options: Any) -> None:
         super().__init__(weights, rule, **options)
-        own = Engine(replace(self.engine.recipe, warmup="three_bit"), self.engine.collectives, name="few")
-        own.traffic = self.engine.traffic
-        self._few = CodedMean(own, divides=True)
+        self._few = three_bit_means(self)
 
     def step(self, grads: Mapping[str, NDArray]) -> bool:
         sends = Sends.MEAN if self.phase is Phase.WARMUP else self.driver.sends
