@@ -169,10 +169,12 @@ class CodedMean:
 
         return arrived()
 
-    def mean(self, tensors: Sequence[Tensor], grads: Sequence[Array], beside: Task[bool]) -> Task[bool]:
+    def mean(
+        self, tensors: Sequence[Tensor], grads: Sequence[Array], beside: Task[bool], *, certain: bool = False
+    ) -> Task[bool]:
         """Put the workers' means of ``grads``, flat float32, into the weights of ``tensors``, which are the same on all
         workers. False on all, and nothing has changed, if those of some worker are not finite, or if what is averaged
-        ``beside`` them is not. Collective."""
+        ``beside`` them is not. ``certain``: those of all are (``Engine.receive``). Collective."""
         engine, rules, numbered = self.engine, [self._rule] * len(tensors), dict(enumerate(grads))
         engine.exchanges = max(tensor.variance_steps for tensor in tensors)  # on new workers, too
         yield from engine.prepare(tensors, rules)
@@ -186,7 +188,7 @@ class CodedMean:
             moves = yield from engine.look(rules)
             engine.release()
             finite = yield from beside
-            taken = yield from engine.receive(numbered, plan, finite=finite)
+            taken = yield from engine.receive(numbered, plan, finite=finite, certain=certain)
         except BaseException:  # the caller may close this task, too
             engine.cancel()
             raise

@@ -542,11 +542,12 @@ class Engine:
 
     @property
     def sent_finite(self) -> Finite:
-        """Whether all that was sent in this step was finite, and what becomes of it will be."""
+        """Whether all messages of this step were sent, were finite, and what becomes of them will be."""
         encoded = [item.encoded if not item.arriving else None for item in self._sent.values()]
         if not all(e[0].finite for e in encoded if e is not None):
             return Finite.NO
-        return Finite.YES if all(encoded) and all(item.sure for item in self._sent.values()) else Finite.UNKNOWN
+        all_sent = self.layout is not None and len(encoded) == len(self.layout.buckets) and all(encoded)
+        return Finite.YES if all_sent and all(item.sure for item in self._sent.values()) else Finite.UNKNOWN
 
     def recall(self, grads: Mapping[int, Array], plan: Plan) -> Task[None]:
         """Take back what was sent in this step, by whichever workers. Collective; gradients must be what they were."""

@@ -16,6 +16,7 @@ import torch
 from horovod_onebit.coded import CodedMean, Learned
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.exchange import Lane
+from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
 from horovod_onebit.torch.collectives import tensor_of
@@ -123,13 +124,19 @@ class Coded:
         """The gradients of this step were averaged, or are averaged no more."""
         self._decided, self._plan = False, None
 
-    def average(self, parameters: Iterable[torch.Tensor], beside: Task[bool]) -> Task[None]:
+    @property
+    def sent_finite(self) -> Finite:
+        """See ``Engine.sent_finite``."""
+        return Finite.UNKNOWN if self._plan is None else self._mean.engine.sent_finite
+
+    def average(self, parameters: Iterable[torch.Tensor], beside: Task[bool], *, certain: bool = False) -> Task[None]:
         """The gradients of ``parameters`` become the averages; infinity on all workers if those of some worker, or what
-        is averaged ``beside`` them, is not finite. Collective."""
+        is averaged ``beside`` them, is not finite. ``certain``: all workers have sent finite ones. Collective."""
         each = self._averaged = list(parameters)
         self.over()
         units = [self._unit(p) for p in each]
-        if not (yield from self._mean.mean(units, [self._gradient(p) for p in each], beside)):
+        gradients = [self._gradient(p) for p in each]
+        if not (yield from self._mean.mean(units, gradients, beside, certain=certain)):
             for p in each:
                 p.grad = torch.full_like(p, math.inf)
             return

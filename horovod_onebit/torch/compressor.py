@@ -361,7 +361,8 @@ class Compressor(Steps):
         # When all is encoded, it is known whether all gradients are finite.
         now.told = not self.parameters.prepared or warm or self._stepwise
         if now.told:
-            self.agreement.start("step", Finite.UNKNOWN if now.finite else Finite.NO, *now.said)
+            sent = self.gradients.sent_finite if warm else Finite.UNKNOWN
+            self.agreement.start("step", sent if now.finite else Finite.NO, *now.said)
 
     def agreed(self) -> Task[Verdict]:
         now = self._now
@@ -373,7 +374,7 @@ class Compressor(Steps):
 
     def average(self, verdict: Verdict) -> Task[bool]:
         if self.gradients.automatic and not self._now.settled:
-            yield from self.gradients.average(again=bool(verdict.edited))
+            yield from self.gradients.average(again=bool(verdict.edited), certain=verdict.certain)
         return all_finite(self._exact())  # of averages, so that all workers see the same
 
     def _exact(self) -> list[torch.Tensor]:

@@ -29,6 +29,7 @@ from horovod_onebit.checks import whole
 from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Generation, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Rule
 from horovod_onebit.tasks import Task
 from horovod_onebit.torch import exact
@@ -281,11 +282,16 @@ class Gradients:
 
     # -- exact averages -------------------------------------------------------------------------------------------
 
-    def average(self, *, again: bool = False) -> Task[None]:
+    @property
+    def sent_finite(self) -> Finite:
+        """Whether all that is averaged in few bits was sent, and was finite."""
+        return Finite.UNKNOWN if self.coded is None else self.coded.sent_finite
+
+    def average(self, *, again: bool = False, certain: bool = False) -> Task[None]:
         """Start what the hooks did not, wait for everything; the gradients are then the average (or the sum).
 
         ``again``: on some worker gradients were changed after their averages had left. What left is dropped, and the
-        gradients of now are averaged.
+        gradients of now are averaged. ``certain``: otherwise ``sent_finite`` is so on all workers.
         """
         exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
@@ -296,7 +302,8 @@ class Gradients:
         if (coded := self.coded) is None:
             yield from arrive
         else:
-            yield from coded.average(in_few_bits, arrive) if in_few_bits else arrive
+            certain = certain and not again
+            yield from coded.average(in_few_bits, arrive, certain=certain) if in_few_bits else arrive
             learning = [p for p in exact if coded.learns(p)]
             if learning and all_finite(learning):
                 coded.observe(learning)
