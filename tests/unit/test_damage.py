@@ -164,3 +164,22 @@ def test_an_overflow_that_the_server_alone_meets_skips_the_step():
 
     with np.errstate(over="ignore", invalid="ignore"):
         assert simulation.run(worker, 1) == [[True, False, True, True]]
+
+
+@pytest.mark.parametrize("size", [1e19, 1e20, 1e25])
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+def test_one_huge_gradient_in_the_warm_up_stops_nobody(size):
+    """The second moment is finite, and with its bias corrected it is not; or it is infinite itself."""
+
+    def worker(collectives):
+        weights, rng = {"a": np.ones(1024, f32)}, np.random.default_rng(collectives.rank)
+        recipe = Recipe(min_compressed_size=1, warmup="exact")
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, warmup_steps=8, recipe=recipe)
+        taken = []
+        for step in range(20):
+            grad = rng.standard_normal(1024).astype(f32)
+            grad[3] = size if step == 4 else grad[3]
+            taken.append(optimizer.step({"a": grad}))
+        return all(taken) and bool(np.isfinite(weights["a"]).all())
+
+    assert simulation.run(worker, 2) == [True, True]
