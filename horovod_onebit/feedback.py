@@ -28,14 +28,20 @@ MARK = "onebit.residuals."
 """Begins the name of an empty entry that tells of what kind saved residuals are, and of how many workers."""
 
 
-def kind(space: str, *, divides: bool, schedule: Stepwise | Local | None = None) -> str:
+VELOCITY = "velocity"
+
+
+def kind(space: str, *, divides: bool, schedule: Stepwise | Local | None = None, velocities: bool = False) -> str:
     """What the residuals of a run are of: of moved weights (``"local"``); of updates, or of momenta, which are smaller
-    by orders of magnitude; with a ``Stepwise``, of what its steps send: they belong to this very schedule.
+    by orders of magnitude, or of ``velocities`` (``rules.sgd``); with a ``Stepwise``, of what its steps send: they
+    belong to this very schedule.
 
     ``space`` is the recipe's; it matters where the rule ``divides`` by a second moment.
     """
     if isinstance(schedule, Local):
         return "local"
+    if velocities:
+        return VELOCITY
     found = "momentum" if divides and space == "momentum" else "step"
     return found if schedule is None else f"{text_of(schedule)} {found}"
 
@@ -44,6 +50,8 @@ def of_kind(kind: str) -> str:
     """``kind`` in words."""
     if kind == "local":
         return "with schedule=Local(...)"
+    if kind == VELOCITY:
+        return "with Keras's SGD, whose residuals are of velocities"
     space = "momentum" if kind.endswith("momentum") else "update"
     schedule = kind.rpartition(" ")[0]
     return f"with {f'schedule={schedule}' if schedule else 'no schedule'} and a recipe of space={space!r}"

@@ -7,6 +7,10 @@ On worker i:
     m     <- sum_i C_i / n                                    the same on all workers
     w     <- w - lr * m,  or with Nesterov  w - lr * (g + momentum * m),  g = m - momentum * m_before
 
+Keras's momentum is a velocity, which has the learning rates of its steps, and residuals are then of velocities, too:
+
+    c_i   = momentum * v - lr * g_i + error_i;   v <- sum_i C_i / n;   w <- w + v,  or  w + momentum * v - lr * g
+
 There is no preconditioner, so the recipe's space, clip and epsilon do not matter here; scales per block do, since
 the magnitudes of gradients differ between layers. Weight decay is L2, into g_i, or decoupled, straight to w.
 """
@@ -79,6 +83,8 @@ class SGD(Rule):
     """Hyperparameters of one step; names and meanings are those of ``torch.optim.SGD``.
 
     ``decoupled`` takes weight decay out of the gradient, as Keras has it: ``w <- (1 - lr * weight_decay) * w - ...``.
+    ``velocity``: the momentum is Keras's, so that a change of the learning rate changes what is added to it from then
+    on, and not what it has.
     """
 
     lr: float
@@ -87,6 +93,7 @@ class SGD(Rule):
     weight_decay: float = 0.0
     nesterov: bool = False
     decoupled: bool = False
+    velocity: bool = False
     grad_scale: float = 1.0
     name: str = "sgd"
 
@@ -102,15 +109,22 @@ class SGD(Rule):
         """What decoupled weight decay leaves of a weight."""
         return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
+    @property
+    def rates(self) -> tuple[float, float]:
+        """What a gradient is multiplied by when it goes into the momentum, and what that is when it is taken from the
+        weights."""
+        return (-self.lr, -1.0) if self.velocity else (1.0, self.lr)
+
     def scalars(self) -> Scalars:
         ahead = self.momentum if self.nesterov else 0.0
+        into, out = self.rates
         values = {
             "momentum": self.momentum,
-            "grad": (1 - self.dampening) * self.grad_scale,
+            "grad": into * (1 - self.dampening) * self.grad_scale,
             "l2": 0.0 if self.decoupled else self.weight_decay / self.grad_scale,
             "decay": self.decay,
-            "look_back": self.lr * ahead,
-            "step": self.lr * (1 + ahead),
+            "look_back": out * ahead,
+            "step": out * (1 + ahead),
         }
         return scalars(Scalars, **values)
 
@@ -126,15 +140,16 @@ class SGD(Rule):
 
     def exact(self, tensor: Tensor) -> Use:
         """SGD as ``torch.optim.SGD`` has it: the first step's momentum is the gradient itself."""
+        into, out = self.rates if self.momentum else (1.0, self.lr)
         values = {
             "grad": self.grad_scale,
             "l2": 0.0 if self.decoupled else self.weight_decay,
             "momentum": self.momentum,
-            "take": 1.0 if tensor.step == 1 else 1 - self.dampening,
-            "ahead_g": float(self.nesterov),
+            "take": into * (1.0 if tensor.step == 1 else 1 - self.dampening),
+            "ahead_g": into * self.nesterov,
             "ahead_m": self.momentum if self.nesterov else 1.0,
             "decay": self.decay,
-            "step": self.lr,
+            "step": out,
         }
         return Use(exact if self.momentum else exact_without_momentum, scalars(Exact, **values))
 
@@ -151,5 +166,5 @@ KERAS = Wraps(
     SGD,
     momentum="momentums",
     options={"momentum": "momentum", "nesterov": "nesterov"},
-    fixed={"decoupled": True},
+    fixed={"decoupled": True, "velocity": True},
 )

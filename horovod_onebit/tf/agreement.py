@@ -103,9 +103,6 @@ class Agreement:
         """Raise what this worker finds by itself."""
         compressor, engine = self._compressor, self._compressor.engine
         check_last(compressor.optimizer)
-        refusal, compressor.refusal = compressor.refusal, None
-        if refusal is not None:
-            raise refusal
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "

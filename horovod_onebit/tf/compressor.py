@@ -40,7 +40,7 @@ from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
-from horovod_onebit.tf.moments import Moments, same
+from horovod_onebit.tf.moments import OF_VERSION_0_1, Moments
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -157,7 +157,9 @@ class Compressor(RunState):
         self.placement = Placement(wrapping.kernels)
         self.engine = Engine(wrapping.recipe, self.collectives, name=name)
         divides = adapter.divides
-        self.kind = kind(wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup)
+        self.kind = kind(
+            wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup, velocities=adapter.velocities
+        )
         self.errand = Errand(self.collectives, self.compute)
         coded = codes(wrapping.recipe, wrapping.warmup)
         self.coded = CodedMean(self.engine, divides=divides, half=half) if coded else None
@@ -167,8 +169,6 @@ class Compressor(RunState):
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.driver = self._make_driver(wrapping)
         self.moments = Moments(self)
-        self.refusal: ConfigurationError | None = None  # to be raised when the workers meet
-        self._momenta: dict[int, Any] = {}  # by number of the variable, as the last step left them, where it matters
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
@@ -301,19 +301,18 @@ class Compressor(RunState):
         ``edited`` were set by somebody. Local; on all workers alike."""
         self.moments.make_plain(edited)
         self.warm_up_again()
-        self.indices, self._momenta = (), {}
+        self.indices = ()
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
         self.settle()
         self.moments.take_plain()
         self.warm_up_again()
-        self.indices, self._momenta = (), {}
+        self.indices = ()
 
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole. Local."""
         self.moments.forget()
-        self._momenta = {}
         self.unlearn()
         self._follow_recipe()
 
@@ -444,27 +443,19 @@ class Compressor(RunState):
             self.tensors.append(tensor)
 
     def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
-        """Point the tensors at the values. At a variable's first compressed step, the exact steps' momentum becomes
-        the rule's."""
+        """Point the tensors at the values."""
         first = [not progress.marks[i] for i in self.indices]
         for i, tensor in enumerate(self.tensors):
             momentum, tensor.weight, tensor.variance = values.momenta[i], values.weights[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 there = tensor.momentum.size == tensor.weight.size
                 momentum = tensor.momentum if there else self._zeros(tensor.weight.size)
-            elif first[i]:
-                momentum = self._first_momentum(momentum, progress.learning_rate)
             tensor.momentum = momentum
             tensor.step, tensor.variance_steps = progress.steps, int(progress.seen[self.indices[i]])
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first)
 
     def _zeros(self, size: int) -> Array:
         return (reference if self.place is None else self.place).zeros(size)
-
-    def _first_momentum(self, array: Array, learning_rate: float) -> Array:
-        if self.place is None:
-            return self.adapter.first_momentum(array, learning_rate)
-        return self.place.computed(lambda m: self.adapter.first_momentum(m, learning_rate), array)
 
     def _lend(self, sizes: Sequence[int]) -> list[Array]:
         """Memory that TensorFlow can adopt."""
@@ -492,13 +483,14 @@ class Compressor(RunState):
         """
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
+        self._check_momenta(values, progress)
         edited = self._edited(indices, values, progress)
         self._now = Now(indices, values, progress, factors)
         try:
             plan = yield from self.driver.begin()
         finally:
             self._now = None
-        moves = yield from self.engine.look(plan.rules, refuses=bool(edited) or self.refusal is not None)
+        moves = yield from self.engine.look(plan.rules, refuses=bool(edited))
         has_momentum = [momentum is not None for momentum in values.momenta]
         weights = self._lend([tensor.weight.size for tensor in self.tensors])
         momenta = iter(self._lend([t.weight.size for t, has in zip(self.tensors, has_momentum, strict=True) if has]))
@@ -539,33 +531,22 @@ class Compressor(RunState):
         """The variables whose moments somebody has changed, so that this step cannot be taken."""
         if self.moments.moved is not None:  # another count of steps corrects both moments
             return list(indices)
-        found = self.moments.edited(indices, values.variances, progress.seen, progress.marks)
-        if self.adapter.converts_momentum:
-            self._check_momenta(indices, values, progress)
-        return found
+        return self.moments.edited(indices, values.variances, progress.seen, progress.marks)
 
-    def _check_momenta(self, indices: Sequence[int], values: Values, progress: Progress) -> None:
-        """Zeros are the same in every form; any other value that was assigned may be meant either way."""
-        host = self.engine.context.kernels.host
-        for i, momentum in zip(indices, values.momenta, strict=True):
-            left = self._momenta.get(i)
-            if momentum is None or left is None or not progress.marks[i] or same(left, momentum):
-                continue
-            now = host(momentum)
-            if now.any() and not np.array_equal(now, host(left)):
-                name = getattr(self.optimizer._trainable_variables[i], "path", "")
-                self.refusal = ConfigurationError(
-                    f"the momentum of {name!r} was assigned after compression had started, when that variable holds "
-                    "the mean gradient in place of Keras's momentum. Load a plain optimizer's state by "
-                    "optimizer.set_weights(plain.variables) or load_own_variables(), or a whole state by "
-                    "load_checkpoint() or load_weights()"
-                )
+    def _check_momenta(self, values: Values, progress: Progress) -> None:
+        """Raise if SGD's momenta are of version 0.1, which kept no velocities after its warm-up; alike on all."""
+        has_momenta = any(momentum is not None for momentum in values.momenta)
+        if self.adapter.velocities and has_momenta and (progress.marks == OF_VERSION_0_1).any():
+            raise ConfigurationError(
+                "the state of SGD was saved by horovod-onebit 0.1 after compression had started, when its momentum was "
+                "not Keras's: load the weights alone, and begin with a new optimizer"
+            )
 
     @property
     def _refuses(self) -> bool:
         """Whether this worker cannot take the step that is under way, so that none may."""
         step = self.under_way
-        return self.refusal is not None or (isinstance(step, UnderWay) and bool(step.edited))
+        return isinstance(step, UnderWay) and bool(step.edited)
 
     def contributed(self, grad: Array) -> Array:
         """What is encoded of a gradient; NaN if this worker cannot take the step, which all workers then skip."""
@@ -602,8 +583,6 @@ class Compressor(RunState):
         finally:
             self._end()
         self.tensors = list(self.engine.tensors)
-        if taken and self.adapter.converts_momentum:
-            self._momenta |= {i: tensor.momentum for i, tensor in zip(self.indices, self.tensors, strict=True)}
         if taken and step.begun:
             marks = np.array(self.optimizer._marks.value)
             for i, mark in step.begun.items():

@@ -28,6 +28,8 @@ from horovod_onebit.tf.graph import cond, host_call
 logger = logging.getLogger("horovod_onebit")
 PROBES = 64
 """Elements of each second moment that are looked at in the warm-up."""
+NO_SECOND_MOMENT, OF_VERSION_0_1 = -1, 1
+"""The mark of a variable that has none: now, and in version 0.1."""
 EVERY = 8
 """Steps of the warm-up from one look to the next, at most."""
 
@@ -50,7 +52,7 @@ class Moments:
 
     What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen; and
     ``_marks``, (variables,) int64, which is 0 for a variable that has taken no compressed step, else the checksum of
-    its frozen second moment, or 1 if it has none.
+    its frozen second moment, or ``NO_SECOND_MOMENT``.
     """
 
     def __init__(self, compressor: Owner) -> None:
@@ -97,7 +99,6 @@ class Moments:
         compressor, optimizer = self._compressor, self._optimizer
         taken = int(optimizer.iterations) if self.moved is None else self.moved
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
-        rate = float(optimizer.learning_rate)
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
             if i in edited or not (marks[i] or seen[i]) or not (alone or compressor.compressible(variable)):
@@ -106,12 +107,6 @@ class Moments:
             if variance is not None and taken and seen[i] not in (0, taken):
                 factor = (1 - optimizer.beta_2**taken) / (1 - optimizer.beta_2 ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
-            momentum = None if alone or not marks[i] else compressor.adapter.momentum(optimizer, i)
-            if momentum is not None:
-                value = tf.convert_to_tensor(momentum)
-                plain = compressor.adapter.plain_momentum(value, rate)
-                if plain is not value:
-                    yield momentum, plain
 
     def make_plain(self, edited: Collection[int] = ()) -> None:
         """Bring all moments into plain form. Local; on all workers alike."""
@@ -184,9 +179,9 @@ class Moments:
         return True
 
     def mark(self, variance: Any) -> int:
-        """The checksum of a second moment, not 0; 1 if there is none."""
+        """The checksum of a second moment, not 0; ``NO_SECOND_MOMENT`` if there is none."""
         if variance is None:
-            return 1
+            return NO_SECOND_MOMENT
         words = np.ascontiguousarray(self._compressor.engine.context.kernels.host(variance), np.float32)
         return 2 + int(checksums(words.view(np.uint8)[None])[0])
 

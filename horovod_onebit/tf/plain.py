@@ -16,8 +16,8 @@ def plain_optimizer(optimizer: Any) -> Any:
 
     ``optimizer`` is what ``DistributedOptimizer`` returned, and is built. The result is built for the same variables.
     Its moments are copies, in the form that Keras's optimizer needs: after compression has started, second moments are
-    scaled by what its bias correction goes by, ``iterations``, and SGD's momentum is again a velocity. It may be
-    wrapped again, with other arguments. With a ``LossScaleOptimizer`` the result is one, too.
+    scaled by what its bias correction goes by, ``iterations``. It may be wrapped again, with other arguments. With a
+    ``LossScaleOptimizer`` the result is one, too.
 
     Local. With ``Local`` and 0/1 Adam, call ``optimizer.flush()`` on all workers before.
 

@@ -68,16 +68,8 @@ class Adapter:
         """What knows where the second moments are; None if there are none."""
         return self if self.divides else None
 
-    converts_momentum: ClassVar[bool] = False
-    """Whether the rule's momentum is another than the wrapped optimizer's."""
-
-    def first_momentum(self, value: Any, learning_rate: float) -> Any:
-        """The rule's momentum from what the exact steps left, an array or a tensor, when compression starts."""
-        return value
-
-    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
-        """The wrapped optimizer's momentum, from the rule's: the reverse of ``first_momentum``."""
-        return value
+    velocities: ClassVar[bool] = False
+    """Whether momenta, and residuals, have the learning rates of their steps."""
 
     def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
         """The rule's fields, besides those that differ between steps and variables."""
@@ -102,19 +94,12 @@ class AdamAdapter(Adapter):
 
 
 class SGDAdapter(Adapter):
-    """SGD. Keras keeps ``m = momentum * m - lr * g``; from the first compressed step on, the variable holds the
-    rule's momentum instead, a mean gradient without learning rate or sign."""
+    """SGD, whose momentum is ``momentum * m - lr * g``."""
 
-    converts_momentum = True
+    velocities = True
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         return super().momentum(optimizer, index) if optimizer.momentum else None
-
-    def first_momentum(self, value: Any, learning_rate: float) -> Any:
-        return value / np.float32(-learning_rate or np.inf)
-
-    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
-        return value * np.float32(-learning_rate)
 
     def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
         momentum = float(optimizer.momentum)
@@ -167,10 +152,6 @@ class AnyAdapter(Adapter):
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         return None if self._known is None else self._known.momentum(optimizer, index)
-
-    def plain_momentum(self, value: Any, learning_rate: float) -> Any:
-        assert self._known is not None
-        return self._known.plain_momentum(value, learning_rate)
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:
         return Delta(lr=learning_rate)  # for the agreement

@@ -260,16 +260,21 @@ def test_iterations_that_are_set_are_followed(name):
     assert_moves_like_plain("one bit", model, optimizer, other, plain, 12, 9)
 
 
-def test_a_momentum_of_sgd_that_may_be_meant_either_way_is_refused():
+def test_a_momentum_of_sgd_that_is_set_is_followed():
     model, optimizer = made("one bit", "sgd")
     train(model, optimizer, 9)
-    variable = moments(optimizer)[0]
-    variable.assign(tf.ones_like(variable.value))
-    with pytest.raises(ConfigurationError, match=r"set_weights\(plain.variables\)"):
-        train(model, optimizer, 3, start=9)
-    zero([variable])
-    train(model, optimizer, 3, start=9)
-    assert_replicas_equal(model)
+    other, plain = twin(model, optimizer)
+    for variable in (moments(optimizer)[0], moments_of_plain(plain)[0]):
+        variable.assign(tf.fill(variable.shape, 0.01))
+    assert_moves_like_plain("one bit", model, optimizer, other, plain, 9, 9)
+
+
+def test_the_state_of_sgd_of_version_0_1_is_refused():
+    model, optimizer = made("one bit", "sgd")
+    train(model, optimizer, 9)
+    optimizer._marks.assign(np.ones(optimizer._marks.shape, np.int64))
+    with pytest.raises(ConfigurationError, match=r"saved by horovod-onebit 0\.1 after compression had started"):
+        train(model, optimizer, 1, start=9)
 
 
 def test_moments_that_one_worker_alone_resets_are_an_error_on_all():
@@ -580,3 +585,13 @@ def test_after_any_edits_a_run_moves_as_a_plain_optimizer_does(tmp_path_factory,
     again.steps = run.steps
     run.train(4), again.train(4)
     np.testing.assert_array_equal(weights(again.model), weights(run.model))
+
+
+def test_a_rate_that_falls_before_compression_begins_and_rises_after_it():
+    """SGD's momentum is a velocity: what it has of one rate is not multiplied by the next."""
+    run = Run("compressed", "sgd")
+    run.train(18)
+    for rate in (1e-7, 1e-3):
+        run.optimizer.learning_rate = run.twin.learning_rate = rate
+        run.train(4)
+    run.check()

@@ -38,6 +38,11 @@ CASES = [
         lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     ),
     (SGD(lr=0.1, grad_scale=-1.0), lambda p: torch.optim.SGD(p, lr=0.1, maximize=True)),
+    (SGD(lr=0.1, momentum=0.9, velocity=True), lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9)),
+    (
+        SGD(lr=0.1, momentum=0.9, nesterov=True, velocity=True),
+        lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    ),
 ]
 
 
