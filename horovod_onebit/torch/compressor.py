@@ -369,6 +369,7 @@ class Compressor(Steps):
         if not now.told:
             self.agreement.start("step", self.engine.sent_finite, *now.said)
         verdict = yield from self.agreement.answer()
+        self._compares = self.parameters.just_started = False  # or what was refused is compared again
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if now.finite else replace(verdict, finite=False)
 
@@ -440,7 +441,7 @@ class Compressor(Steps):
     def _compared(self) -> dict[str, int]:
         """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
         parameters = self.parameters
-        due, self._compares, parameters.just_started = self._compares or parameters.just_started, False, False
+        due = self._compares or parameters.just_started
         due &= not (self._stepwise and self.engine.exchanges > 0)  # weights may differ then
         return parameters.checksums() if due and self._check_replicas_every is not False and self.workers > 1 else {}
 

@@ -18,7 +18,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -130,19 +130,7 @@ class Gradients:
         """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
         for p in parameters:
             self._watched[p] = self.passes
-            self._take(p)
-
-    def _take(self, p: torch.Tensor) -> None:
-        """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
-        let_go(p, self)
-        own = weakref.ref(self)
-
-        def hook(parameter: torch.Tensor) -> None:
-            gradients = own()
-            if gradients is not None:
-                gradients._computed(parameter)
-
-        _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
+            take(p, self)
 
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
@@ -151,8 +139,11 @@ class Gradients:
         for p in parameters:
             self._watched.pop(p, None)
             self.means.forget(p)
-            if p in _owners and _owners[p][1]() is self:
-                _owners.pop(p)[0].remove()
+            release(p, self)
+
+    def lose(self, p: torch.Tensor) -> None:
+        """Another DistributedOptimizer was built over ``p``."""
+        self._lost.add(p)
 
     def check_owned(self) -> None:
         """Raise if another DistributedOptimizer was built over one of the parameters since."""
@@ -164,7 +155,7 @@ class Gradients:
             )
 
     @untraced
-    def _computed(self, p: torch.Tensor) -> None:
+    def computed(self, p: torch.Tensor) -> None:
         """The hook: a backward pass has added to the gradient of ``p``."""
         left = self._watched[p] - 1
         if left < 0:
@@ -206,7 +197,7 @@ class Gradients:
                 f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
                 "DistributedOptimizer, or build the embedding with sparse=False"
             )
-        p.grad = p.grad.to_dense()
+        densify([p])
 
     # -- messages that leave during backward ----------------------------------------------------------------------
 
@@ -426,13 +417,44 @@ class Gradients:
         self.where = Where.NOWHERE
 
 
-def let_go(p: torch.Tensor, successor: Gradients | None = None) -> None:
+class Watches(Protocol):
+    """What is hooked to the gradients of parameters."""
+
+    def computed(self, p: torch.Tensor) -> None:
+        """A backward pass has added to the gradient of ``p``."""
+        ...
+
+    def lose(self, p: torch.Tensor) -> None:
+        """Another DistributedOptimizer was built over ``p``."""
+        ...
+
+
+def take(p: torch.Tensor, gradients: Watches) -> None:
+    """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
+    let_go(p, gradients)
+    own = weakref.ref(gradients)
+
+    def hook(parameter: torch.Tensor) -> None:
+        gradients = own()
+        if gradients is not None:
+            gradients.computed(parameter)
+
+    _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
+
+
+def release(p: torch.Tensor, gradients: Watches) -> None:
+    """Remove the hook of ``p``, if it is that of ``gradients``."""
+    if p in _owners and _owners[p][1]() is gradients:
+        _owners.pop(p)[0].remove()
+
+
+def let_go(p: torch.Tensor, successor: Watches | None = None) -> None:
     """Take ``p`` from the DistributedOptimizer that watches it, if it is not the ``successor``'s."""
     if p in _owners:
         handle, owner = _owners.pop(p)
         handle.remove()
         if owner() not in (None, successor):
-            owner()._lost.add(p)
+            owner().lose(p)
 
 
 def _sample(grad: torch.Tensor) -> NDArray[Any]:
@@ -457,6 +479,13 @@ def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return exact.finite([g._values() if g.is_sparse else g for g in grads])
+
+
+def densify(parameters: Iterable[torch.Tensor]) -> None:
+    """Make the sparse gradients of ``parameters`` dense."""
+    for p in parameters:
+        if p.grad is not None and p.grad.is_sparse:
+            p.grad = p.grad.to_dense()
 
 
 def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:

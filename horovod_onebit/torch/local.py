@@ -35,10 +35,10 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Where, all_finite, let_go, unscale
+from horovod_onebit.torch.hooks import Where, all_finite, densify, let_go, release, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
-from horovod_onebit.torch.private import add_to_all
+from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
@@ -131,9 +131,8 @@ class LocalParameters(Parameters):
         self.changed()
 
     def rebind(self) -> bool:
-        """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any. Those that are not
-        frozen any more end the round where it has begun."""
-        moved = [p for p, b in self.bindings.items() if not b.is_current() and self._takes_frozen(p) is _is_frozen(b)]
+        """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any."""
+        moved = [p for p, b in self.bindings.items() if not b.is_current()]
         for p in moved:
             self._bind_one(p)
         return bool(moved)
@@ -168,7 +167,12 @@ class LocalParameters(Parameters):
         self.changed()
 
     def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
-        """The wrapped optimizer's state of ``p``, if its second moment is frozen: it was there at the freeze."""
+        """The wrapped optimizer's state of ``p``, if its second moment is frozen: it was there at the freeze. A round
+        ends as it has begun: where the state was edited since, with the moments that the round has had."""
+        before = self.bindings.get(p)
+        if before is not None and not self._takes_frozen(p):
+            moments = {key: value for key, value in before.shared.items() if key not in self.kept[p]}
+            return {**moments, VARIANCE_STEPS: before.tensor.variance_steps} if _is_frozen(before) else None
         if self.adam is None or self.seen(p) is None:
             return None
         state: dict[str, Any] = self.optimizer.state.get(p, {})
@@ -393,6 +397,28 @@ class OwnGradients:
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
 
+    def add(self, parameters: Iterable[torch.Tensor]) -> None:
+        """Another DistributedOptimizer that had ``parameters`` lets go of them. Their gradients are looked at only to
+        make them dense."""
+        for p in parameters:
+            let_go(p)
+            if self._arguments.sparse_as_dense:
+                take(p, self)
+                self.computed(p)
+
+    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
+        """``parameters`` were taken out of the optimizer."""
+        for p in parameters:
+            release(p, self)
+
+    @untraced
+    def computed(self, p: torch.Tensor) -> None:
+        """See ``hooks.Watches``."""
+        densify([p])
+
+    def lose(self, p: torch.Tensor) -> None:
+        """Steps continue: they need no hook."""
+
     @property
     def recallable(self) -> bool:
         return not self._engine.under_way
@@ -525,8 +551,7 @@ class LocalSteps(Steps):
         """Take notice of parameters that are new or gone, and of other workers."""
         if self.engine.workers_changed:
             self.leave_world()
-        for p in self.parameters.find_new():
-            let_go(p)
+        self.gradients.add(self.parameters.find_new())
         self.adopt()
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
@@ -534,7 +559,9 @@ class LocalSteps(Steps):
                 run(self.driver.end_round("step", flush=True))
                 self.parameters.remember()
             self.parameters.unbind()
-        for p in self.parameters.forget_gone():
+        gone = self.parameters.forget_gone()
+        self.gradients.forget(gone)
+        for p in gone:
             self.parameters.kept.pop(p, None)
 
     # -- a step ---------------------------------------------------------------------------------------------------

@@ -218,6 +218,7 @@ class Parameters:
         self.just_started = bool(ready)
 
     def _start_compressing(self, group: Group, p: torch.Tensor) -> None:
+        self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
         fresh, state = self.seen(p) is None, self.optimizer.state[p]
         if fresh:
             state[VARIANCE_STEPS] = int(state.get("step", self.exact_steps[p]))

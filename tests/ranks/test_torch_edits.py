@@ -197,6 +197,15 @@ def test_an_edit_of_adams_state_or_groups(mode, edit):
     run.check()
 
 
+@pytest.mark.parametrize("mode", ["compressed", "zero_one"])
+def test_a_state_that_is_cleared_before_the_first_step(mode):
+    run = Run("adam", mode)
+    for _, optimizer in run.both:
+        optimizer.state.clear()
+    run.train(48)
+    run.check()
+
+
 @pytest.mark.parametrize("kind", ["sgd", "lamb", "lion"])
 @pytest.mark.parametrize("edit", ["groups", "replaced", "clear", "new zeros", "zeros of data"])
 def test_an_edit_of_another_optimizers_state(edit, kind):
@@ -367,6 +376,23 @@ def test_a_forgotten_broadcast_of_the_state_is_an_error_in_the_first_step():
     cross_entropy(model(batch(1)[0]), batch(1)[1]).backward()
     with pytest.raises(DesyncError, match=r"which state was loaded|exp_avg"):
         optimizer.step()
+
+
+@pytest.mark.parametrize("start", [0, 20], ids=["first step", "compression starts"])
+def test_weights_that_differ_are_refused_until_they_are_the_same(start):
+    run = Run("adam", "compressed")
+    for _ in range(start):
+        run.train(1)
+    if ODD:
+        run.model.second.weight.data *= 0.5
+    for _ in range(2):
+        run._backward(run.model)
+        with pytest.raises(DesyncError, match=r"second.weight of worker"):
+            run.optimizer.step()
+    world.broadcast_parameters(run.model.state_dict(), root_rank=0)
+    run._backward(run.model)
+    run.optimizer.step()
+    assert_replicas_equal(run.model)
 
 
 @pytest.mark.parametrize("how", ["largest norm", "edit", "edit, not compared"])

@@ -172,6 +172,25 @@ def test_parameters_whose_memory_was_replaced_after_the_freeze_go_on(when):
     assert torch.equal(weights(model), weights(other)) or not REPEATABLE
 
 
+@pytest.mark.parametrize("edit", ["popped", "replaced"])
+@pytest.mark.parametrize("when", [13, 14])
+def test_memory_that_is_replaced_in_the_round_of_an_edited_state_is_followed(when, edit):
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=8))
+    weight = model.second.weight
+    for step in range(24):
+        if step == 13:
+            if edit == "popped":
+                optimizer.state.pop(weight)
+            else:
+                optimizer.state[weight]["exp_avg"] = torch.ones_like(weight)
+        if step == when:
+            weight.data = weight.data.clone()
+        train(model, optimizer, 1, start=step)
+        if step % 4 == 3:
+            assert_replicas_equal(model)
+
+
 def train_with(late, model, optimizer, steps):
     """Train ``model``, and ``late`` towards 0."""
     for step in steps:
@@ -542,6 +561,28 @@ def test_nan_in_a_sparse_gradient_skips_the_step():
         optimizer.step()
     assert_replicas_equal(model)
     assert optimizer.stats(norms=False).skipped_steps == (RANK == 0)
+
+
+@pytest.mark.parametrize("with_closure", [False, True])
+def test_sparse_gradients_become_dense_before_the_own_step(with_closure):
+    models = [torch.nn.Embedding(100, 30, sparse=sparse) for sparse in (True, False)]
+    for model in models:
+        torch.manual_seed(0)
+        model.reset_parameters()
+    for model, wrapping in zip(models, ({"sparse_as_dense": True}, {}), strict=True):
+        optimizer = local(model, torch.optim.Adam, onebit.Local(every=4, doubling=0, freeze=8), wrapping=wrapping)
+        for step in range(16):
+
+            def closure(model=model, optimizer=optimizer, step=step):
+                optimizer.zero_grad()
+                loss = model(torch.tensor([1, 2, 2, step + RANK])).square().sum()
+                loss.backward()
+                torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                return loss
+
+            optimizer.step(closure) if with_closure else (closure(), optimizer.step())
+        assert_replicas_equal(model)
+    torch.testing.assert_close(weights(models[0]), weights(models[1]))
 
 
 def test_nan_on_one_worker_is_raised_on_all_at_the_end_of_the_round():
