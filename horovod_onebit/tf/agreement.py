@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit import handshake, replicas
-from horovod_onebit.errors import DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import Facts
 from horovod_onebit.schedule import EXACT, Gradients
 from horovod_onebit.tf.compressor import Compressor
@@ -70,6 +70,8 @@ class Agreement:
         self._wrapping = str(compressor.optimizer._wrapping)
         self._keys: list[str] | None = None
         self._rows: dict[tuple[int, ...], str] = {}
+        self._summed: set[int] = set()  # the variables with gradients in the backward passes of the next step so far
+        self._lacking: set[int] = set()  # those of them that the last pass has left out
 
     def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
         """True, or ``DesyncError`` on every worker. Collective.
@@ -99,10 +101,33 @@ class Agreement:
 
         return meet(compressor.collectives, record, inputs, call, facts, compressor.heard)
 
+    def count_pass(self, trained: Sequence[int], *, last: bool) -> None:
+        """A backward pass, perhaps the ``last`` of a step, has gradients of the variables ``trained``. Local."""
+        self._summed.update(trained)
+        if last:
+            self._lacking |= self._summed.difference(trained)
+            self._summed.clear()
+
+    def _check_passes(self) -> None:
+        """Raise if the step, which is of the variables of the last pass, leaves out gradients of passes before it."""
+        lacking, self._lacking = sorted(self._lacking), set()
+        if not lacking:
+            return
+        optimizer = self._compressor.optimizer
+        for i in lacking:
+            optimizer._accumulated[i].assign(np.zeros(optimizer._accumulated[i].shape, np.float32))
+        names = ", ".join(optimizer._trainable_variables[i].path for i in lacking)
+        raise ConfigurationError(
+            f"{names}: no gradient in the last of the {optimizer._wrapping.backward_passes_per_step} backward passes "
+            "of a step, and one in a pass before; expected the last pass to have all. Pass zeros where there is no "
+            "gradient, as tape.gradient(..., unconnected_gradients='zero') does; this step's gradients are dropped"
+        )
+
     def _check(self) -> None:
         """Raise what this worker finds by itself."""
         compressor, engine = self._compressor, self._compressor.engine
         check_last(compressor.optimizer)
+        self._check_passes()
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "
@@ -181,7 +206,8 @@ class Agreement:
             trained |= {f"the {what} of variable {i}, {name}": value for what, value in row.items()}
             gradient = "there" if i in now.trained else "none"
             trained[f"the gradient of variable {i}, {name}"] = gradient
-        progress = {COUNTERS[name]: value for name, value in now.counts.items()}
+        counters = COUNTERS | ({"exact": "the number of local steps taken"} if wrapping.local is not None else {})
+        progress = {counters[name]: value for name, value in now.counts.items()}
         hyperparameters = {"the learning rate": np.float32(now.rate), **self._options(), **now.clips}
         sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
         return handshake.said(

@@ -101,8 +101,9 @@ def _storage(variable: Any) -> Any:
 
 
 class MetricAverageCallback(keras.callbacks.Callback):
-    """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``. Put it before the
-    callbacks that read metrics: ``EarlyStopping`` and ``ReduceLROnPlateau`` before it are a ``ConfigurationError``."""
+    """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``, arrays element by
+    element. Put it before the callbacks that read metrics: ``EarlyStopping`` and ``ReduceLROnPlateau`` before it are a
+    ``ConfigurationError``."""
 
     def __init__(self, process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
@@ -118,13 +119,18 @@ class MetricAverageCallback(keras.callbacks.Callback):
         logs = {} if logs is None else logs
         names = sorted(logs)
         with told(self.process_set):
-            values = tf.constant([float(logs[name]) for name in names], tf.float64)
+            arrays = [np.asarray(logs[name]).astype(np.float64) for name in names]
+        shapes = {name: array.shape for name, array in zip(names, arrays, strict=True) if array.ndim}
+        setup = f"{names}, shapes {shapes}" if shapes else str(names)
         stopped = getattr(self.model, "stop_training", False)
-        announce("average of metrics", self.process_set, str(names), remark=STOPPED if stopped else "")
+        announce("average of metrics", self.process_set, setup, remark=STOPPED if stopped else "")
         if not names:
             return
+        values = tf.constant(np.concatenate([array.reshape(-1) for array in arrays]))
         means = hvd.allreduce(values, name="onebit.metrics", op=hvd.Average, process_set=self.process_set)
-        logs.update(zip(names, np.asarray(means).tolist(), strict=True))
+        parts = np.split(np.asarray(means), np.cumsum([array.size for array in arrays])[:-1])
+        for name, array, part in zip(names, arrays, parts, strict=True):
+            logs[name] = part.reshape(array.shape) if array.ndim else float(part[0])
 
 
 def _check_order() -> None:

@@ -261,6 +261,13 @@ class LocalSteps(Compressor):
             if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
                 momentum.assign(tf.reshape(adopt(self._memory.copy(tensor.momentum)), momentum.shape))
 
+    def move_anchors(self, values: Mapping[int, Any]) -> None:
+        """By number of the tensor, what all workers have in common now is these ``values``. Local."""
+        write = self.engine.context.kernels.write
+        for i, value in values.items():
+            for array in (self.tensors[i].anchor, self.tensors[i].weight):
+                write(array, _flat_view(value))
+
     def exchange(self, *values: Any) -> Task[None]:
         """End the round, in which the variables got these ``values``. Collective."""
         self.lost = True
@@ -508,12 +515,22 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         done = _run(steps, steps.exchange, variables)
         new = host_values(lambda _: [adopt(t.weight) for t in steps.tensors], [done], [tf.float32] * len(variables))
         _put(variables, new)
+        _constrain(steps, variables, new)
         lost = host_value(lambda: steps.lost, [], tf.bool)
         cond(lost, lambda: _heal(optimizer), optimizer._average_weights)
         if optimizer.recipe.on_nonfinite == "raise":
             host_call(steps.say)
 
     cond(_agreed(optimizer, indices), exchange)
+
+
+def _constrain(steps: LocalSteps, variables: Sequence[Any], values: Sequence[Any]) -> None:
+    """The variables' constraints hold after an exchange, which gave these ``values``; alike on all workers."""
+    pairs = enumerate(zip(variables, values, strict=True))
+    found = {i: v.constraint(tf.reshape(new, v.shape)) for i, (v, new) in pairs if v.constraint is not None}
+    if found:
+        _put([variables[i] for i in found], list(found.values()))
+        host_call(lambda *new: steps.move_anchors(dict(zip(found, new, strict=True))), *found.values())
 
 
 def _heal(optimizer: Any) -> None:

@@ -96,6 +96,11 @@ class _DistributedOptimizer(_Wrapped):
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
+        if trainable_variables is None and not self.built:
+            raise ConfigurationError(
+                "apply(grads) before the optimizer was built, so that it knows no variables: pass them, "
+                "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
+            )
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
@@ -149,7 +154,10 @@ class _DistributedOptimizer(_Wrapped):
 
     def _accumulate(self, pairs: list[tuple[Any, Any]], passes: int) -> None:
         """Add gradients up; take a step at every ``passes``-th call."""
-        sums = [self._accumulated[self._get_variable_index(v)] for _, v in pairs]
+        indices = [self._get_variable_index(v) for _, v in pairs]
+        sums = [self._accumulated[i] for i in indices]
+        number = tf.convert_to_tensor(self._passes.value)
+        host_call(lambda number: self._agreement.count_pass(indices, last=(int(number) + 1) % passes == 0), number)
         for (grad, _), total in zip(pairs, sums, strict=True):
             total.assign_add(tf.cast(grad, total.dtype))
         self._passes.assign_add(1)

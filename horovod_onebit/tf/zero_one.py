@@ -73,6 +73,7 @@ class ZeroOneSteps(Compressor):
         engine, optimizer, taken = self.engine, self.optimizer, False
         engine.exchanges = int(optimizer._tried.value)
         try:
+            self._check_departed(indices)
             self.count_averages(sum(sizes))
             factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
             edited = self._edited(indices, values, progress)
@@ -91,6 +92,18 @@ class ZeroOneSteps(Compressor):
         if edited:
             self.moments.say(edited)
             self.begin_again(edited if self.moments.moved is None else ())
+
+    def _check_departed(self, indices: Sequence[int]) -> None:
+        """Raise if a step of the variables ``indices`` lacks one that local steps have moved, which the next exchange
+        would not bring together; alike on all workers."""
+        lacking = [i for i in self.departed if i not in indices]
+        if lacking:
+            name = self.optimizer._trainable_variables[lacking[0]].path
+            raise ConfigurationError(
+                f"the step lacks {name!r}, which local steps have moved since the last exchange: call "
+                "optimizer.flush() on all workers before what is trained changes in the middle of an interval (or "
+                "now, and continue)"
+            )
 
     # -- what the driver asks of a face: see ``driver.Compresses`` ----------------------------------------------------
 

@@ -10,11 +10,13 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
 
+import numpy as np
+
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tools import show
 
-Value = float | int | str | None
+Value = float | int | str | list[Any] | None
 
 
 class Sink(Protocol):
@@ -131,10 +133,12 @@ class FaceMonitor(Monitor):
 
 
 def _plain(value: Any) -> Value:
-    """A framework's number as a Python float."""
+    """A framework's number as a Python float, and its array of several as a list."""
     if isinstance(value, str) or value is None:
         return value
-    return float(value.detach() if hasattr(value, "detach") else value)
+    array = np.asarray(value.tolist() if hasattr(value, "tolist") else value, np.float64)
+    plain: Value = array.item() if array.size == 1 else array.tolist()
+    return plain
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:

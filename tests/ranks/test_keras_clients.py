@@ -23,6 +23,7 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError, face
+from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
 from tests.long import LONG
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, weights, wrap
@@ -452,6 +453,29 @@ def trained(optimizer, callbacks, epochs=6, steps=2, batches=None, **options):
     model = model_of(case, optimizer)
     fit(model, batches or of_worker(case, RANK, steps), epochs=epochs, callbacks=callbacks, **options)
     return model
+
+
+def test_metrics_that_are_arrays_are_averaged_and_written_element_by_element(tmp_path):
+    own = [np.array([[1.0, 2.0], [3.0, RANK]], np.float32), np.array([4.0 * RANK])]
+    logs = {"f1": own[0], "one": own[1], "loss": 2.0 * RANK}
+    onebit.callbacks.MetricAverageCallback().on_epoch_end(0, logs)
+    mean = np.arange(SIZE).mean()
+    np.testing.assert_allclose(logs["f1"], [[1, 2], [3, mean]])
+    np.testing.assert_allclose(logs["one"], [4 * mean])
+    assert isinstance(logs["loss"], float)
+    assert logs["loss"] == pytest.approx(2 * mean)
+    case, path = CASES["clipnorm"], tmp_path / "run.jsonl"
+    model = model_of(case, wrap(adamw(), EXACT))
+    each = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: logs.update(f1=tf.constant(own[0])))
+    writing = [onebit.callbacks.StatsCallback(str(tmp_path / "board")), onebit.callbacks.StatsCallback(jsonl=path)]
+    fit(model, of_worker(case, RANK, 2), callbacks=[each, *writing])
+    if RANK == 0:
+        assert [row["f1"] for row in read(path)] == [[[1, 2], [3, 0]]]
+
+
+def test_metrics_of_other_shapes_are_an_error_on_all():
+    with pytest.raises(DesyncError, match="f1"):
+        onebit.callbacks.MetricAverageCallback().on_epoch_end(0, {"f1": np.ones(2 + RANK)})
 
 
 DECIDING = ("broadcast", "average", "stop", "reduce")

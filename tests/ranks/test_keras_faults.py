@@ -129,6 +129,41 @@ def test_a_variable_without_gradient_and_sparse_gradients():
     assert (np.asarray(unused) == 1).all()
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_a_last_pass_without_gradients_of_those_before_is_refused(graph):
+    """Nothing of the refused step is in the next one, whose last pass has all."""
+    model, optimizer = build(), wrap(keras.optimizers.SGD(1.0), 50, backward_passes_per_step=2)
+    optimizer.build(model.trainable_variables)
+
+    def passed(*numbers):
+        grads = [tf.ones(v.shape) if i in numbers else None for i, v in enumerate(model.trainable_variables)]
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    passed = tf.function(passed) if graph else passed
+    passed(0, 1, 2)
+    before = weights(model)
+    error = tf.errors.OpError if graph else ConfigurationError
+    with pytest.raises(error, match=rf"{model.trainable_variables[2].path}: no gradient in the last of the 2 backward"):
+        passed(0, 1)
+    np.testing.assert_array_equal(weights(model), before)
+    for numbers in ((0, 1), (0, 1, 2)):
+        passed(*numbers)
+    moved = np.split(before - weights(model), np.cumsum([np.array(v).size for v in model.trainable_variables])[:-1])
+    for one, expected in zip(moved, (2, 2, 1, 0), strict=True):
+        np.testing.assert_allclose(one, expected, rtol=1e-5)
+
+
+def test_gradients_alone_want_an_optimizer_that_is_built():
+    model, optimizer = build(), wrap(keras.optimizers.Adam())
+    grads = [tf.ones(v.shape) for v in model.trainable_variables]
+    with pytest.raises(ConfigurationError, match=r"call optimizer\.build\(model\.trainable_variables\) first"):
+        optimizer.apply(grads)
+    assert not optimizer.built
+    optimizer.build(model.trainable_variables)
+    optimizer.apply(grads)
+    assert_replicas_equal(model)
+
+
 def test_what_cannot_work_is_refused():
     class Own(keras.optimizers.Adam):
         def update_step(self, gradient, variable, learning_rate):

@@ -156,6 +156,28 @@ def test_what_is_trained_may_change_between_rounds_only():
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("eager", [False, True])
+@pytest.mark.parametrize(("constraint", "norm"), [("non_neg", None), ("unit_norm", 1.0)])
+def test_constraints_hold_after_each_round(constraint, norm, eager):
+    """Also where rounds end early; the next one begins with the same weights."""
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-2), SHORT)
+    kernels = [layer.kernel for layer in model.layers]
+    for kernel in kernels:
+        kernel.constraint = keras.constraints.get(constraint)
+        kernel.assign(kernel.constraint(kernel))
+    for step in range(14):
+        train(model, optimizer, 1, start=step, eager=eager)
+        if step == 13:
+            optimizer.flush()
+        if optimizer._compressor.together and step != SHORT.freeze - 1:
+            assert optimizer._compressor.begun(optimizer._compressor.indices)
+        if optimizer._compressor.together:
+            for kernel in map(np.array, kernels):
+                assert kernel.min() >= 0 if norm is None else np.allclose(np.linalg.norm(kernel, axis=0), norm)
+            assert_replicas_equal(model)
+            onebit.check_replicas(optimizer)
+
+
 def nan_on(rank, model, optimizer, step):
     """One step with NaN in a gradient of ``rank``."""
     x, y = batch(step)

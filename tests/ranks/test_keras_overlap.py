@@ -88,11 +88,11 @@ FEW = {
 }
 
 
-def change(model, optimizer, steps):
+def change(model, optimizer, steps, passes):
     """Of two kernels the gradients are zeros at first, and other variables are trained from time to time."""
     functions = {}
-    for number in range(steps):
-        first = 2 if number % 9 == 8 else 0
+    for number in range(steps * passes):
+        first = 2 if number // passes % 9 == 8 else 0
 
         def step(x, y, late, first=first):
             grads, _ = gradients(model, x, y)
@@ -118,7 +118,7 @@ def test_gradients_in_few_bits_that_leave_early_change_no_bit(what, monkeypatch)
         travel, groups = engine.travel, []
         engine.travel = lambda buckets, *land, to=groups, do=travel: (to.append(len(buckets)), do(buckets, *land))[1]
         passes = arguments.get("backward_passes_per_step", 1)
-        change(model, optimizer, passes * (FIRST + 16))
+        change(model, optimizer, FIRST + 16, passes)
         assert_replicas_equal(model)
         found.append(state(model, optimizer))
         early.append(len(groups))

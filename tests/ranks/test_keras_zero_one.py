@@ -257,6 +257,26 @@ def test_flush_in_the_middle_of_an_interval_brings_all_together():
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+def test_what_is_trained_may_change_between_exchanges_only(graph):
+    model, optimizer = build(hidden=(64, 64)), zero_one(SHORT)
+    train(model, optimizer, 23)
+    assert differ(model)
+    layer = model.layers[0]
+    layer.trainable = False
+    before = [np.array(v) for v in [*model.variables, *optimizer.variables]]
+    error = tf.errors.OpError if graph else ConfigurationError
+    with pytest.raises(error, match=rf"{layer.kernel.path}.*call optimizer\.flush\(\) on all workers before"):
+        train(model, optimizer, 1, start=23, graph=graph)
+    for variable, old in zip([*model.variables, *optimizer.variables], before, strict=True):
+        np.testing.assert_array_equal(old, np.array(variable), err_msg=variable.name)
+    optimizer.flush()
+    train(model, optimizer, 9, start=23, graph=graph)
+    assert kind_at(32, SHORT) is Sends.DISPLACEMENT
+    assert not optimizer._compressor.departed
+    onebit.check_replicas(optimizer)
+
+
 def test_a_flush_that_one_worker_makes_alone_is_an_error_on_all():
     model, optimizer = build(), zero_one(SHORT)
     train(model, optimizer, 23)
