@@ -50,7 +50,8 @@ class Plan:
     much of the residuals travels with it, and whether the workers have looked (``Engine.look``) before its first
     message.
 
-    Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only.
+    Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only (with
+    momenta that are velocities, in nothing).
     """
 
     number: int

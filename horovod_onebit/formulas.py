@@ -22,7 +22,9 @@ Number = Any
 Formula = Callable[..., Any]
 
 f32, u32 = np.float32, np.uint32
-TINY, HUGE, ZERO = np.finfo(np.float32).tiny, np.finfo(np.float32).max, f32(0)
+TINY, ZERO = np.finfo(np.float32).tiny, f32(0)
+LARGEST_ROOT = f32(2.0**64)
+"""That of float32's largest number."""
 
 absolute, maximum, minimum, sign, sqrt, where = np.abs, np.maximum, np.minimum, np.sign, np.sqrt, np.where
 NAMES = ("absolute", "maximum", "minimum", "sign", "sqrt", "where")
@@ -50,9 +52,13 @@ OF_ONE: dict[str, Formula] = {"maximum": _maximum, "minimum": _minimum, "sign": 
 
 
 def denominator(p: Any, v: Number) -> Number:
-    """``D``: what Adam divides by, the bias of ``v`` corrected, never zero and, unless ``v`` is NaN, finite. One of the
-    two epsilons in ``p`` is 0."""
-    return maximum(sqrt(minimum(v * p.correction + p.eps_inside, HUGE)) + p.eps, TINY)
+    """``D``: what Adam divides by, the bias of ``v`` corrected, never zero. One of the two epsilons in ``p`` is 0."""
+    return maximum(sqrt(v * p.correction + p.eps_inside) + p.eps, TINY)
+
+
+def multiplier(p: Any, v: Number) -> Number:
+    """``D``, to multiply by: finite, even if the correction of ``v`` overflows."""
+    return minimum(denominator(p, v), LARGEST_ROOT)
 
 
 def rests(formula: Formula) -> Formula:

@@ -63,8 +63,7 @@ __all__ = [
 ]
 
 f32, f64, u8, u32, u64 = np.float32, np.float64, np.uint8, np.uint32, np.uint64
-EACH, GATHER, DIAGONAL = u64(0x0101010101010101), u64(0x0102040810204080), u64(0x8040201008040201)
-BELOW = u64(0x7F7F7F7F7F7F7F7F)
+EACH, GATHER = u64(0x0101010101010101), u64(0x0102040810204080)
 PIECE = 1024  # elements that stay in the first-level cache, where no block says how many
 MIN_ELEMENTS_PER_THREAD = 1 << 15
 
@@ -76,9 +75,11 @@ value: Any = None
 fill: Any = None
 fill_two: Any = None
 step: Any = None
+code_at: Any = None
 write_record: Any = None
 compress: Any = None
-read_codes: Any = None
+set_values: Any = None
+set_values_of_two: Any = None
 add_values: Any = None
 mean_of_block: Any = None
 BITS: Any = None
@@ -155,21 +156,12 @@ def _fill(out, residual, p, g, m, v, w, a):
 
 
 @exact
-def pack(codes, plane, out):
+def _pack(codes, plane, out):
     """Bit ``plane`` of each of ``codes``, uint8, eight to a byte. A product of a word of eight bytes that are 0 or 1
     and of ``GATHER`` has them as the bits of its highest byte."""
     eights = codes.view(u64)
     for k in range(out.size):
         out[k] = u8((((eights[k] >> plane) & EACH) * GATHER) >> u64(56))
-
-
-@exact
-def unpack(codes, plane, packed):
-    """The inverse of ``pack``: set bit ``plane`` of ``codes``, whose higher bits are 0."""
-    eights = codes.view(u64)
-    for k in range(packed.size):
-        bits = (u64(packed[k]) * EACH) & DIAGONAL  # bit j of byte j is the code's, all others are 0
-        eights[k] |= (((bits + BELOW) >> u64(7)) & EACH) << plane
 
 
 def _write_record(c, s, record):
@@ -201,7 +193,7 @@ def _write_planes(c, s, record):
         codes[part.size :] = u8(0)
         for plane in range(BITS):
             start = 4 + plane * width + lo // 8
-            pack(codes, u64(plane), record[start : start + (part.size + 7) // 8])
+            _pack(codes, u64(plane), record[start : start + (part.size + 7) // 8])
 
 
 def _compress(c, residual, words, word, record, guard):
@@ -295,48 +287,67 @@ def _encode(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, gua
     return finite
 
 
-def _read_codes(record, codes):
-    """The codes of ``record``, uint8; ``codes`` covers whole bytes."""
-    width = codes.size // 8
-    codes[:] = u8(0)
+def _code_at(record, width, k, j):
+    """The code of element ``8 * k + j``."""
+    found = u32(0)
     for plane in range(BITS):
-        unpack(codes, u64(plane), record[4 + plane * width : 4 + (plane + 1) * width])
+        found |= ((u32(record[4 + plane * width + k]) >> u32(j)) & u32(1)) << u32(plane)
+    return found
 
 
-def _add_values(total, codes, s):
-    for i in range(total.size):
-        total[i] += value(u32(codes[i]), s)
+def _set_values(total, record, s):
+    """``total``, which covers whole bytes, becomes what ``record`` stands for with the scale ``s``."""
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            total[8 * k + j] = f32(0) + value(code_at(record, width, k, j), s)
 
 
-def _mean_of_block(total, codes, rows, words, start, end):
-    """``total`` becomes the mean of what the records at ``start`` of all rows stand for; it and ``codes``, which are
-    overwritten, cover whole bytes."""
-    n = f32(rows.shape[0])
-    total[:] = f32(0)
-    for i in range(rows.shape[0]):
-        read_codes(rows[i, start:end], codes)
-        add_values(total, codes, words[i, start // 4] / n)
+def _set_values_of_two(total, one, s, two, t):
+    """The sum of two workers in one pass, which for two workers is all there is. Not of more than two bits: of so long
+    a loop, LLVM makes no SIMD."""
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            first = f32(0) + value(code_at(one, width, k, j), s)
+            total[8 * k + j] = first + value(code_at(two, width, k, j), t)
+
+
+def _add_values(total, record, s):
+    width = total.size // 8
+    for k in range(width):
+        for j in range(8):
+            total[8 * k + j] += value(code_at(record, width, k, j), s)
+
+
+def _mean_of_block(total, rows, words, start, end):
+    """``total``, which covers whole bytes, becomes the mean of what the records at ``start`` of all rows stand for."""
+    n, word = f32(rows.shape[0]), start // 4
+    done = 1
+    if BITS > 2 or rows.shape[0] == 1:
+        set_values(total, rows[0, start:end], words[0, word] / n)
+    else:
+        set_values_of_two(total, rows[0, start:end], words[0, word] / n, rows[1, start:end], words[1, word] / n)
+        done = 2
+    for i in range(done, rows.shape[0]):
+        add_values(total, rows[i, start:end], words[i, word] / n)
 
 
 def _decode(out, rows, words, at, record, block_size, first, last):
-    most = 8 * ((min(block_size, out.size) + 7) // 8)
-    total, codes = np.empty(most, f32), np.empty(most, u8)
+    total = np.empty(8 * ((min(block_size, out.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, out.size)
-        whole = 8 * ((hi - lo + 7) // 8)
-        mean_of_block(total[:whole], codes[:whole], rows, words, at + k * record, at + (k + 1) * record)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
         out[lo:hi] = total[: hi - lo]
 
 
 def _recode(residual, new_residual, rows, words, at, record, row, own, out, again, guard, block_size, first, last):
-    most = 8 * ((min(block_size, residual.size) + 7) // 8)
-    total, codes = np.empty(most, f32), np.empty(most, u8)
+    total = np.empty(8 * ((min(block_size, residual.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, residual.size)
-        whole = 8 * ((hi - lo + 7) // 8)
-        mean_of_block(total[:whole], codes[:whole], rows, words, at + k * record, at + (k + 1) * record)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
         c = total[: hi - lo]
         for i in range(c.size):
             c[i] = c[i] + residual[lo + i] + f32(0)
@@ -345,23 +356,22 @@ def _recode(residual, new_residual, rows, words, at, record, row, own, out, agai
 
 
 def _restore(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, block_size, first, last):
-    size = min(block_size, residual.size)
-    u, codes = np.empty(size, f32), np.empty(8 * ((size + 7) // 8), u8)
+    u = np.empty(min(block_size, residual.size), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, residual.size)
+        sent, width = row[at + k * record : at + (k + 1) * record], (hi - lo + 7) // 8
         s = words[(at + k * record) // 4]
         if np.isnan(s):
             continue
         x, e = u[: hi - lo], residual[lo:hi]
         fill(x, None, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
         here = _part(moves, lo, hi)
-        read_codes(row[at + k * record : at + (k + 1) * record], codes[: 8 * ((hi - lo + 7) // 8)])
         for i in range(x.size):
             if kept is None:
                 e[i] = _waiting_before(e[i], x[i], here, i)
             else:
-                e[i] = (e[i] + _of_moving(value(u32(codes[i]), s), here, i)) - x[i]
+                e[i] = (e[i] + _of_moving(value(code_at(sent, width, i // 8, i % 8), s), here, i)) - x[i]
 
 
 def _step(p, g, m, v, w, a):
@@ -377,13 +387,11 @@ def _step(p, g, m, v, w, a):
 
 
 def _apply(p, m, v, w, a, old_m, old_w, rows, words, at, record, block_size, first, last):
-    most = 8 * ((min(block_size, w.size) + 7) // 8)
-    total, codes = np.empty(most, f32), np.empty(most, u8)
+    total = np.empty(8 * ((min(block_size, w.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, w.size)
-        whole = 8 * ((hi - lo + 7) // 8)
-        mean_of_block(total[:whole], codes[:whole], rows, words, at + k * record, at + (k + 1) * record)
+        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
         _take(m, old_m, lo, hi)  # while it is in the first-level cache
         _take(w, old_w, lo, hi)
         step(p, total[: hi - lo], _part(m, lo, hi), _part(v, lo, hi), w[lo:hi], _part(a, lo, hi))
@@ -428,7 +436,7 @@ def _of_codec(codec: Codec) -> dict[str, Any]:
     names = {"scale": _formula(codec.scale), "code": _formula(codec.code), "value": _formula(codec.value)}
     names |= {"BITS": codec.bits}
     names["write_record"] = _loop(_write_record if codec.bits == 1 else _write_planes, codec.name, **names)
-    for template in (_compress, _read_codes, _add_values, _mean_of_block):
+    for template in (_compress, _code_at, _set_values, _set_values_of_two, _add_values, _mean_of_block):
         names[template.__name__[1:]] = _loop(template, codec.name, **names)
     return names
 

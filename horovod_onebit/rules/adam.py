@@ -26,7 +26,7 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import ZERO, Formula, Number, clipped, denominator, moving, rests, sqrt
+from horovod_onebit.formulas import ZERO, Formula, Number, clipped, denominator, moving, multiplier, rests, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
@@ -69,7 +69,7 @@ def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number)
 
 def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16
     x = moving(x, v)
-    return x * denominator(p, v), None, p.decay * w - p.step * x
+    return x * multiplier(p, v), None, p.decay * w - p.step * x
 
 
 def move_by_momentum(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:

@@ -29,7 +29,7 @@ from typing import Any
 
 import numpy as np
 
-from horovod_onebit.formulas import ZERO, Number, denominator, f32, where
+from horovod_onebit.formulas import ZERO, Number, f32, multiplier, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor, Use, scalars
@@ -40,7 +40,7 @@ from horovod_onebit.rules.zero_one_adam import DECAY, RATES, Sync, local
 
 def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
     moved = x - (f32(1) - p.decay) * a
-    return where(p.rates > ZERO, moved * denominator(p, v) / p.rates, m), None, a - x
+    return where(p.rates > ZERO, moved * multiplier(p, v) / p.rates, m), None, a - x
 
 
 NO_STEP = Adam(lr=0.0)

@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import Number, denominator, moving, sqrt
+from horovod_onebit.formulas import Number, denominator, moving, multiplier, sqrt
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use, Wraps, scalars, sums
 from horovod_onebit.rules.adam import Adam, Exact, Scalars, moments
@@ -31,7 +31,7 @@ COEFFICIENT = 0
 
 
 def take_over_update(p: Scalars, x: Number, _m: Number, v: Number, _w: Number, _a: Number) -> Any:
-    return moving(x, v) * denominator(p, v), None, None
+    return moving(x, v) * multiplier(p, v), None, None
 
 
 def take_over_momentum(_p: Scalars, x: Number, _m: Number, _v: Number, _w: Number, _a: Number) -> Any:

@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import ZERO, Formula, Number, alive, clipped, denominator, moving, rests, where
+from horovod_onebit.formulas import ZERO, Formula, Number, alive, clipped, denominator, moving, multiplier, rests, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
 from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
@@ -49,7 +49,7 @@ def local_of_moving(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: N
 
 
 def move_by_scaled_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:
-    d = denominator(p, v)
+    d = multiplier(p, v)
     new_m = p.beta1 * m + p.grad * (moving(x, v) * d)
     return new_m, None, p.decay * w - p.step * (new_m / d)
 
@@ -76,7 +76,7 @@ def displacement(p: Sync, _g: Number, m: Number, v: Number, w: Number, a: Number
 
 
 def scaled_displacement(p: Sync, _g: Number, _m: Number, v: Number, w: Number, a: Number) -> Number:
-    return (w - p.decay * a) * denominator(p, v)
+    return (w - p.decay * a) * multiplier(p, v)
 
 
 def _taken_over(p: Sync, moved: Number, m: Number, d: Number, a: Number) -> Any:  # lines 7 to 9
@@ -88,11 +88,11 @@ def take_over(p: Sync, x: Number, m: Number, v: Number, w: Number, a: Number) ->
 
 
 def take_over_exact(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
-    return _taken_over(p, x, m, denominator(p, v), a)
+    return _taken_over(p, x, m, multiplier(p, v), a)
 
 
 def take_over_scaled(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
-    d = denominator(p, v)
+    d = multiplier(p, v)
     return _taken_over(p, x / d, m, d, a)
 
 

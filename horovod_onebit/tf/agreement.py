@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from horovod_onebit import handshake, replicas
 from horovod_onebit.errors import ConfigurationError, DesyncError
@@ -70,8 +71,6 @@ class Agreement:
         self._wrapping = str(compressor.optimizer._wrapping)
         self._keys: list[str] | None = None
         self._rows: dict[tuple[int, ...], str] = {}
-        self._summed: set[int] = set()  # the variables with gradients in the backward passes of the next step so far
-        self._lacking: set[int] = set()  # those of them that the last pass has left out
 
     def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
         """True, or ``DesyncError`` on every worker. Collective.
@@ -88,7 +87,7 @@ class Agreement:
         def record(rate: Any, *counters: Any) -> Any:
             counts = {name: int(counter) for name, counter in zip(names, counters, strict=True)}
             compressor.apart += 1  # on all workers, whatever one of them finds
-            self._check()
+            self._check(trained)
             found = self._count_and_compare(counts)
             last[:] = [_Compared(tuple(trained), clips, float(rate), counts, found)]
             return self._record(last[0])
@@ -101,33 +100,29 @@ class Agreement:
 
         return meet(compressor.collectives, record, inputs, call, facts, compressor.heard)
 
-    def count_pass(self, trained: Sequence[int], *, last: bool) -> None:
-        """A backward pass, perhaps the ``last`` of a step, has gradients of the variables ``trained``. Local."""
-        self._summed.update(trained)
-        if last:
-            self._lacking |= self._summed.difference(trained)
-            self._summed.clear()
-
-    def _check_passes(self) -> None:
-        """Raise if the step, which is of the variables of the last pass, leaves out gradients of passes before it."""
-        lacking, self._lacking = sorted(self._lacking), set()
-        if not lacking:
-            return
+    def _check_passes(self, trained: Collection[int]) -> None:
+        """Raise if the step, which is of the variables ``trained``, leaves out gradients of backward passes before the
+        last one. Those of variables that are not trained any more are dropped."""
         optimizer = self._compressor.optimizer
-        for i in lacking:
-            optimizer._accumulated[i].assign(np.zeros(optimizer._accumulated[i].shape, np.float32))
-        names = ", ".join(optimizer._trainable_variables[i].path for i in lacking)
-        raise ConfigurationError(
-            f"{names}: no gradient in the last of the {optimizer._wrapping.backward_passes_per_step} backward passes "
-            "of a step, and one in a pass before; expected the last pass to have all. Pass zeros where there is no "
-            "gradient, as tape.gradient(..., unconnected_gradients='zero') does; this step's gradients are dropped"
-        )
+        lacking = []
+        for i, total in enumerate(getattr(optimizer, "_accumulated", [])):
+            if i not in trained and np.asarray(total.value).any():
+                total.assign(tf.zeros_like(total.value))
+                lacking.append(optimizer._trainable_variables[i])
+        names = ", ".join(variable.path for variable in lacking if variable.trainable)
+        if names:
+            raise ConfigurationError(
+                f"{names}: no gradient in the last of the {optimizer._wrapping.backward_passes_per_step} backward "
+                "passes of a step, and one in a pass before; expected the last pass to have all. Pass zeros where "
+                "there is no gradient, as tape.gradient(..., unconnected_gradients='zero') does; this gradient is "
+                "dropped"
+            )
 
-    def _check(self) -> None:
+    def _check(self, trained: Collection[int]) -> None:
         """Raise what this worker finds by itself."""
         compressor, engine = self._compressor, self._compressor.engine
         check_last(compressor.optimizer)
-        self._check_passes()
+        self._check_passes(trained)
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "

@@ -40,7 +40,7 @@ from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
-from horovod_onebit.tf.moments import OF_VERSION_0_1, Moments
+from horovod_onebit.tf.moments import Moments
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -483,7 +483,7 @@ class Compressor(RunState):
         """
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
-        self._check_momenta(values, progress)
+        self.moments.check_form()
         edited = self._edited(indices, values, progress)
         self._now = Now(indices, values, progress, factors)
         try:
@@ -532,15 +532,6 @@ class Compressor(RunState):
         if self.moments.moved is not None:  # another count of steps corrects both moments
             return list(indices)
         return self.moments.edited(indices, values.variances, progress.seen, progress.marks)
-
-    def _check_momenta(self, values: Values, progress: Progress) -> None:
-        """Raise if SGD's momenta are of version 0.1, which kept no velocities after its warm-up; alike on all."""
-        has_momenta = any(momentum is not None for momentum in values.momenta)
-        if self.adapter.velocities and has_momenta and (progress.marks == OF_VERSION_0_1).any():
-            raise ConfigurationError(
-                "the state of SGD was saved by horovod-onebit 0.1 after compression had started, when its momentum was "
-                "not Keras's: load the weights alone, and begin with a new optimizer"
-            )
 
     @property
     def _refuses(self) -> bool:

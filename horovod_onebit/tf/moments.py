@@ -21,6 +21,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call
@@ -91,11 +92,23 @@ class Moments:
 
     # -- the plain form -----------------------------------------------------------------------------------------------
 
+    def check_form(self) -> None:
+        """Raise if SGD's momenta are of version 0.1, which kept no velocities after its warm-up. Local; alike on all
+        workers that have the same state."""
+        optimizer, adapter = self._optimizer, self._compressor.adapter
+        velocities = adapter.velocities and optimizer.momentum
+        if velocities and (np.array(optimizer._marks.value) == OF_VERSION_0_1).any():
+            raise ConfigurationError(
+                "the state of SGD was saved by horovod-onebit 0.1 after compression had started, when its momentum was "
+                "not Keras's: load the weights alone, and begin with a new optimizer"
+            )
+
     def in_plain_form(self, edited: Collection[int] = ()) -> Iterator[tuple[Any, Any]]:
         """The moments that are not in plain form: their Keras variables, and what their values are then.
 
         Those of the variables ``edited`` were assigned by somebody, who knows the plain form alone.
         """
+        self.check_form()
         compressor, optimizer = self._compressor, self._optimizer
         taken = int(optimizer.iterations) if self.moved is None else self.moved
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)

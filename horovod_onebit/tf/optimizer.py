@@ -154,10 +154,7 @@ class _DistributedOptimizer(_Wrapped):
 
     def _accumulate(self, pairs: list[tuple[Any, Any]], passes: int) -> None:
         """Add gradients up; take a step at every ``passes``-th call."""
-        indices = [self._get_variable_index(v) for _, v in pairs]
-        sums = [self._accumulated[i] for i in indices]
-        number = tf.convert_to_tensor(self._passes.value)
-        host_call(lambda number: self._agreement.count_pass(indices, last=(int(number) + 1) % passes == 0), number)
+        sums = [self._accumulated[self._get_variable_index(v)] for _, v in pairs]
         for (grad, _), total in zip(pairs, sums, strict=True):
             total.assign_add(tf.cast(grad, total.dtype))
         self._passes.assign_add(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
-from typing import Any, ClassVar
+from typing import Any
 
 import keras
 import numpy as np
@@ -68,8 +68,10 @@ class Adapter:
         """What knows where the second moments are; None if there are none."""
         return self if self.divides else None
 
-    velocities: ClassVar[bool] = False
-    """Whether momenta, and residuals, have the learning rates of their steps."""
+    @property
+    def velocities(self) -> bool:
+        """Whether momenta, and residuals, have the learning rates of their steps."""
+        return bool(self.wraps.fixed.get("velocity", False))
 
     def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
         """The rule's fields, besides those that differ between steps and variables."""
@@ -95,8 +97,6 @@ class AdamAdapter(Adapter):
 
 class SGDAdapter(Adapter):
     """SGD, whose momentum is ``momentum * m - lr * g``."""
-
-    velocities = True
 
     def momentum(self, optimizer: Any, index: int) -> Any:
         return super().momentum(optimizer, index) if optimizer.momentum else None
