@@ -153,6 +153,19 @@ def test_a_last_pass_without_gradients_of_those_before_is_refused(graph):
         np.testing.assert_allclose(one, expected, rtol=1e-5)
 
 
+def test_gradients_of_what_is_frozen_within_a_group_of_passes_are_dropped():
+    model, optimizer = build(), wrap(keras.optimizers.SGD(1.0), 50, backward_passes_per_step=2)
+    variables = model.trainable_variables
+    optimizer.build(variables)
+    before = [np.array(v) for v in variables]
+    for step in range(4):
+        grads = [None if step and i == 0 else tf.ones(v.shape) for i, v in enumerate(variables)]
+        optimizer.apply_gradients(zip(grads, variables, strict=True))
+        variables[0].trainable = False
+    for i, (variable, old) in enumerate(zip(variables, before, strict=True)):
+        np.testing.assert_allclose(old - np.array(variable), 0 if i == 0 else 4, rtol=1e-5)
+
+
 def test_gradients_alone_want_an_optimizer_that_is_built():
     model, optimizer = build(), wrap(keras.optimizers.Adam())
     grads = [tf.ones(v.shape) for v in model.trainable_variables]
