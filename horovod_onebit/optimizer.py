@@ -7,6 +7,7 @@ exact part.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from horovod_onebit.checks import mapping, matching
 from horovod_onebit.coded import CodedMean, codes
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.face import chosen
 from horovod_onebit.feedback import check_kind, kind
@@ -70,8 +71,10 @@ class NumpyOptimizer(RunState):
             second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
 
-    The first step raises ``DesyncError`` on all workers if these arguments, ``kernels`` apart, or the names and shapes
-    of ``weights`` are not the same on all, or the number of steps taken is not. The values of weights are not compared.
+    A step raises ``DesyncError`` on all workers, and changes nothing, if the rule's hyperparameters or the number of
+    steps taken are not the same on all, or if one was given wrong gradients; that one raises what is wrong. The first
+    step does if these arguments, ``kernels`` apart, or the names and shapes of ``weights`` are not. Local steps are
+    compared where rounds begin and end. The values of weights are not compared.
     """
 
     def __init__(
@@ -138,23 +141,35 @@ class NumpyOptimizer(RunState):
         Returns False if all workers skipped it because one had NaN or Inf; with local steps, if this worker alone
         skipped it, or if the round that ended with it was lost.
         """
-        self._grads = self._flat(grads)
-        if not self._met:
-            run(self._meet())
         alone = self.driver.rounds is not None
+        together = not (alone and self._met)
+        try:
+            self._grads = self._flat(grads)
+        except Exception as error:
+            if together:
+                with suppress(DesyncError):  # tells the others
+                    run(self._meet("step", f"{type(error).__name__}: {error}"))
+            raise
+        if together:
+            run(self._meet("step"))
         return run(self.driver.local_step(self._step_alone) if alone else self.driver.step())
 
-    def _meet(self) -> Task[None]:
-        """Raise ``DesyncError`` on all workers unless they begin alike. Collective."""
-        engine, rule, large = self.engine, self.rule, {tensor.name for tensor in self._large}
-        arguments = {**engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": rule.name}
-        trained = {
-            f"array {number}": f"{name!r}, shape {array.shape}, {'compressed' if name in large else 'not compressed'}"
-            for number, (name, array) in enumerate(self.weights.items())
-        }
+    def _meet(self, call: str, error: str = "", **facts: Mapping[str, object]) -> Task[None]:
+        """Raise ``DesyncError`` on all workers unless all make this ``call`` alike, and none has found an ``error``; at
+        first they compare what they were given, too. Collective."""
+        engine, rule = self.engine, self.rule
+        if not self._met:
+            large = {tensor.name for tensor in self._large}
+            facts["arguments"] = {
+                **engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": rule.name
+            }  # fmt: skip
+            facts["trained"] = {
+                f"array {number}": f"{name!r}, shape {array.shape}, {'' if name in large else 'not '}compressed"
+                for number, (name, array) in enumerate(self.weights.items())
+            }
         of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
         yield from meet(
-            engine.collectives, f"{engine.name}.agreement", "step", arguments=arguments, trained=trained,
+            engine.collectives, f"{engine.name}.agreement", call, error, **facts,
             progress={"the number of steps taken": self.steps},
             hyperparameters={f"the rule's {name}": getattr(rule, name) for name in of_rule},
         )  # fmt: skip
@@ -163,6 +178,8 @@ class NumpyOptimizer(RunState):
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
         if self.pending:
+            if self.driver.rounds is None:
+                run(self._meet("flush"))
             run(self.driver.flush())
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
@@ -364,7 +381,7 @@ class NumpyOptimizer(RunState):
         return not self._bound
 
     def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
-        yield from ()
+        yield from self._meet(call, steps=what)
 
     def bind(self) -> tuple[list[Tensor], list[Tensor]]:
         self._bound = True

@@ -29,7 +29,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
-from horovod_onebit.schedule import Local, Sends, ZeroOne
+from horovod_onebit.schedule import Gradients, Local, Sends, ZeroOne
 from horovod_onebit.tasks import run
 from horovod_onebit.world import Weighing, total_residuals
 
@@ -794,6 +794,66 @@ def test_workers_that_have_loaded_different_states_are_all_told():
 
     simulation.run(worker, 3, timeout=10)
     assert sorted(raised) == [0, 1, 2]
+
+
+AFTER = {
+    "a wrong shape": (DesyncError, "ConfigurationError: grads.* has shape"),
+    "a name is missing": (DesyncError, "ConfigurationError: grads are of"),
+    "no gradient at all": (DesyncError, "names to arrays"),
+    "lr": (DesyncError, "the rule's lr differs between workers: 0.1 on worker.* 0.2 on worker 1"),
+}
+
+
+@pytest.mark.parametrize("what", AFTER)
+@pytest.mark.parametrize("at", [0, 3, 8])
+@pytest.mark.parametrize("schedule", [None, Gradients(), ZeroOne(4, 2, 2)])
+def test_an_error_of_one_worker_is_told_to_all_and_changes_nothing(what, at, schedule):
+    """In the first step, in the warm-up, and after it."""
+    ended = {}
+
+    def worker(collectives, odd):
+        weights, random = {"w": np.ones((40, 40), f32)}, np.random.default_rng(collectives.rank)
+        warmup = {"warmup_steps": 5} if schedule is None else {}
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.1), collectives=collectives, schedule=schedule, **warmup)
+        for step in range(12):
+            grads = {"w": random.standard_normal((40, 40)).astype(f32)}
+            if step == at and odd:
+                wrong, own = grads, collectives.rank == 1
+                if own and what == "lr":
+                    optimizer.rule = Adam(lr=0.2)
+                elif own:
+                    wrong = {"a wrong shape": {"w": np.ones(3)}, "a name is missing": {}}.get(what)
+                error, text = AFTER[what]
+                error = ConfigurationError if own and what != "lr" else error
+                text = "grads" if own and what != "lr" else text
+                with pytest.raises(error, match=text):
+                    optimizer.step(wrong)
+                optimizer.rule = Adam(lr=0.1)
+            optimizer.step(grads)
+        optimizer.flush()
+        ended[odd, collectives.rank] = weights["w"].copy()
+
+    for odd in (False, True):
+        simulation.run(functools.partial(worker, odd=odd), 3, timeout=20)
+    for array in ended.values():
+        np.testing.assert_array_equal(array, ended[False, 0])
+
+
+@pytest.mark.parametrize("rate", [0.1, 0.2])
+def test_rounds_end_alike_on_all_workers(rate):
+    def worker(collectives):
+        weights = {"w": np.ones((40, 40), f32)}
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.1), collectives=collectives, schedule=Local(2))
+        for step in range(8):
+            if step == 5 and collectives.rank == 1:
+                optimizer.rule = Adam(lr=rate)
+            if step == 5 and rate != 0.1:
+                with pytest.raises(DesyncError, match=r"the rule's lr differs .* 0\.1 on worker.* 0\.2 on"):
+                    optimizer.step(weights)
+                return
+            optimizer.step(weights)
+
+    simulation.run(worker, 3, timeout=20)
 
 
 def test_what_means_the_same_is_the_same_to_all():
