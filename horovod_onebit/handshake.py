@@ -56,10 +56,10 @@ ADVICE = {
     "call": "All workers must make the same calls, in the same order",
     "arguments": "Each argument of DistributedOptimizer or NumpyOptimizer must be the same on all workers, and so must "
     "the order in which optimizers are built",
-    "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
-    "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "trained": "All workers must build the same model, and freeze, add, remove or reset the same parameters before the "
     "same step",
+    "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
+    "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "hyperparameters": "Set this hyperparameter to the same value on all workers before the step",
     "steps": "All workers must take the same steps: give them the same number of batches",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",

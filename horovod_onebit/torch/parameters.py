@@ -361,9 +361,15 @@ class Parameters:
         return not trained.issuperset(map(id, self.bindings))
 
     @property
+    def regrouped(self) -> bool:
+        """Whether parameters were taken out of the groups, or trained ones put in."""
+        listed, known = self.ordered(), set(map(id, self.exact_steps))
+        return not known.issubset(map(id, listed)) or any(p.requires_grad and id(p) not in known for p in listed)
+
+    @property
     def all_current(self) -> bool:
         """Whether the engine is prepared for them as they are, and ``refresh`` would change nothing."""
-        return self.prepared and not (self.leaving or self._moved() or self.edited())
+        return self.prepared and not (self.leaving or self.regrouped or self._moved() or self.edited())
 
     def _moved(self) -> list[torch.Tensor]:
         """The compressed parameters that have other memory than the engine, or another state."""
@@ -477,16 +483,18 @@ class Parameters:
         """What ``describe`` and ``hyperparameters`` are made of, in words."""
         trained, counts = dict[str, object](), dict[str, object]()
         for place, (p, name) in enumerate((p, self.names[p]) for p in self.ordered() if p in self.names):
-            never = ", and never compressed" if p in self.never else ""
             trained |= {
                 f"the shape of {name}": tuple(p.shape),
                 f"the dtype of {name}": p.dtype,
                 f"the memory order of {name}": p.stride(),
                 f"whether {name} is frozen": not p.requires_grad,
-                f"how {name} travels": "compressed" if p in self.bindings else f"exact{never}",
+                f"whether {name} is never compressed": p in self.never,
                 f"the place of {name} among the optimizer's parameters": place,
             }
-            counts[f"the number of warm-up steps of {name}"] = self.exact_steps.get(p, 0)
+            counts |= {
+                f"the number of warm-up steps of {name}": self.exact_steps.get(p, 0),
+                f"whether {name} is compressed by now": p in self.bindings,
+            }
         return {
             "arguments": {
                 "whether the recipe is 'exact'": self.warmup.steps == FOREVER and self.engine.recipe.warmup == EXACT,

@@ -193,6 +193,8 @@ class AnyAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
+        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        self._compared = HYPERPARAMETERS | (set(optimizer.defaults) if of_torch else set())
 
     @property
     def divides(self) -> bool:
@@ -210,8 +212,9 @@ class AnyAdapter(Adapter):
         return Gradient()
 
     def hyperparameters(self, group: ParamGroup) -> dict[str, object]:
-        """Those that all optimizers call the same; others may be what a worker has found out."""
-        return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in HYPERPARAMETERS}
+        """All of PyTorch's own optimizers. Of others those that all call the same, as more may be what a worker has
+        found out."""
+        return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in self._compared}
 
 
 def _plain(value: Any) -> Any:

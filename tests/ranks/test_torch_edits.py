@@ -15,6 +15,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
+from horovod_onebit.warmup import FIRST
 from tests.ranks.torch_common import DEVICE, RANK, SIZE, Lion, assert_replicas_equal, batch, weights
 from tests.ranks.world import world
 
@@ -434,6 +435,80 @@ NAMED = {
     "shape": "the shape of last.bias differs between workers",
     "groups": "groups differs between workers: None on worker 0, 2 on worker 1",
 }
+
+
+IN_FEW_BITS = {
+    "frozen": "whether 0.weight is frozen differs between workers: False on worker 0, True on worker 1",
+    "added": "the number of parameters differs between workers: 4 on worker 0, 5 on worker 1",
+    "alpha": "alpha of group 0 differs between workers: 0.99 on worker 0, 0.9 on worker 1",
+}
+
+
+@pytest.mark.parametrize("recipe", ["robust", "exact"])
+@pytest.mark.parametrize("what", IN_FEW_BITS)
+def test_an_error_names_what_differs_between_averages(what, recipe):
+    """With any optimizer, all of whose hyperparameters are compared; nothing has changed, and the run goes on."""
+    if SIZE != 2:
+        pytest.skip("the texts name two workers")
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Linear(32, 48), torch.nn.Linear(48, 8))
+    plain = torch.optim.RMSprop(model.parameters(), lr=1e-3)
+    few = {"schedule": onebit.Gradients()} if recipe == "robust" else {}
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), recipe=recipe, **few)
+
+    def step():
+        optimizer.zero_grad()
+        model(torch.randn(4, 32)).square().sum().backward()
+        optimizer.step()
+
+    for _ in range(FIRST + 3):
+        step()
+    before = weights(model).clone()
+    extra = torch.nn.Parameter(torch.zeros(2000))
+    if ODD and what == "frozen":
+        model[0].weight.requires_grad_(False)
+    elif ODD and what == "added":
+        optimizer.add_param_group({"params": [extra]})
+    elif ODD:
+        optimizer.param_groups[0]["alpha"] = 0.9
+    with pytest.raises(DesyncError, match=IN_FEW_BITS[what]):
+        step()
+    assert torch.equal(weights(model), before)
+    if what == "added":
+        if not ODD:
+            optimizer.add_param_group({"params": [extra]})
+    else:
+        model[0].weight.requires_grad_(True)
+        optimizer.param_groups[0]["alpha"] = 0.99
+    for _ in range(3):
+        step()
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("what", ["small out", "large out", "small in", "exact in"])
+def test_groups_may_change_between_steps_that_send_early(what):
+    model = Net()
+    layers = [{"params": list(layer.parameters())} for layer in (model.first, model.second, model.last)]
+    optimizer = onebit.DistributedOptimizer(
+        torch.optim.SGD(layers, lr=0.01), list(model.named_parameters()), warmup_steps=3
+    )
+    extra = torch.nn.Parameter(torch.zeros(2000 if what == "exact in" else 5))
+
+    def step(index):
+        optimizer.zero_grad()
+        x, y = batch(index)
+        (cross_entropy(model(x), y) + extra.square().sum()).backward()
+        optimizer.step()
+
+    for index in range(6):
+        step(index)
+    if what.endswith("out"):
+        optimizer.param_groups.pop(-1 if what == "small out" else 1)
+    else:
+        optimizer.add_param_group({"params": [extra], **({"exact": True} if what == "exact in" else {})})
+    for index in range(6, 12):
+        step(index)
+    assert_replicas_equal(model)
 
 
 @pytest.mark.parametrize("mode", ["warm-up", "compressed"])
