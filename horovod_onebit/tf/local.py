@@ -514,8 +514,7 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
     def exchange() -> None:
         done = _run(steps, steps.exchange, variables)
         new = host_values(lambda _: [adopt(t.weight) for t in steps.tensors], [done], [tf.float32] * len(variables))
-        _put(variables, new)
-        _constrain(steps, variables, new)
+        _put(variables, _constrained(steps, variables, new))
         lost = host_value(lambda: steps.lost, [], tf.bool)
         cond(lost, lambda: _heal(optimizer), optimizer._average_weights)
         if optimizer.recipe.on_nonfinite == "raise":
@@ -524,13 +523,13 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
     cond(_agreed(optimizer, indices), exchange)
 
 
-def _constrain(steps: LocalSteps, variables: Sequence[Any], values: Sequence[Any]) -> None:
-    """The variables' constraints hold after an exchange, which gave these ``values``; alike on all workers."""
+def _constrained(steps: LocalSteps, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:
+    """``values``, which an exchange gave, as the variables' constraints have them; alike on all workers."""
     pairs = enumerate(zip(variables, values, strict=True))
     found = {i: v.constraint(tf.reshape(new, v.shape)) for i, (v, new) in pairs if v.constraint is not None}
     if found:
-        _put([variables[i] for i in found], list(found.values()))
         host_call(lambda *new: steps.move_anchors(dict(zip(found, new, strict=True))), *found.values())
+    return [found.get(i, new) for i, new in enumerate(values)]
 
 
 def _heal(optimizer: Any) -> None:

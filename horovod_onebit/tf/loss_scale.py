@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.tf.graph import in_order, outside
+from horovod_onebit.tf.graph import host_call, in_order, outside
 from horovod_onebit.tf.lineage import give
 from horovod_onebit.tf.meeting import all_finite
 
@@ -57,16 +57,22 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         inner = self.inner_optimizer
         if inner._wrapping.local is not None or not inner._wrapping.process_set.included():
             return finite
-        compressor = inner._compressor
+        compressor, engine = inner._compressor, inner._compressor.engine
+
+        def count(everywhere: Any) -> None:
+            engine.skipped += not bool(everywhere)
+
         with in_order():
-            return all_finite(finite, compressor.collectives, "loss scaling", compressor.engine.name)
+            everywhere = all_finite(finite, compressor.collectives, "loss scaling", engine.name)
+            host_call(count, everywhere)
+        return everywhere
 
     def __reduce__(self) -> Any:
         """For ``copy`` and ``pickle``."""
         refuse_copy(self)
         return type(self).from_config, (self.get_config(),)
 
-    # The inner optimizer's. Steps that loss scaling skipped are not counted.
+    # The inner optimizer's.
     _compressor = property(attrgetter("inner_optimizer._compressor"))
     _wrapping = property(attrgetter("inner_optimizer._wrapping"))
     phase = property(attrgetter("inner_optimizer.phase"))

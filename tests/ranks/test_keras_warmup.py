@@ -174,6 +174,7 @@ def test_loss_scales_stay_together():
         scaled_step(model, optimizer, x * (np.inf if RANK == 0 and step == FIRST + 5 else 1), y)
         scales.append(float(optimizer.dynamic_scale))
     assert scales[FIRST + 5] == scales[FIRST + 4] / 2
+    assert optimizer.stats(norms=False).skipped_steps == 1
     assert (hvd.allgather(tf.constant([scales]), name="scales").numpy() == scales).all()
     assert_replicas_equal(model)
 
