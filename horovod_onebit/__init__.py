@@ -16,6 +16,7 @@ from horovod_onebit.errors import (
     WireError,
 )
 from horovod_onebit.recipe import PRESETS, Recipe
+from horovod_onebit.schedule import Gradients, Local, ZeroOne
 
 __all__ = [
     "PRESETS",
@@ -23,11 +24,14 @@ __all__ = [
     "CheckpointError",
     "ConfigurationError",
     "DesyncError",
+    "Gradients",
+    "Local",
     "NonFiniteError",
     "OnebitError",
     "Recipe",
     "TransportError",
     "UnsupportedError",
     "WireError",
+    "ZeroOne",
     "__version__",
 ]
