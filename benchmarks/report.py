@@ -159,6 +159,111 @@ TARGETS = """## Seconds until a given test loss
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
 seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps; `onebit three
 bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit")` and
+`compression=hvd.Compression.fp16`; at 50 and 100 Mbit/s an earlier form, whose blocks had 1,024 elements and not 256).
+On another machine, which computes half as fast, the present form took 0.49 (50 Mbit/s) and 0.63 (100 Mbit/s) of
+float32's seconds, float16 0.56 and 0.59, `onebit` 0.54 and 0.67, and PowerSGD 1.26 and 1.57: there, computing takes
+most of the time.
+`onebit local 8` is `schedule=Local()`, with one exchange for
+8 steps, after the second moments were frozen; before that, rounds have 4 steps, and the second moments travel once, 8
+bytes a parameter. `diloco 16` is DiLoCo in float32 with rounds of 16 steps (Douillard et al. 2023: AdamW inside,
+Nesterov's SGD outside with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce.
+Milliseconds and megabytes are those of one step, averaged over a round of local steps. `hidden` adds `delay=4`: the
+exchange runs during the next steps, and all moments stay each worker's own. Local steps with frozen moments can be
+faster than steps without communication: they are taken in our own kernel, and not in PyTorch's AdamW.
+
+{local_steps}
+
+{target}## Without a slow link
+
+{step}
+
+## Within a host
+
+Two workers on one machine add up float32 gradients, each of them one half; nanoseconds per parameter, and the ratio to
+the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the alltoall.
+
+{local}
+
+## The codec
+
+{elements:,} elements, one thread (`python benchmarks/codec.py`).
+
+{codec}
+
+## Is the planner right?
+
+{foretold}
+
+Three and four hosts share two cores here, and what that costs was measured on the same machine. On 2 cores of an AMD
+EPYC the exchanges of 2 hosts were within 24 % as well, but those of 4 hosts 14 to 53 % faster than predicted
+(`python -m benchmarks.link --only 4-1gbit-25M`): steps there were 4.5 times as fast as Horovod's in float32 with one
+bit, 3.9 times with PowerSGD of rank 1, and 5.0 times without communication.
+
+## On a GPU
+
+{gpu}
+
+What limits the kernels can be counted: the instructions that a warp executes for 128 elements. The counts come from
+running the compiled kernels on the CPU (PTX for compute capability 9.0; blocks of 1,024, messages of two workers).
+
+    python -m tests.cuda.instructions > benchmarks/results/instructions.json
+
+{instructions}
+
+The last column is computed from the data of the GPU: 132 processors that start four instructions a cycle, at
+1.755 GHz, and a copy rate of 4.3 TB/s. A division or a root counts as one instruction and takes about ten. Memory can
+limit a kernel only where its instructions are clearly fewer. They are not in a server's second stage, which handles
+about one n-th of the elements.
+
+## Looking ahead
+
+Predictions of the planner, in milliseconds a step: 110 M parameters, 250 ms of computing, eight workers on a host.
+None of this was measured as a whole. `--device gpu` estimates the time of compression from the bandwidth of a GPU's
+memory, and that of the sums within a host, which need NCCL in Horovod, from the bandwidth of PCIe 4.0. Without NCCL
+(`--device gpu-without-nccl`) these sums are taken in host memory, and a hierarchical step is 0.25 to 0.37 s longer.
+
+{ahead}
+"""
+
+KERAS = """## Training with Keras 3
+
+The same model and links on {machine}, by TensorFlow with one core a host (`python -m benchmarks.link --framework tf`).
+Stock Horovod has no optimizer that synchronises under Keras 3: its rows are a `tf.function` with a `tf.GradientTape`
+whose gradients are averaged by `hvd.allreduce`. `mirrored fp32` is `tf.distribute.MultiWorkerMirroredStrategy` in such
+a loop; `model.fit` does not run under it (Keras 3.15 stops with "Attempt to convert a value (PerReplica ...) with an
+unsupported type to a Tensor"). `onebit` is `DistributedOptimizer` in such a loop and `onebit fit` the same in the train
+function of `model.fit`, beside `no communication fit`. XLA compiles none of them.
+
+{trainings}
+
+"""
+GPU = """One {card}, {parameters:,} parameters, messages of two workers, in one run. The bandwidth is beside that of a
+copy by PyTorch, {copy:.1f} TB/s.
+
+    python -m benchmarks.gpu
+
+{kernels}
+
+Encode and decode together take {fused:.1f} times as long as PyTorch's fused Adam alone; the same work by separate
+operations of PyTorch takes {separate:.1f} times as long as they. A launch costs the host {encode:.0f} µs (encode) and
+{decode:.0f} µs (decode).
+
+Whole steps of one worker with 302 million parameters in 288 tensors (24 layers of a Transformer), over NCCL, in the
+same run, backward pass apart:
+
+{steps}
+
+The host's work in Python takes most of the step with one bit; kernels and NCCL took 6 ms of it by PyTorch's profiler.
+So it is the host's speed that counts: on two other machines with the same GPU this step took 55 and 93 ms, and that
+in three bits, in blocks of 1,024, 89 and 132. Before messages of GPUs were made four times as large, it took 205 ms on
+the first of these, and one in three bits, which the host compressed then, 1,120 ms. Since elements that have never had
+a gradient stay where they are, encoding and decoding take longer: on the machine with 93 ms and without that, encode in
+update space reached 73 % of the bandwidth of a copy, and decode and Adam 73 %."""
+TARGETS = """## Seconds until a given test loss
+
+A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
+seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps; `onebit three
+bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit")` and
 `compression=hvd.Compression.fp16`; at 50 and 100 Mbit/s an earlier form, whose blocks had 1,024 elements and not 256.
 On another machine, which computes half as fast, the present one took 0.49 and 0.63 of float32's seconds there, float16
 0.56 and 0.59, `onebit` 0.54 and 0.67, PowerSGD 1.26 and 1.57: what the link no longer takes is then the least part).

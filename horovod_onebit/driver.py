@@ -334,7 +334,7 @@ class Driver:
     def begin_round(self) -> Task[None]:
         """From the weights of now, which are the same on all workers. Collective."""
         face, rounds = self.face, self.rounds
-        yield from face.agree("step", {"local steps taken": face.steps, WHAT: "a round begins"})
+        yield from face.agree("step", self._said("a round begins"))
         try:
             large, small = face.bind()
             frozen = face.frozen_rules()
@@ -354,10 +354,9 @@ class Driver:
     def _exchange(self, call: str, exchange: Callable[[], Task[bool]]) -> Task[bool]:
         face, rounds, usable = self.face, self.rounds, False
         ends = "a round ends, and second moments are frozen" if rounds.freezes else "a round ends"
-        said = {"local steps taken": face.steps, "steps of this round": rounds.length, WHAT: ends}
         yield from face.pull()
         try:
-            yield from face.agree(call, said)
+            yield from face.agree(call, {"steps of this round": rounds.length, **self._said(ends)})
         except Exception:
             rounds.cancel()
             raise
@@ -366,6 +365,11 @@ class Driver:
         finally:
             face.push(together=not rounds.under_way, usable=usable)
         return usable
+
+    def _said(self, what: str) -> dict[str, object]:
+        """What must be the same on all workers where ``what`` follows."""
+        freezes = {WHEN: self.warmup.state_dict()} if isinstance(self.warmup, AfterRise) else {}
+        return {"local steps taken": self.face.steps, WHAT: what, **freezes}
 
     def freeze(self, *, usable: bool) -> Task[None]:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step
@@ -400,3 +404,4 @@ class Driver:
 
 WHAT = "what happens after them"
 """The steps that a worker has taken."""
+WHEN = "the learning rates until now, and when second moments are frozen"

@@ -73,8 +73,9 @@ class NumpyOptimizer(RunState):
 
     A step raises ``DesyncError`` on all workers, and changes nothing, if the rule's hyperparameters or the number of
     steps taken are not the same on all, or if one was given wrong gradients; that one raises what is wrong. The first
-    step does if these arguments, ``kernels`` apart, or the names and shapes of ``weights`` are not. Local steps are
-    compared where rounds begin and end. The values of weights are not compared.
+    step compares these arguments, too, ``kernels`` apart, and the names and shapes of ``weights``. With ``Local``,
+    workers meet where rounds begin and end: wrong gradients are raised where they are given alone, and where a round
+    is refused, its last step has been taken. The values of weights are not compared.
     """
 
     def __init__(
@@ -157,8 +158,11 @@ class NumpyOptimizer(RunState):
     def _meet(self, call: str, error: str = "", **facts: Mapping[str, object]) -> Task[None]:
         """Raise ``DesyncError`` on all workers unless all make this ``call`` alike, and none has found an ``error``; at
         first they compare what they were given, too. Collective."""
-        engine, rule = self.engine, self.rule
-        if not self._met:
+        engine, rule, taken = self.engine, self.rule, {"the number of steps taken": self.steps}
+        if self._met:
+            facts["steps"] = {**facts.get("steps", {}), **taken}
+        else:
+            facts["progress"] = taken
             large = {tensor.name for tensor in self._large}
             facts["arguments"] = {
                 **engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": rule.name
@@ -170,7 +174,6 @@ class NumpyOptimizer(RunState):
         of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
         yield from meet(
             engine.collectives, f"{engine.name}.agreement", call, error, **facts,
-            progress={"the number of steps taken": self.steps},
             hyperparameters={f"the rule's {name}": getattr(rule, name) for name in of_rule},
         )  # fmt: skip
         self._met = True

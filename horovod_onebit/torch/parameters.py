@@ -357,19 +357,18 @@ class Parameters:
     @property
     def leaving(self) -> bool:
         """Whether parameters that are bound were frozen, or taken out of the groups."""
-        trained = {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
-        return not trained.issuperset(map(id, self.bindings))
+        return not self._trained().issuperset(map(id, self.bindings))
 
-    @property
-    def regrouped(self) -> bool:
-        """Whether parameters were taken out of the groups, or trained ones put in."""
-        listed, known = self.ordered(), set(map(id, self.exact_steps))
-        return not known.issubset(map(id, listed)) or any(p.requires_grad and id(p) not in known for p in listed)
+    def _trained(self) -> set[int]:
+        return {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     @property
     def all_current(self) -> bool:
-        """Whether the engine is prepared for them as they are, and ``refresh`` would change nothing."""
-        return self.prepared and not (self.leaving or self.regrouped or self._moved() or self.edited())
+        """Whether groups are as they were, the engine is prepared for them, and ``refresh`` would change nothing."""
+        trained, known = self._trained(), set(map(id, self.exact_steps))
+        same = trained.issuperset(map(id, self.bindings)) and known.issuperset(trained)
+        same = same and known.issubset(map(id, self.ordered()))
+        return same and self.prepared and not (self._moved() or self.edited())
 
     def _moved(self) -> list[torch.Tensor]:
         """The compressed parameters that have other memory than the engine, or another state."""

@@ -193,7 +193,7 @@ class AnyAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
-        of_torch = type(optimizer).__module__.startswith("torch.optim.")
+        of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
         self._compared = HYPERPARAMETERS | (set(optimizer.defaults) if of_torch else set())
 
     @property

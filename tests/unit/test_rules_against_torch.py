@@ -75,3 +75,20 @@ def test_which_optimizers_divide_by_a_second_moment(make, divides):
 
 def test_of_other_optimizers_nothing_is_known():
     assert not AnyAdapter(torch.optim.Adafactor([torch.nn.Parameter(torch.zeros(3))])).divides
+
+
+def test_all_hyperparameters_of_pytorchs_own_optimizers_are_compared():
+    """Of another's, those that all call the same."""
+    kinds = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)} - {torch.optim.Optimizer}
+    kinds = {kind for kind in kinds if issubclass(kind, torch.optim.Optimizer)}
+    assert {torch.optim.Muon, torch.optim.Adafactor, torch.optim.RMSprop} < kinds
+    for kind in kinds:
+        optimizer = kind([torch.nn.Parameter(torch.zeros(4, 4))])
+        assert AnyAdapter(optimizer).hyperparameters(optimizer.param_groups[0]).keys() == optimizer.defaults.keys()
+
+    class Own(torch.optim.RMSprop):
+        pass
+
+    optimizer = Own([torch.nn.Parameter(torch.zeros(4, 4))])
+    found = AnyAdapter(optimizer).hyperparameters(optimizer.param_groups[0])
+    assert found.keys() == {"lr", "eps", "weight_decay", "momentum"}

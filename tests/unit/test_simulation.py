@@ -856,6 +856,21 @@ def test_rounds_end_alike_on_all_workers(rate):
     simulation.run(worker, 3, timeout=20)
 
 
+def test_learning_rates_that_differed_within_a_round_are_found_where_it_ends():
+    """From them follows when second moments are frozen."""
+
+    def worker(collectives):
+        weights = {"w": np.ones((40, 40), f32)}
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.1), collectives=collectives, schedule=Local(4, freeze=6))
+        for step in range(3):
+            optimizer.rule = Adam(lr=0.2 if step == 1 and collectives.rank == 1 else 0.1)
+            optimizer.step(weights)
+        with pytest.raises(DesyncError, match="the learning rates until now, and when second moments are frozen dif"):
+            optimizer.step(weights)
+
+    simulation.run(worker, 3, timeout=20)
+
+
 def test_what_means_the_same_is_the_same_to_all():
     def worker(collectives):
         weights, one = {"w": np.ones((40, 40), f32)}, collectives.rank == 1
