@@ -16,7 +16,7 @@ import numpy as np
 
 from horovod_onebit import checkpoints
 from horovod_onebit.errors import CheckpointArgumentError
-from horovod_onebit.handshake import gather
+from horovod_onebit.handshake import gather, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer, check_weights
 from horovod_onebit.tasks import Task, run
@@ -24,6 +24,7 @@ from horovod_onebit.world import Residuals
 
 SAME = "model"
 NAME = "onebit.checkpoint"
+CALL = "save_checkpoint() or load_checkpoint"
 
 
 def save_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *, extra: Any = None) -> None:
@@ -38,7 +39,9 @@ def save_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *
     checkpoints before are then still there, and nothing of this one. Raises ``CheckpointArgumentError``, on this worker
     alone, if ``optimizer`` is something else.
     """
-    checkpoints.save(_Numpy(optimizer), folder, extra)
+    face = _Numpy(optimizer)
+    face.meet()
+    checkpoints.save(face, folder, extra)
 
 
 def load_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *, previous: bool = False) -> Any:
@@ -55,7 +58,9 @@ def load_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *
     ``Local(delay=...)`` is under way. Nothing was changed then. Raises ``CheckpointArgumentError``, on this worker
     alone, if ``optimizer`` is something else.
     """
-    return checkpoints.load(_Numpy(optimizer), folder, previous=previous)
+    face = _Numpy(optimizer)
+    face.meet()
+    return checkpoints.load(face, folder, previous=previous)
 
 
 def load_weights(folder: str | os.PathLike[str], weights: Mapping[str, Array], *, previous: bool = False) -> None:
@@ -83,6 +88,10 @@ class _Numpy(checkpoints.Face):
         self.optimizer, self.collectives = optimizer, optimizer.engine.collectives
         self.rank, self.workers = self.collectives.rank, self.collectives.size
         self.kind = optimizer.kind
+
+    def meet(self) -> None:
+        """Raise ``DesyncError`` on all workers unless all save or load. Collective."""
+        run(meet(self.collectives, f"{self.optimizer.engine.name}.agreement", CALL))
 
     def gather(self, value: Any) -> list[Any]:
         return list(map(pickle.loads, run(gather(pickle.dumps(value), self.collectives, NAME))))

@@ -368,8 +368,10 @@ class Driver:
 
     def _said(self, what: str) -> dict[str, object]:
         """What must be the same on all workers where ``what`` follows."""
-        freezes = {WHEN: self.warmup.state_dict()} if isinstance(self.warmup, AfterRise) else {}
-        return {"local steps taken": self.face.steps, WHAT: what, **freezes}
+        warmup, rise = self.warmup, dict[str, object]()
+        if isinstance(warmup, AfterRise):
+            rise[RISE] = f"to {warmup.peak:g}, counted from step {warmup.peak_step}"
+        return {"local steps taken": self.face.steps, WHAT: what, **rise}
 
     def freeze(self, *, usable: bool) -> Task[None]:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step
@@ -404,4 +406,5 @@ class Driver:
 
 WHAT = "what happens after them"
 """The steps that a worker has taken."""
-WHEN = "the learning rates until now, and when second moments are frozen"
+RISE = "the learning rate's last rise"
+"""Second moments are frozen so many steps after it."""

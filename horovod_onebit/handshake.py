@@ -61,7 +61,8 @@ ADVICE = {
     "progress": "Load the same state on all workers, or broadcast it: horovod_onebit's broadcast_optimizer_state in "
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "hyperparameters": "Set this hyperparameter to the same value on all workers before the step",
-    "steps": "All workers must take the same steps: give them the same number of batches",
+    "steps": "All workers must take the same steps, at the same learning rates: give them the same number of batches. "
+    "After local steps that differed, go on from the last checkpoint",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "

@@ -43,6 +43,8 @@ def check_weights(weights: Mapping[str, Array]) -> None:
     if not mapping("weights", weights, "names to arrays"):
         raise ConfigurationError("weights is empty: expected at least one named array")
     for name, array in weights.items():
+        if not isinstance(name, str):
+            raise ConfigurationError(f"weights has the name {name!r}: expected a text")
         if not isinstance(array, np.ndarray):
             raise ConfigurationError(f"weights[{name!r}] is {type(array).__name__}: expected a NumPy array")
         if array.dtype != np.float32 or not array.flags.c_contiguous or not array.flags.writeable:
@@ -97,7 +99,7 @@ class NumpyOptimizer(RunState):
         recipe, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
         if isinstance(warmup, AfterRise) and type(rule) is not Adam:
             warmup = make_warmup(1)
-        self.rule = rule
+        self.rule, self._algorithm = rule, type(rule)
         self._met = False
         self._arguments = {"warmup_steps": warmup_steps or "auto", "total_steps": total_steps}
         self.engine = Engine(recipe, collectives, kernels=kernels)
@@ -145,6 +147,9 @@ class NumpyOptimizer(RunState):
         alone = self.driver.rounds is not None
         together = not (alone and self._met)
         try:
+            if type(self.rule) is not self._algorithm:
+                expected = f"another {self._algorithm.__name__}, which may have other hyperparameters"
+                raise ConfigurationError(f"optimizer.rule is {self.rule!r}: expected {expected}")
             self._grads = self._flat(grads)
         except Exception as error:
             if together:
@@ -161,21 +166,20 @@ class NumpyOptimizer(RunState):
         engine, rule, taken = self.engine, self.rule, {"the number of steps taken": self.steps}
         if self._met:
             facts["steps"] = {**facts.get("steps", {}), **taken}
+            setup = error or ", ".join(self.weights)[:80]
         else:
-            facts["progress"] = taken
+            facts["progress"], setup = taken, error
             large = {tensor.name for tensor in self._large}
-            facts["arguments"] = {
-                **engine.arguments(), **self._arguments, "schedule": self._schedule, "algorithm": rule.name
-            }  # fmt: skip
+            given = {"schedule": self._schedule, "algorithm": self._algorithm.__name__}
+            facts["arguments"] = {**engine.arguments(), **self._arguments, **given}
             facts["trained"] = {
                 f"array {number}": f"{name!r}, shape {array.shape}, {'' if name in large else 'not '}compressed"
                 for number, (name, array) in enumerate(self.weights.items())
             }
-        of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
-        yield from meet(
-            engine.collectives, f"{engine.name}.agreement", call, error, **facts,
-            hyperparameters={f"the rule's {name}": getattr(rule, name) for name in of_rule},
-        )  # fmt: skip
+        if not error:
+            of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
+            facts["hyperparameters"] = {f"the rule's {name}": getattr(rule, name) for name in of_rule}
+        yield from meet(engine.collectives, f"{engine.name}.agreement", call, setup, **facts)
         self._met = True
 
     def flush(self) -> None:

@@ -216,9 +216,13 @@ class Rounds:
         return (yield from self._arrive(stepped=True))
 
     def cancel(self) -> None:
-        """The workers do not agree: forget the exchange that is under way. Local."""
+        """The workers do not agree: forget the exchange that is under way. What it was to bring goes with the next
+        one. Local."""
         self.engine.cancel()
-        self._under_way = None
+        if (sent := self._under_way) is not None:
+            self._under_way, self.length = None, max(self.length, 1)
+            self._rates += sent.rates
+            self._skipped |= self.engine.collectives.rank in sent.skipped
 
     def _start(self, *, hidden: bool) -> Task[None]:
         """Send what this worker has moved. Collective."""

@@ -448,6 +448,21 @@ def test_workers_that_disagree_are_told(what):
         train(model, optimizer, 8)
 
 
+@pytest.mark.skipif(SIZE == 1, reason="one worker agrees with itself")
+def test_an_exchange_that_was_hidden_when_a_flush_was_refused_is_not_lost():
+    model = Net()
+    optimizer = local(model, schedule=HIDDEN)
+    train(model, optimizer, 4)
+    before = weights(model)
+    optimizer.param_groups[0]["lr"] = 1e-3 * (RANK + 1)
+    with pytest.raises(DesyncError, match="learning rate"):
+        optimizer.flush()
+    optimizer.param_groups[0]["lr"] = 1e-3
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert not torch.equal(before, weights(model))
+
+
 def test_training_goes_on_when_workers_agree_again_while_an_exchange_is_under_way():
     model = Net()
     optimizer = local(model, schedule=HIDDEN)

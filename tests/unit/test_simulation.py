@@ -18,6 +18,7 @@ from horovod_onebit import (
     simulation,
     wire,
 )
+from horovod_onebit.checkpoint import save_checkpoint
 from horovod_onebit.exchange import choose, hierarchical
 from horovod_onebit.formulas import of_innovation, remainder
 from horovod_onebit.kernels import reference
@@ -865,10 +866,62 @@ def test_learning_rates_that_differed_within_a_round_are_found_where_it_ends():
         for step in range(3):
             optimizer.rule = Adam(lr=0.2 if step == 1 and collectives.rank == 1 else 0.1)
             optimizer.step(weights)
-        with pytest.raises(DesyncError, match="the learning rates until now, and when second moments are frozen dif"):
+        with pytest.raises(DesyncError, match="the learning rate's last rise differs between workers"):
             optimizer.step(weights)
 
     simulation.run(worker, 3, timeout=20)
+
+
+def test_an_exchange_that_was_hidden_when_a_flush_was_refused_is_not_lost():
+    ended = []
+
+    def worker(collectives):
+        weights, random = {"w": np.ones((40, 40), f32)}, np.random.default_rng(collectives.rank)
+        schedule = Local(4, delay=2, freeze=0)
+        optimizer = NumpyOptimizer(weights, Adam(lr=0.01), collectives=collectives, schedule=schedule)
+        for _ in range(4):
+            optimizer.step({"w": random.standard_normal((40, 40)).astype(f32)})
+        optimizer.rule = Adam(lr=0.02 if collectives.rank == 1 else 0.01)
+        with pytest.raises(DesyncError, match="lr differs"):
+            optimizer.flush()
+        optimizer.rule = Adam(lr=0.01)
+        assert optimizer.pending
+        before = weights["w"].copy()
+        optimizer.flush()
+        assert not optimizer.pending
+        assert not np.array_equal(weights["w"], before)
+        ended.append(weights["w"])
+
+    simulation.run(worker, 3, timeout=20)
+    for array in ended:
+        np.testing.assert_array_equal(array, ended[0])
+
+
+def test_calls_of_several_optimizers_are_not_mixed(tmp_path):
+    """By turns on one worker; another rule; a checkpoint beside a step."""
+
+    def worker(collectives):
+        one, odd = np.ones((40, 40), f32), collectives.rank == 1
+        pair = [
+            NumpyOptimizer({name: one.copy()}, Adam(lr=0.1), collectives=collectives, warmup_steps=9)
+            for name in ("generator", "critic")
+        ]
+        for optimizer, name in zip(pair, ("generator", "critic"), strict=True):
+            optimizer.step({name: one})
+        first = pair[odd]
+        with pytest.raises(DesyncError, match=r"step \(generator\) on worker.* step \(critic\) on worker 1"):
+            first.step({"critic" if odd else "generator": one})
+        pair[0].rule = None if odd else Adam(lr=0.1)
+        with pytest.raises(ConfigurationError if odd else DesyncError, match="another Adam"):
+            pair[0].step({"generator": one})
+        pair[0].rule = Adam(lr=0.1)
+        with pytest.raises(DesyncError, match=r"worker \[1\] save_checkpoint"):
+            save_checkpoint(tmp_path, pair[0]) if odd else pair[0].step({"generator": one})
+        assert pair[0].step({"generator": one})
+
+    simulation.run(worker, 3, timeout=20)
+    with pytest.raises(ConfigurationError, match="has the name 0: expected a text"):
+        simulation.run(lambda c: NumpyOptimizer({0: np.ones(3, f32)}, Adam(lr=0.1), collectives=c), 1)
 
 
 def test_what_means_the_same_is_the_same_to_all():
