@@ -16,7 +16,7 @@ import numpy as np
 
 from horovod_onebit import checkpoints
 from horovod_onebit.errors import CheckpointArgumentError
-from horovod_onebit.handshake import gather, meet
+from horovod_onebit.handshake import CHECKPOINT, gather, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.optimizer import NumpyOptimizer, check_weights
 from horovod_onebit.tasks import Task, run
@@ -24,7 +24,6 @@ from horovod_onebit.world import Residuals
 
 SAME = "model"
 NAME = "onebit.checkpoint"
-CALL = "save_checkpoint() or load_checkpoint"
 
 
 def save_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *, extra: Any = None) -> None:
@@ -91,7 +90,7 @@ class _Numpy(checkpoints.Face):
 
     def meet(self) -> None:
         """Raise ``DesyncError`` on all workers unless all save or load. Collective."""
-        run(meet(self.collectives, f"{self.optimizer.engine.name}.agreement", CALL))
+        run(meet(self.collectives, f"{self.optimizer.engine.name}.agreement", CHECKPOINT))
 
     def gather(self, value: Any) -> list[Any]:
         return list(map(pickle.loads, run(gather(pickle.dumps(value), self.collectives, NAME))))

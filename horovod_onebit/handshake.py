@@ -22,13 +22,14 @@ HANDSHAKE = {
     "step": "the number of compressed steps taken",
 }
 """What is compared before the first step of a layout, in words."""
+CHECKPOINT = "save_checkpoint() or load_checkpoint"
 CALLS = (
     "step",
     "synchronize",
     "clip_grad_norm_",
     "check_replicas",
     "flush",
-    "save_checkpoint() or load_checkpoint",
+    CHECKPOINT,
     "broadcast_optimizer_state",
     "broadcast_parameters",
 )

@@ -17,6 +17,7 @@ import torch
 from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter, Encoded
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.handshake import CHECKPOINT
 from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
@@ -116,16 +117,13 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
     checkpoints.load_alone(folder, only, lambda: _check_kind(model), take_over, _Torch, previous=previous)
 
 
-CALL = "save_checkpoint() or load_checkpoint"
-
-
 def _meet(optimizer: Any) -> None:
     """Make sure that all workers are here, with whatever arguments."""
     if isinstance(optimizer, _DistributedOptimizer):
         if optimizer._compressor.transport.number == 0:
-            optimizer._compressor.agreement.meet(CALL, setup="")
+            optimizer._compressor.agreement.meet(CHECKPOINT, setup="")
     else:
-        meet(CALL, choose(call="save_checkpoint"))
+        meet(CHECKPOINT, choose(call="save_checkpoint"))
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}

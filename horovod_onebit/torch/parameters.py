@@ -365,10 +365,12 @@ class Parameters:
     @property
     def all_current(self) -> bool:
         """Whether groups are as they were, the engine is prepared for them, and ``refresh`` would change nothing."""
+        if not self.prepared:
+            return False
         trained, known = self._trained(), set(map(id, self.exact_steps))
         same = trained.issuperset(map(id, self.bindings)) and known.issuperset(trained)
         same = same and known.issubset(map(id, self.ordered()))
-        return same and self.prepared and not (self._moved() or self.edited())
+        return same and not (self._moved() or self.edited())
 
     def _moved(self) -> list[torch.Tensor]:
         """The compressed parameters that have other memory than the engine, or another state."""
