@@ -145,6 +145,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("program", help="a file, or with -m a module")
     parser.add_argument("arguments", nargs=argparse.REMAINDER, help="the program's own")
     given = parser.parse_args(arguments)
+    if not given.module and not Path(given.program).exists():
+        parser.error(f"{given.program}: there is no such file")
     if importlib.util.find_spec("horovod") is None:
         raise ConfigurationError("horovod_onebit.install: Horovod is not installed, and there is nothing to replace")
     options = {"recipe": given.recipe, "warmup_steps": given.warmup_steps}

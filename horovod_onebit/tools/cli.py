@@ -13,6 +13,7 @@ from horovod_onebit import costs
 from horovod_onebit._version import __version__
 from horovod_onebit.errors import OnebitError
 from horovod_onebit.recipe import exchanges
+from horovod_onebit.schedule import EXACT
 from horovod_onebit.tools import doctor, link, monitor, planner, show, trial
 from horovod_onebit.tools.diagnostics import Report
 
@@ -151,7 +152,10 @@ def _simulate(args: argparse.Namespace) -> Answer:
     if args.plot:
         trial.plot(outcomes, args.plot)
     equal = all(o.replicas_equal for o in outcomes)
-    return show.table(head, rows), [asdict(o) for o in outcomes], 0 if equal else 1
+    text = show.table(head, rows)
+    if task.steps <= task.warmup_steps and set(args.recipes) != {EXACT}:
+        text += f"\n\nNo step sent one bit: all {task.steps} are of the warm-up (--warmup-steps)."
+    return text, [asdict(o) for o in outcomes], 0 if equal else 1
 
 
 def _plan(args: argparse.Namespace) -> Answer:

@@ -28,11 +28,14 @@ class Sink(Protocol):
 
 
 class JsonLines:
-    """Writes a JSON object a line to a new file, or with ``append`` to an old one; NaN and Inf become null."""
+    """Writes a JSON object a line to a new file, or with ``append`` to an old one, from which it drops a last line that
+    was cut off; NaN and Inf become null."""
 
     def __init__(self, path: str | os.PathLike[str], *, append: bool = False) -> None:
         try:
             self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the run
+            if append:
+                self._file.truncate(Path(path).read_bytes().rfind(b"\n") + 1)
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be written ({error.strerror}): expected a file's name") from error
 
@@ -141,10 +144,18 @@ def _plain(value: Any) -> Value:
     return plain
 
 
+def _number(value: object) -> bool:
+    return isinstance(value, (int, float))
+
+
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines that have a step, of a file that ``JsonLines`` or a training job wrote."""
+    """The lines that have a step, of a file that ``JsonLines`` or a training job wrote.
+
+    A last line without its end is left out: the job was killed, or writes it at present.
+    """
     try:
-        lines = [json.loads(line) for line in Path(path).read_text(encoding="utf-8").splitlines() if line.strip()]
+        whole_lines, _, _ = Path(path).read_bytes().rpartition(b"\n")
+        lines = [json.loads(line) for line in whole_lines.decode().splitlines() if line.strip()]
         return [line for line in lines if "step" in line and not line.get("final")]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(f"{path}: expected a file of JSON lines with steps ({error})") from error
@@ -180,7 +191,7 @@ def _names(paths: Sequence[str | os.PathLike[str]]) -> list[str]:
 def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]) -> list[str]:
     """Draw those of ``PANELS`` for which the runs have values, over the steps; returns their titles."""
     runs = dict(zip(_names(paths), map(read, paths), strict=True))
-    known = {name for rows in runs.values() for row in rows for name, value in row.items() if value is not None}
+    known = {name for rows in runs.values() for row in rows for name, value in row.items() if _number(value)}
     shown = [panel for panel in PANELS if known & set(panel[1])]
     if not shown:
         names = ", ".join(sorted({name for _, values, _ in PANELS for name in values}))
@@ -190,7 +201,7 @@ def plot(paths: Sequence[str | os.PathLike[str]], output: str | os.PathLike[str]
     for (title, values, scale), axes in zip(shown, parts, strict=True):
         for run, rows in runs.items():
             for name in values:
-                points = [(row["step"], row[name]) for row in rows if row.get(name) is not None]
+                points = [(row["step"], row[name]) for row in rows if _number(row.get(name))]
                 if points:
                     label = run if len(values) == 1 else f"{run}: {name}"
                     axes.plot(*zip(*points, strict=True), label=label)

@@ -92,6 +92,14 @@ def test_the_exchange_may_be_chosen():
     assert sent["two_stage"] < 0.75 * sent["direct"]  # a share is at least a block, and there are six
 
 
+@pytest.mark.parametrize(
+    ("steps", "recipe", "said"), [("5", "robust", True), ("6", "robust", False), ("5", "exact", False)]
+)
+def test_a_trial_that_ends_in_its_warmup_says_so(steps, recipe, said, capsys):
+    assert cli.main(["simulate", "--workers", "2", "--steps", steps, "--warmup-steps", "5", "--recipes", recipe]) == 0
+    assert ("No step sent one bit" in capsys.readouterr().out) == said
+
+
 def test_tables_are_plain_in_a_pipe(capsys):
     assert cli.main(SIMULATE) == 0
     lines = capsys.readouterr().out.splitlines()
@@ -178,7 +186,7 @@ def test_runs_of_one_name_are_told_apart_by_their_folders(tmp_path, monkeypatch)
     assert drawn(monkeypatch, *same) == {f"{path}: loss" for path in same}
 
 
-@pytest.mark.parametrize("text", ["{", "[1]\n", '{"step": 1}\n'])
+@pytest.mark.parametrize("text", ["{", "{\n", "[1]\n", '{"step": 1}\n', '{"step": 1, "loss": "low"}\n'])
 def test_files_that_cannot_be_drawn(text, tmp_path, capsys):
     (tmp_path / "run.jsonl").write_text(text)
     assert cli.main(["plot", str(tmp_path / "run.jsonl"), "--output", str(tmp_path / "run.png")]) == 2
@@ -186,6 +194,15 @@ def test_files_that_cannot_be_drawn(text, tmp_path, capsys):
 
 
 def test_a_resumed_run_goes_on_in_its_file(run_file):
+    with Monitor(Optimizer(), [JsonLines(run_file, append=True)], every=1) as monitor:
+        monitor.step()
+    assert [row["step"] for row in read(run_file)] == [10, 20, 30, 10]
+
+
+def test_a_last_line_that_was_cut_off_is_left_out_and_not_continued(run_file):
+    with run_file.open("a") as file:
+        file.write('{"step": 40, "lo')
+    assert [row["step"] for row in read(run_file)] == [10, 20, 30]
     with Monitor(Optimizer(), [JsonLines(run_file, append=True)], every=1) as monitor:
         monitor.step()
     assert [row["step"] for row in read(run_file)] == [10, 20, 30, 10]

@@ -35,5 +35,9 @@ def test_names_and_arguments(program, tmp_path):
 def test_a_program_that_fails_fails(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     assert run("train.py", cwd=tmp_path).returncode == 7
-    assert run("there_is_none.py", cwd=tmp_path).returncode == 1
+    missing = run("there_is_none.py", cwd=tmp_path)
+    assert (missing.returncode, missing.stderr.splitlines()[-1].split(": ", 2)[2]) == (
+        2,
+        "there_is_none.py: there is no such file",
+    )
     assert "the following arguments are required: program" in run(cwd=tmp_path).stderr
