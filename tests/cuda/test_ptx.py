@@ -59,6 +59,7 @@ def translate(program, capability):
         raise
 
 
+@pytest.mark.cases(24)
 @pytest.mark.parametrize(("program", "capability"), CASES, ids=lambda case: getattr(case, "name", None) or str(case))
 def test_machine_code_has_no_spills_and_rounds_every_operation(program, capability, tmp_path):
     code = translate(program, alike(capability))
@@ -107,6 +108,7 @@ def code_of(program, capability):
     return [line for line in lines if not line.lstrip().startswith(("//", ".version", ".target", ".common"))]
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize(("program", "capability"), COMPILED, ids=lambda case: getattr(case, "name", None) or str(case))
 def test_older_gpus_run_the_same_instructions(program, capability):
     """What is shown of the code for one capability holds for them all."""

@@ -4,9 +4,10 @@ import faulthandler
 import gc
 import os
 import sys
-import zlib
 
 import pytest
+
+from tests.long import FEW, sample
 
 LAUNCHED = any(name in os.environ for name in ("HOROVOD_RANK", "OMPI_COMM_WORLD_RANK", "TORCHELASTIC_RUN_ID"))
 
@@ -24,20 +25,9 @@ if not LAUNCHED:
 
 
 def pytest_collection_modifyitems(config, items):
-    """With ``ONEBIT_CASES=n``, run at most n cases of each test, spread over those that it has: alike on all ranks, and
-    of each test others, so that not all take the first optimizer."""
-    most = int(os.environ.get("ONEBIT_CASES") or 0)
-    if not most:
-        return
-    cases = {}
-    for item in items:
-        cases.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = set[int]()
-    for name, found in cases.items():
-        first = zlib.crc32(name.encode())
-        chosen |= {id(found[(first + i * len(found) // most) % len(found)]) for i in range(most)}
-    config.hook.pytest_deselected(items=[item for item in items if id(item) not in chosen])
-    items[:] = [item for item in items if id(item) in chosen]
+    """With ``ONEBIT_CASES=n``, run at most n cases of each test, alike on all ranks."""
+    if FEW:
+        sample(config, items, lambda item: FEW)
 
 
 def pytest_collection_finish():

@@ -91,6 +91,7 @@ def test_a_scale_beyond_what_the_clip_allows(exchange):
     simulation.run(lambda c: train(c, exchange, residual=1e5), 3)
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("size", [8, 64])
 @pytest.mark.parametrize("codec", names())
 def test_no_residual_grows_beyond_the_bound_of_the_scales(size, codec):

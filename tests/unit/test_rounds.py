@@ -92,6 +92,7 @@ def test_bad_schedules(wrong):
         Local(**wrong)
 
 
+@pytest.mark.cases(5)
 @pytest.mark.parametrize(("workers", "delay"), [(1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (4, 1), (8, 0)])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
 def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange, delay):
@@ -111,6 +112,7 @@ def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange
     assert np.abs(fast[0][1] - 1).mean() < 0.75
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(
     ("rule", "momentum", "delay"),
     [

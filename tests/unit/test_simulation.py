@@ -85,6 +85,7 @@ def test_arrays_that_are_never_compressed():
     assert weights["words.weight"][100:].all()
 
 
+@pytest.mark.cases(9)
 @pytest.mark.parametrize("workers", range(1, 9))
 @pytest.mark.parametrize("recipe", ALL)
 def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
@@ -96,6 +97,7 @@ def test_replicas_are_equal_and_both_kernels_agree(workers, recipe):
     assert np.abs(fast[0][1] - 1).mean() < 0.75
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("codec", "server_codec"), [("two_bit", "sign"), ("sign", "two_bit"), ("two_bit", "two_bit")])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
 def test_every_codec_at_workers_and_servers(codec, server_codec, exchange):
@@ -149,6 +151,7 @@ def test_a_hierarchy_over_two_stages_with_two_bits_from_the_servers(monkeypatch)
     assert np.abs(results[0][1] - 1).mean() < 0.75
 
 
+@pytest.mark.cases(1)
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 def test_lion_learns_with_one_bit(exchange):
     recipe = dataclasses.replace(EVERYTHING, exchange=exchange, block_size=128)
@@ -224,6 +227,7 @@ def test_servers_of_two_bits_send_what_nobody_knows(codec, predicts, monkeypatch
     assert (scale < 0.5) == predicts
 
 
+@pytest.mark.cases(3)
 @pytest.mark.parametrize(("hosts", "per_host"), [(2, 2), (2, 3), (3, 2), (2, 4)])
 @pytest.mark.parametrize("recipe", [EVERYTHING, dataclasses.replace(PRESETS["paper"], min_compressed_size=8)])
 def test_hierarchical_replicas_are_equal_and_both_kernels_agree(hosts, per_host, recipe):
@@ -314,6 +318,7 @@ def assert_owed_alike(results):
             np.testing.assert_allclose(after[name], value, atol=1e-6)
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("to", ["direct", "two_stage", "hierarchical"])
 @pytest.mark.parametrize("since", ["direct", "two_stage", "hierarchical"])
 @pytest.mark.parametrize("between", ["direct", "two_stage"])
@@ -747,6 +752,7 @@ BLOCKS = Recipe(block_size=128)
 EXACT = dataclasses.replace(BLOCKS, warmup="exact")
 
 
+@pytest.mark.cases(4)
 @pytest.mark.parametrize("recipe", [BLOCKS, EXACT], ids=["default", "exact warm-up"])
 @pytest.mark.parametrize("spread", SPREADS)
 def test_robust_stays_close_to_adam(spread, recipe):
@@ -758,6 +764,7 @@ def test_gradients_in_few_bits_in_all_steps_stay_close_to_adam(spread):
     assert final_loss(BLOCKS, spread, compressed=False) < 1.1 * final_loss(EXACT, spread, compressed=False)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_robust_lamb_stays_close_to_lamb(spread):
     rule = LAMB(lr=0.02)

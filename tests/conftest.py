@@ -1,0 +1,15 @@
+"""``make test`` takes minutes: of what has many cases, it runs some (``tests.long``)."""
+
+from tests.long import FEW, sample
+
+
+def pytest_collection_modifyitems(config, items):
+    """Of a test that is marked ``cases(n)``, run n cases where few are wanted."""
+    if not FEW:
+        return
+
+    def most(item):
+        marker = item.get_closest_marker("cases")
+        return marker.args[0] if marker else None
+
+    sample(config, items, most)
