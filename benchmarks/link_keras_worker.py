@@ -20,7 +20,7 @@ import tensorflow as tf
 import horovod_onebit.tf as onebit
 from benchmarks.link_job import MODELS, finish, limited, parse, take_core
 from benchmarks.measure import Way
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 
 PORT = 29666
 
@@ -120,7 +120,7 @@ WAYS: dict[str, Make] = {
     "onebit": loop(ours),
     "onebit fit": fit(ours),
     "gradients in three bits": loop(
-        lambda: onebit.DistributedOptimizer(adamw(), schedule=onebit.Gradients()), first=FIRST + 2
+        lambda: onebit.DistributedOptimizer(adamw(), schedule=onebit.Gradients()), first=EXACT_FIRST + 2
     ),
 }
 

@@ -25,7 +25,7 @@ from horovod_onebit import wire
 from horovod_onebit.layout import TensorSpec, plan
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.torch.horovod import HorovodCollectives
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 
 
 def build(model: str) -> torch.nn.Module:
@@ -112,7 +112,7 @@ def gradients(schedule: onebit.Gradients) -> Make:
         optimizer = onebit.DistributedOptimizer(
             adamw(model), named(way, model), schedule=schedule, process_set=hvd.global_process_set
         )
-        return every_step(model, optimizer, data, first=FIRST + 1)
+        return every_step(model, optimizer, data, first=EXACT_FIRST + 1)
 
     return make
 

@@ -15,7 +15,7 @@ import torch
 
 import horovod_onebit.torch as onebit
 from benchmarks.measure import Loaded, Way, Workers, compare
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 
 
 def large() -> torch.nn.Module:
@@ -87,7 +87,7 @@ def peak(way: str) -> int:
     model = large()
     optimizer = optimizer_of(way, model)
     data = torch.randn(8, 2048)
-    for _ in range(FIRST + 4):
+    for _ in range(EXACT_FIRST + 4):
         optimizer.zero_grad()
         model(data).square().mean().backward()
         optimizer.step()

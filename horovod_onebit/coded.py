@@ -22,7 +22,7 @@ from horovod_onebit.rules import Tensor, Use
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
-from horovod_onebit.warmup import FIRST, FixedWarmup, Warmup
+from horovod_onebit.warmup import EXACT_FIRST, FixedWarmup, Warmup
 from horovod_onebit.world import Weighing
 
 CODECS = {"two_bit": "logistic_two", "three_bit": "logistic_three", "four_bit": "logistic_four"}
@@ -35,8 +35,8 @@ beside their units, and what is far from its block's root mean square arrives to
 
 
 def codes(recipe: Recipe, warmup: Warmup) -> bool:
-    """Whether gradients of the warm-up are averaged in few bits: not in one of ``FIRST`` steps at most, all exact."""
-    return recipe.warmup != "exact" and not (isinstance(warmup, FixedWarmup) and warmup.steps <= FIRST)
+    """Whether gradients of the warm-up are averaged in few bits: not in one of ``EXACT_FIRST`` steps at most."""
+    return recipe.warmup != "exact" and not (isinstance(warmup, FixedWarmup) and warmup.steps <= EXACT_FIRST)
 
 
 def own_recipe(recipe: Recipe) -> Recipe:
@@ -126,7 +126,7 @@ class CodedMean:
     def ready(self, names: Iterable[str]) -> list[Tensor]:
         """Of the gradients ``names``, in their order, those whose next average is in few bits. Local."""
         known = [self._tensors[name] for name in names if name in self._tensors]
-        return [tensor for tensor in known if tensor.variance_steps >= FIRST]
+        return [tensor for tensor in known if tensor.variance_steps >= EXACT_FIRST]
 
     @property
     def elements(self) -> int:
@@ -144,7 +144,7 @@ class CodedMean:
         """
         units = {name: self.tensor(name, grad.size) for name, grad in grads.items()}
         ready = self.ready(units)
-        learning = [name for name, unit in units.items() if unit.variance_steps < FIRST]
+        learning = [name for name, unit in units.items() if unit.variance_steps < EXACT_FIRST]
         own, means = [*(grads[name] for name in learning), *others], list[Array]()
         beside = self._exact(own, means)
         if ready:

@@ -85,8 +85,8 @@ class Together(Compresses, Protocol):
         """The largest one, of now."""
         ...
 
-    def announce(self) -> None:
-        """Look at what there is to do, and tell the others. Local."""
+    def announce(self) -> Task[None]:
+        """Look at what there is to do, and tell the others. Collective if something has to be done before."""
         ...
 
     def average(self, verdict: Verdict) -> Task[bool]:
@@ -158,7 +158,7 @@ class Alone(Protocol):
         """A round begins: the tensors that are compressed and those that are not, where they are now. Local."""
         ...
 
-    def began(self) -> None:
+    def began(self) -> Task[None]:
         """It has begun. Collective."""
         ...
 
@@ -183,7 +183,7 @@ class Alone(Protocol):
         ``usable``, NaN may be in what the wrapped optimizer keeps. Local."""
         ...
 
-    def ended(self) -> None:
+    def ended(self) -> Task[None]:
         """A round has ended. Collective."""
         ...
 
@@ -228,7 +228,7 @@ class Driver:
         """A step of all workers together; whether it was taken, or passed over by all. Collective."""
         face, warmup = self.face, self.warmup
         try:
-            face.announce()
+            yield from face.announce()
             exact = face.phase is Phase.WARMUP
             taken = yield from (self._exact() if exact else self.compressed())
             if taken:
@@ -343,12 +343,12 @@ class Driver:
         except BaseException:
             face.unbind()
             raise
-        face.began()
+        yield from face.began()
 
     def end_round(self, call: str, *, flush: bool = False) -> Task[bool]:
         """Whether the round was not lost; see ``Rounds.exchange``. Collective."""
         taken = yield from self._exchange(call, lambda: self.rounds.exchange(flush=flush))
-        self.face.ended()
+        yield from self.face.ended()
         return taken
 
     def _exchange(self, call: str, exchange: Callable[[], Task[bool]]) -> Task[bool]:
@@ -395,11 +395,10 @@ class Driver:
         face.unbind()
 
     def flush(self) -> Task[None]:
-        """Bring all workers to the same weights. Collective."""
+        """Bring all workers to the same weights, after steps that they have taken alone. Collective."""
         if self.rounds is None:
-            if self.engine.layout is not None:
-                plan = yield from self.face.prepare(Sends.DISPLACEMENT)
-                yield from self.engine.flush(plan.rules)
+            plan = yield from self.face.prepare(Sends.DISPLACEMENT)
+            yield from self.engine.flush(plan.rules)
         elif self.rounds.under_way:
             yield from self.end_round("flush", flush=True)
 

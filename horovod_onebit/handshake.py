@@ -51,7 +51,7 @@ STEP = {"sends": "what a step sends, by the schedule's own word"}
 REPLICAS = "a weight, or the optimizer's state"
 VERSION = "version"
 TOLD = (*AGREEMENT, "replicas", "finite", "early", "edited", "fresh")
-"""What a worker says before a call."""
+"""What a worker says before a call: the order in which it is sent."""
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
@@ -176,10 +176,11 @@ def agreement(
     that the sum over the workers has all rows. ``replicas`` are checksums of weights and state, where they are
     compared."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
-    row = _row(
-        call=call, setup=setup, options=options, step=step, gradients=gradients, replicas=replicas or 0,
-        finite=finite, early=early, edited=edited, fresh=fresh,
-    )  # fmt: skip
+    own: dict[str, str | int] = {
+        "call": call, "setup": setup, "options": options, "step": step, "gradients": gradients,
+        "replicas": replicas or 0, "finite": finite, "early": early, "edited": edited, "fresh": fresh,
+    }  # fmt: skip
+    row = _row(**{field: own[field] for field in TOLD})
     rows = np.zeros((workers, row.size), np.uint64)
     rows[rank] = row
     return rows.view(np.int32).reshape(-1)

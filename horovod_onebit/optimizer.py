@@ -300,8 +300,8 @@ class NumpyOptimizer(RunState):
     def learning_rate(self) -> float:
         return float(self.rule.lr)
 
-    def announce(self) -> None:
-        pass
+    def announce(self) -> Task[None]:
+        yield from ()
 
     def agreed(self) -> Task[Verdict]:
         if not (self._stepwise and self.phase is Phase.COMPRESSED):
@@ -330,7 +330,11 @@ class NumpyOptimizer(RunState):
         return self.engine.plan(sends, rules)
 
     def _rule(self, sends: Sends) -> Rule:
-        return zero_one_adam.of(self._adam("0/1 Adam is Adam"), sends) if self._stepwise else self.rule
+        return (
+            zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
+            if self._stepwise
+            else self.rule
+        )
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -408,8 +412,8 @@ class NumpyOptimizer(RunState):
     def _frozen(self) -> FrozenAdam:
         return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
 
-    def began(self) -> None:
-        pass
+    def began(self) -> Task[None]:
+        yield from ()
 
     def unbind(self) -> None:
         self._bound = False
@@ -434,8 +438,8 @@ class NumpyOptimizer(RunState):
     def push(self, *, together: bool, usable: bool) -> None:
         pass
 
-    def ended(self) -> None:
-        pass
+    def ended(self) -> Task[None]:
+        yield from ()
 
     def second_moments(self) -> list[Moment]:
         rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()

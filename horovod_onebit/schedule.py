@@ -17,7 +17,7 @@ from horovod_onebit.checks import finite, one_of, whole
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.recipe import Bits, Recipe
 
-WARMUP: Final = "three_bit"
+DEFAULT_BITS: Final = "three_bit"
 """How gradients travel in the warm-up, unless the recipe or a schedule says otherwise."""
 EXACT: Final = "exact"
 """A warm-up in float32; and the recipe, by name, of a run that never compresses."""
@@ -137,8 +137,8 @@ class ZeroOne(Stepwise):
         return min(self.local_step_clipper, 2 ** min(doublings, 30))
 
 
-FIRST = 4
-"""Steps of a round, at most, until moments are frozen, if they will be."""
+FIRST_ROUNDS = 4
+"""Steps that a round has, at most, until moments are frozen, if they will be."""
 
 
 @dataclass(frozen=True)
@@ -159,7 +159,7 @@ class Local:
         freeze: with Adam and AdamW, how many steps after the learning rate has last risen (with a constant one, after
             the start) the second moment is averaged over the workers, and then kept as it is. The momentum is common
             from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``). Until
-            then rounds have at most ``FIRST`` steps. 0: all moments stay each worker's own, as they do with
+            then rounds have at most ``FIRST_ROUNDS`` steps. 0: all moments stay each worker's own, as they do with
             ``momentum``, with ``delay`` and in any other optimizer.
     """
 
@@ -182,7 +182,7 @@ class Local:
     def interval(self, step: int, *, first: bool = False) -> int:
         """How many steps the round of step number ``step`` (from 1) has; ``first``: before moments are frozen."""
         doublings = (step - 1) // self.doubling if self.doubling else 30
-        return min(self.every, 2 ** min(doublings, 30), FIRST if first else self.every)
+        return min(self.every, 2 ** min(doublings, 30), FIRST_ROUNDS if first else self.every)
 
     def ends_round(self, step: int, *, first: bool = False) -> bool:
         """Whether the workers exchange after step number ``step`` (from 1). They do when moments are frozen, too."""
@@ -203,7 +203,7 @@ class Gradients:
         codec: ``"two_bit"``, ``"three_bit"`` or ``"four_bit"``; ``"exact"`` is float32, which ``recipe="exact"`` means.
     """
 
-    codec: Bits = WARMUP
+    codec: Bits = DEFAULT_BITS
 
     def __post_init__(self) -> None:
         one_of("codec", self.codec, Bits)
@@ -243,7 +243,7 @@ def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
     """``recipe``, a preset's name or a value, as ``schedule`` uses it."""
     found = recipes.resolve(recipe)
     if schedule is None:
-        return replace(found, warmup=WARMUP) if found.warmup == "auto" else found
+        return replace(found, warmup=DEFAULT_BITS) if found.warmup == "auto" else found
     if found.warmup not in ("auto", EXACT, schedule.warmup):
         raise ConfigurationError(f"Recipe(warmup={found.warmup!r}) and schedule={schedule!r}: leave one out")
     return replace(found, warmup=schedule.warmup)

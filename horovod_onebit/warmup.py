@@ -18,7 +18,7 @@ NEVER = 2**62
 """Steps of a warm-up whose end is not known yet."""
 FOREVER = NEVER + 1
 """Those of one that does not end."""
-FIRST = 10
+EXACT_FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 
 

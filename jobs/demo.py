@@ -24,7 +24,7 @@ from typing import get_args
 from rich.console import Console
 
 from horovod_onebit.recipe import Bits
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from jobs import link, report
 from jobs.options import TASKS
 from jobs.processes import ROOT, guarded, result, started
@@ -110,7 +110,7 @@ def introduce(console: Console, args: argparse.Namespace, network: Sequence[str]
     how = (
         "exact steps"
         if args.warmup == "exact"
-        else f"steps, {FIRST} in float16 and the others in {args.warmup[:-4]} bits"
+        else f"steps, {EXACT_FIRST} in float16 and the others in {args.warmup[:-4]} bits"
     )
     exact = f" One bit begins after {args.warmup_steps} {how}." if "onebit" in args.compressions else ""
     console.print(

@@ -14,7 +14,7 @@ from rich.table import Table
 
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.tools import planner, show
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from jobs.options import warmed_up
 
 NAMES = {"none": "float32", "fp16": "float16", "onebit": "one bit"}
@@ -150,7 +150,7 @@ def _predicted(runs: Sequence[Run], rate: str) -> list[str]:
     total = int(config["steps"])
     warmup = min(int(config["warmup_steps"]), total)
     few = 0.0 if plan.warmup is None else plan.warmup.step
-    first = min(FIRST, warmup) if few else warmup
+    first = min(EXACT_FIRST, warmup) if few else warmup
     begin = half if config.get("half") == "True" else exact
     seconds = {
         "none": total * exact,

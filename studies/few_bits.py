@@ -11,7 +11,7 @@ from unittest.mock import patch
 from horovod_onebit import coded
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from studies import before_freeze, pool, report, wrapped
 from studies.language import float32
 from studies.rates import EXCHANGES, SEEDS, WORKERS, Cell, Result, beside, in_a_name, kept, measured, train
@@ -103,7 +103,7 @@ class Elsewhere:
     task: tuple[str, int, float]
     warmup: str | None
     seed: int
-    first: int = FIRST
+    first: int = EXACT_FIRST
 
 
 def result_elsewhere(run: Elsewhere) -> Result:
@@ -114,9 +114,9 @@ def result_elsewhere(run: Elsewhere) -> Result:
             Cell(task, WORKERS[0] if run.warmup is None else workers, rate, run.warmup and "auto", run.seed)
         )
     recipe = replace(PRESETS["robust"], exchange=EXCHANGES[workers], warmup=run.warmup)
-    first = "" if run.first == FIRST else f"-{run.first}"
+    first = "" if run.first == EXACT_FIRST else f"-{run.first}"
     name = f"few_bits/{task}-{workers}-{rate:g}-auto-{run.warmup}{first}-{run.seed}"
-    with patch.object(coded, "FIRST", run.first):
+    with patch.object(coded, "EXACT_FIRST", run.first):
         return kept(name, lambda: train(Cell(task, workers, rate, "auto", run.seed), recipe))
 
 
@@ -142,7 +142,7 @@ def _rows_elsewhere(found: dict[Elsewhere, Result]) -> Iterator[list[str]]:
 
 
 FEWER = 5
-"""Exact steps of the last table, in place of ``FIRST``."""
+"""Exact steps of the last table, in place of ``EXACT_FIRST``."""
 OF_FEWER = [("text", 4, 2e-3), ("text", 4, 8e-3), ("vgg", 4, 5e-4), ("vgg", 4, 1e-3), ("resnet", 4, 2e-3),
             ("vit", 4, 5e-4)]  # fmt: skip
 WITH_FEWER = (
@@ -161,13 +161,13 @@ def _seeds_of_fewer(task: tuple[str, int, float]) -> Sequence[int]:
 
 def _runs_of_fewer() -> list[Elsewhere]:
     each = ((task, seed) for task in OF_FEWER for seed in _seeds_of_fewer(task))
-    return [Elsewhere(task, "three_bit", seed, first) for task, seed in each for first in (FIRST, FEWER)]
+    return [Elsewhere(task, "three_bit", seed, first) for task, seed in each for first in (EXACT_FIRST, FEWER)]
 
 
 def _rows_of_fewer(found: dict[Elsewhere, Result]) -> Iterator[list[str]]:
     for task in OF_FEWER:
         row = [task[0], f"{task[2]:g}"]
-        for first in (FIRST, FEWER):
+        for first in (EXACT_FIRST, FEWER):
             runs = [found[Elsewhere(task, "three_bit", seed, first)] for seed in _seeds_of_fewer(task)]
             times = float32(task[1]) / mean(one["bits"] for one in runs)
             row.append(f"{mean(one['loss'] for one in runs):.3f}, {_quality(runs)}, {times:.1f}")
@@ -227,10 +227,10 @@ def run() -> str:
     text = [
         "## 12. A warm-up in few bits",
         f"`text` of study 6, at a rate of {RATE:g}: 1,000 steps, of which {STEPS} are the warm-up, {len(SEEDS)} seeds, "
-        f"4 workers that exchange directly unless told otherwise. With `warmup=...` the first {FIRST} steps are exact; "
-        "then each element of a gradient has two, three or four bits, in units of the root of its second moment. "
-        "`Gradients()` averages in three bits until the end; no second moment is frozen. (Its rows of two workers are "
-        "of another machine, on which exact Adam ends at 1.801.)",
+        f"4 workers that exchange directly unless told otherwise. With `warmup=...` the first {EXACT_FIRST} steps "
+        "are exact; then each element of a gradient has two, three or four bits, in units of the root of its second "
+        "moment. `Gradients()` averages in three bits until the end; no second moment is frozen. (Its rows of two "
+        "workers are of another machine, on which exact Adam ends at 1.801.)",
         report.table(head, _rows(found)),
         _picture(pool.results(curve, CURVES)),
         "The picture shows the test loss with the first seed. What to see: one bit after a warm-up in three bits ends "

@@ -202,8 +202,9 @@ class LocalSteps(Compressor):
         large = [tensor for variable, tensor in both if self.is_compressed(variable)]
         return large, [tensor for variable, tensor in both if not self.is_compressed(variable)]
 
-    def began(self) -> None:
+    def began(self) -> Task[None]:
         self.indices = self._members
+        yield from ()
 
     def unbind(self) -> None:
         self.indices = ()
@@ -231,8 +232,8 @@ class LocalSteps(Compressor):
             self._restore_frozen()
         self._push_momenta()
 
-    def ended(self) -> None:
-        pass
+    def ended(self) -> Task[None]:
+        yield from ()
 
     def second_moments(self) -> list[Moment]:
         steps = self.rounds.own_steps(self.steps)

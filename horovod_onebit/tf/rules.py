@@ -195,7 +195,7 @@ def adapter_for(optimizer: Any, schedule: Stepwise | None = None) -> Adapter:
                 return adapter
             if type(adapter) is AdamAdapter:
                 return ZeroOneAdapter(wraps)
-            raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
+            raise UnsupportedError(f"schedule={schedule!r} is for Adam and AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
         "update_step). With recipe='exact', schedule=horovod_onebit.tf.Gradients() or "

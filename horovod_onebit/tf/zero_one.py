@@ -240,8 +240,7 @@ class ZeroOneSteps(Compressor):
         engine.exchanges = int(optimizer._tried.value)
         self._now = Now(indices, values, progress, [1.0] * len(indices))
         try:
-            plan = yield from self.prepare(Sends.DISPLACEMENT)
-            yield from engine.flush(plan.rules)
+            yield from self.driver.flush()
         finally:
             self._now = None
         self._keep(Sends.DISPLACEMENT)

@@ -156,7 +156,7 @@ class Agreement:
             if not self._begun:
                 self._begun = True  # around this, nobody has to be told again
                 with suppress(DesyncError):
-                    self.meet(call, setup=f"{type(error).__name__}: {error}")
+                    run(self.meet(call, setup=f"{type(error).__name__}: {error}"))
                     self._threads.cancel(self)  # all workers have found the same
             raise
         self._begun = False
@@ -202,12 +202,13 @@ class Agreement:
         averaged = {"what was done to the averaged gradients": gradients}
         return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
 
-    def meet(self, call: str, setup: str | None = None) -> None:
-        """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``)."""
+    def meet(self, call: str, setup: str | None = None) -> Task[None]:
+        """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``). Collective."""
         engine = self._engine
         self._threads.enter(self)
         try:
-            run(handshake.meet(self._collectives, self.name, call, engine.name if setup is None else setup))
+            setup = engine.name if setup is None else setup
+            yield from handshake.meet(self._collectives, self.name, call, setup)
         except DesyncError:
             self._begun = True  # nobody has to be told: all have found it
             self._threads.cancel(self)

@@ -18,6 +18,7 @@ from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter, Encoded
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import CHECKPOINT
+from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
@@ -121,7 +122,7 @@ def _meet(optimizer: Any) -> None:
     """Make sure that all workers are here, with whatever arguments."""
     if isinstance(optimizer, _DistributedOptimizer):
         if optimizer._compressor.transport.number == 0:
-            optimizer._compressor.agreement.meet(CHECKPOINT, setup="")
+            run(optimizer._compressor.agreement.meet(CHECKPOINT, setup=""))
     else:
         meet(CHECKPOINT, choose(call="save_checkpoint"))
 

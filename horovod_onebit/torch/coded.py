@@ -22,7 +22,7 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.torch.collectives import tensor_of
 from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 
 
 class Coded:
@@ -49,7 +49,7 @@ class Coded:
 
     def takes(self, p: torch.Tensor) -> bool:
         """Whether the next average of the gradient of ``p`` is in few bits. Alike on all workers, or an error."""
-        return self.learns(p) and self._unit(p).variance_steps >= FIRST
+        return self.learns(p) and self._unit(p).variance_steps >= EXACT_FIRST
 
     def describe(self) -> dict[str, int]:
         """Of each parameter that learns, how many averages there were: they must be the same on all workers."""

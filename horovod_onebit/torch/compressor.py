@@ -103,16 +103,16 @@ class Steps(RunState):
         """Take over progress that Horovod has broadcast."""
         raise NotImplementedError
 
-    def check_replicas(self) -> None:
+    def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
-        run(replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas"))
+        return replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
 
-    def compare(self) -> None:
+    def compare(self) -> Task[None]:
         """All workers have the same weights: compare them, if one of the steps since they last had was a multiple of
         ``check_replicas_every``. Collective then."""
         apart, self._apart = self._apart, 0
         if replicas.due(self._check_replicas_every, self.parameters.steps, apart):
-            self.check_replicas()
+            yield from self.check_replicas()
 
     def stats(self, norms: bool) -> Stats:
         compressible = self.parameters.compressible
@@ -148,11 +148,12 @@ class Steps(RunState):
         """The parameters that have error feedback."""
         return self.parameters.bindings
 
-    def share_out(self) -> None:
+    def share_out(self) -> Task[None]:
         """Share out the residuals, if the workers have changed; all of them or none call this after ``leave_world``.
         Collective then."""
         if self.left is not None:
-            run(self.engine.share_out(self.left, {self.parameters.names[p]: p.numel() for p in self.with_residuals()}))
+            sizes = {self.parameters.names[p]: p.numel() for p in self.with_residuals()}
+            yield from self.engine.share_out(self.left, sizes)
             self.left = None
 
 
@@ -231,15 +232,20 @@ class Compressor(Steps):
         if self.parameters.adopt():
             self.gradients.cancel(by_all=False)
 
-    def check_groups(self) -> None:
-        """Take notice of parameters that are new, newly trained, or gone, and of other workers."""
+    def check_groups(self) -> Task[None]:
+        """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective if some are
+        gone or edited whose weights differ."""
         if self.engine.workers_changed:
             self.leave_world()
         fresh = self.parameters.find_new()
         if self.included and fresh:
             self.gradients.add(fresh)
         self.adopt()
-        self._flush_leaving()
+        # Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
+        # Adam must not stay each worker's own.
+        if self._stepwise and (self.parameters.leaving or self.parameters.edited()):
+            with torch.no_grad():
+                yield from self.flush()
         if gone := self.parameters.forget_gone():
             self.gradients.forget(gone)
 
@@ -253,7 +259,7 @@ class Compressor(Steps):
         """
         gradients, settled = self.gradients, self.gradients.where.settled
         with self.agreement.told(call):
-            verdict = self._agree_to_synchronize(call, options, settled)
+            verdict = run(self._agree_to_synchronize(call, options, settled))
         if not settled:
             if verdict.early:
                 self._recall()
@@ -268,9 +274,9 @@ class Compressor(Steps):
         if not gradients.where.settled:
             gradients.where = Where.AGREED
 
-    def _agree_to_synchronize(self, call: str, options: Mapping[str, object], settled: bool) -> Verdict:
+    def _agree_to_synchronize(self, call: str, options: Mapping[str, object], settled: bool) -> Task[Verdict]:
         parameters = self.parameters
-        self.check_groups()
+        yield from self.check_groups()
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         parameters.refresh()
         compressed = parameters.phase is Phase.COMPRESSED
@@ -279,7 +285,7 @@ class Compressor(Steps):
         )
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
-        return run(self.agreement.answer())
+        return (yield from self.agreement.answer())
 
     def _recall(self) -> None:
         """Take back what workers have sent: the gradients may change before ``step``. Collective."""
@@ -335,9 +341,9 @@ class Compressor(Steps):
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
-    def announce(self) -> None:
+    def announce(self) -> Task[None]:
         now = self._now
-        self.check_groups()
+        yield from self.check_groups()
         self.gradients.check_owned()
         self.check_averaging()
         self.parameters.refresh()
@@ -401,7 +407,7 @@ class Compressor(Steps):
             details = [b.detail() for b in bindings]
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
             parameters.prepared_for = parameters.version
-            self.share_out()
+            yield from self.share_out()
         return plan
 
     def start_exact(self) -> Task[bool]:
@@ -435,8 +441,7 @@ class Compressor(Steps):
             self.gradients.drop()
         self.parameters.remember()
         if not self.pending:
-            self.compare()
-        yield from ()
+            yield from self.compare()
 
     def _compared(self) -> dict[str, int]:
         """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
@@ -447,27 +452,19 @@ class Compressor(Steps):
 
     # -- other calls ----------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self) -> Task[None]:
         """After local steps, bring all workers to the same weights. Collective."""
         parameters = self.parameters
         if self.included and self._stepwise and parameters.bindings:
-            self.agreement.meet("flush")
+            yield from self.agreement.meet("flush")
             self.adopt()
             edited = parameters.edited()
             parameters.follow_memory(edited)
-            plan = run(self.prepare(Sends.DISPLACEMENT))
             parameters.pull()
-            run(self.engine.flush(plan.rules))
+            yield from self.driver.flush()
             parameters.push()
             parameters.begin_again(edited)
             parameters.remember()
-
-    def _flush_leaving(self) -> None:
-        """Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
-        Adam must not stay each worker's own. Collective if there are any."""
-        if self._stepwise and (self.parameters.leaving or self.parameters.edited()):
-            with torch.no_grad():
-                self.flush()
 
     def cancel(self) -> None:
         """All workers together drop what is under way: they will have another state. Local."""

@@ -29,6 +29,7 @@ from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
+from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
 from horovod_onebit.torch.functions import broadcast_optimizer_state
@@ -61,7 +62,7 @@ class _OptimizerHandler(StateHandler):
         compressor = self.value._compressor
         compressor.leave_world()
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
-        compressor.share_out()
+        tasks.run(compressor.share_out())
         self.save()
 
 

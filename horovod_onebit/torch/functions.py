@@ -55,7 +55,7 @@ def broadcast_optimizer_state(
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
     if isinstance(optimizer, _DistributedOptimizer) and transport == own:
-        optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup="")
+        run(optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup=""))
         optimizer._compressor.cancel()
     else:
         meet("broadcast_optimizer_state", transport)

@@ -13,8 +13,8 @@ import torch
 
 from horovod_onebit.checkpoints import check_same
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.progress import Progress
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import HYPERPARAMETERS
 
 COMPILED = "_orig_mod."

@@ -23,7 +23,6 @@ from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.progress import Progress
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor, Wraps
@@ -39,6 +38,7 @@ from horovod_onebit.torch.hooks import Where, all_finite, densify, let_go, relea
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
+from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.warmup import Phase, Warmup, make
 from horovod_onebit.world import Weighing
@@ -547,8 +547,9 @@ class LocalSteps(Steps):
         """Take over progress that Horovod has broadcast."""
         self.parameters.adopt()
 
-    def check_groups(self) -> None:
-        """Take notice of parameters that are new or gone, and of other workers."""
+    def check_groups(self) -> Task[None]:
+        """Take notice of parameters that are new or gone, and of other workers. Collective if some are gone in the
+        middle of a round."""
         if self.engine.workers_changed:
             self.leave_world()
         self.gradients.add(self.parameters.find_new())
@@ -556,7 +557,7 @@ class LocalSteps(Steps):
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
                 self.parameters.begin_again(self.parameters.edited())
-                run(self.driver.end_round("step", flush=True))
+                yield from self.driver.end_round("step", flush=True)
                 self.parameters.remember()
             self.parameters.unbind()
         gone = self.parameters.forget_gone()
@@ -600,7 +601,7 @@ class LocalSteps(Steps):
         return self.parameters.young
 
     def follow(self) -> Task[bool]:
-        self.check_groups()
+        yield from self.check_groups()
         self.check_averaging()
         parameters = self.parameters
         parameters.begin_again(parameters.edited())
@@ -633,8 +634,8 @@ class LocalSteps(Steps):
         large, small = self.parameters.bound()
         return [b.tensor for b in large], [b.tensor for b in small]
 
-    def began(self) -> None:
-        self.share_out()
+    def began(self) -> Task[None]:
+        return self.share_out()
 
     def unbind(self) -> None:
         self.parameters.unbind()
@@ -657,11 +658,11 @@ class LocalSteps(Steps):
         if not usable:
             self._heal()
 
-    def ended(self) -> None:
+    def ended(self) -> Task[None]:
         if self.parameters.thawed:  # the next round has other rules
             self._thaw()
             self.parameters.unbind()
-        self.compare()
+        yield from self.compare()
 
     def second_moments(self) -> list[Moment]:
         return self.parameters.second_moments()
@@ -688,21 +689,21 @@ class LocalSteps(Steps):
 
     # -- other calls ----------------------------------------------------------------------------------------------
 
-    def flush(self) -> None:
+    def flush(self) -> Task[None]:
         """End the round now: all workers have the same weights then. Collective."""
         if self.included and self.parameters.bindings and self.rounds.under_way:
             self.adopt()
             self.parameters.begin_again(self.parameters.edited())
-            run(self.driver.flush())
+            yield from self.driver.flush()
             self.parameters.remember()
 
-    def check_replicas(self) -> None:
+    def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if their weights are not the same, or what they have in common while an
         exchange is under way. Collective."""
         if self.rounds.hidden:
-            run(self.rounds.check_replicas())
+            yield from self.rounds.check_replicas()
         else:
-            super().check_replicas()
+            yield from super().check_replicas()
 
     def cancel(self) -> None:
         """All workers together continue from other weights, or another state: the next step begins a round. Local."""

@@ -18,6 +18,7 @@ from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, Schedule
 from horovod_onebit.stats import Stats
+from horovod_onebit.tasks import run
 from horovod_onebit.torch import averaging, hooks
 from horovod_onebit.torch.arguments import Arguments, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
@@ -184,7 +185,7 @@ class _DistributedOptimizer:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
         super().add_param_group(param_group)  # type: ignore[misc]
         try:
-            self._compressor.check_groups()
+            run(self._compressor.check_groups())
         except (ConfigurationError, UnsupportedError):
             self.param_groups.pop()
             raise
@@ -223,7 +224,7 @@ class _DistributedOptimizer:
         other algorithms.
         """
         with torch.no_grad():
-            self._compressor.flush()
+            run(self._compressor.flush())
 
     @outside_inference
     def check_replicas(self) -> None:
@@ -234,8 +235,8 @@ class _DistributedOptimizer:
         before.
         """
         if self._participates:
-            self._compressor.agreement.meet("check_replicas")
-            self._compressor.check_replicas()
+            run(self._compressor.agreement.meet("check_replicas"))
+            run(self._compressor.check_replicas())
 
     def stats(self, *, norms: bool = True) -> Stats:
         """What the run has cost so far; ``print(optimizer.stats())`` for a line of text. Local, not collective.
@@ -458,7 +459,7 @@ def DistributedOptimizer(
         wrapped._compressor = Compressor(wrapped, arguments, **options)
     compressor = wrapped._compressor
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
-    compressor.check_groups()
+    run(compressor.check_groups())
     compressor.parameters.lineage = lineage
     _wrappers[optimizer] = weakref.ref(wrapped)
     return wrapped

@@ -20,7 +20,6 @@ from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.progress import Progress
 from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
@@ -28,6 +27,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
+from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.warmup import FOREVER, Phase, Warmup
 

@@ -271,7 +271,7 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: Stepwise | None = No
             return adapter
         if type(adapter) is AdamAdapter:
             return ZeroOneAdapter(wraps)
-        raise UnsupportedError(f"0/1 Adam is Adam or AdamW, and the optimizer is {kind.__name__}")
+        raise UnsupportedError(f"schedule={schedule!r} is for Adam and AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{kind.__module__}.{kind.__qualname__} has no 1-bit form. Optimizers that have one: {listed('torch')} (a "
         "subclass must not override step()). With recipe='exact', schedule=horovod_onebit.torch.Gradients(), or "

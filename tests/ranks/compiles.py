@@ -8,13 +8,13 @@ import sys
 from numba.core import event
 
 from horovod_onebit import Recipe
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from tests.ranks.keras_common import OPTIMIZERS, build, train, wrap
 
 kind, exchange = sys.argv[1:]
 model = build()
-optimizer = wrap(OPTIMIZERS[kind](), FIRST + 5, recipe=Recipe(warmup="three_bit", exchange=exchange))
-for steps in (1, FIRST + 10):
+optimizer = wrap(OPTIMIZERS[kind](), EXACT_FIRST + 5, recipe=Recipe(warmup="three_bit", exchange=exchange))
+for steps in (1, EXACT_FIRST + 10):
     with event.install_recorder("numba:compile") as recorder:
         train(model, optimizer, steps, start=int(optimizer.iterations))
     print("compiled:", len(recorder.buffer), optimizer.phase.value)

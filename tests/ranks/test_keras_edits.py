@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError
 from horovod_onebit.warmup import Phase
+from tests.long import FEW
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -568,7 +569,7 @@ EDITS = {
 ONCE = {"derandomize": True, "deadline": None, "database": None, "phases": [Stage.generate]}  # alike on all ranks
 
 
-@settings(max_examples=int(os.environ.get("ONEBIT_EXAMPLES", "4")), suppress_health_check=list(HealthCheck), **ONCE)
+@settings(max_examples=2 if FEW else 4, suppress_health_check=list(HealthCheck), **ONCE)
 @given(case=st.sampled_from(RUNS), edits=st.lists(st.sampled_from(list(EDITS)), min_size=2, max_size=4))
 def test_after_any_edits_a_run_moves_as_a_plain_optimizer_does(tmp_path_factory, case, edits):
     run = Run(*case)

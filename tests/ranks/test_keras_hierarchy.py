@@ -12,7 +12,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -72,7 +72,7 @@ def test_gradients_in_few_bits_and_elastic_states(graph):
     recipe = Recipe(warmup="three_bit", exchange="hierarchical", block_size=64, bucket_size=2048)
     optimizer = wrap(OPTIMIZERS["adamw"](), 40, recipe=recipe)
     model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
-    train(model, optimizer, FIRST + 10, graph=graph)
+    train(model, optimizer, EXACT_FIRST + 10, graph=graph)
     assert optimizer._compressor.coded.engine.exchange.name == "hierarchical"
     assert_replicas_equal(model)
     state = elastic.KerasState(model)

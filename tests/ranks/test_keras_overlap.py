@@ -16,7 +16,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
 from horovod_onebit.tf import step as step_module
 from horovod_onebit.tf.sections import sections
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from tests.ranks.keras_common import (
     OPTIMIZERS,
     RANK,
@@ -118,7 +118,7 @@ def test_gradients_in_few_bits_that_leave_early_change_no_bit(what, monkeypatch)
         travel, groups = engine.travel, []
         engine.travel = lambda buckets, *land, to=groups, do=travel: (to.append(len(buckets)), do(buckets, *land))[1]
         passes = arguments.get("backward_passes_per_step", 1)
-        change(model, optimizer, FIRST + 16, passes)
+        change(model, optimizer, EXACT_FIRST + 16, passes)
         assert_replicas_equal(model)
         found.append(state(model, optimizer))
         early.append(len(groups))
@@ -127,7 +127,7 @@ def test_gradients_in_few_bits_that_leave_early_change_no_bit(what, monkeypatch)
         np.testing.assert_array_equal(one, other)
 
 
-ONE_OR_FEW = {"one bit": (2, Recipe(**SMALL), 6), "few bits": (100, THREE, FIRST + 3)}
+ONE_OR_FEW = {"one bit": (2, Recipe(**SMALL), 6), "few bits": (100, THREE, EXACT_FIRST + 3)}
 
 
 @pytest.mark.parametrize("bits", ONE_OR_FEW)
@@ -181,7 +181,7 @@ def test_nan_in_one_section_takes_back_all(bits, exchange, variable, graph):
 
 
 @pytest.mark.skipif(os.environ.get("TF_NUM_INTEROP_THREADS") == "1", reason="the backward pass waits on a thread")
-@pytest.mark.parametrize(("bits", "first"), [("one bit", 1), ("few bits", FIRST + 1)])
+@pytest.mark.parametrize(("bits", "first"), [("one bit", 1), ("few bits", EXACT_FIRST + 1)])
 def test_messages_leave_before_the_backward_pass_is_over(bits, first):
     """From the step after the ``first`` ones on: before that, they are exact, or workers compare what they send."""
     model = build(hidden=HIDDEN)

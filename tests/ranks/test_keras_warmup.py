@@ -18,7 +18,7 @@ from horovod_onebit import ConfigurationError, NonFiniteError, Recipe
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.tf.collectives import HorovodCollectives
-from horovod_onebit.warmup import FIRST, Phase
+from horovod_onebit.warmup import EXACT_FIRST, Phase
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -49,16 +49,16 @@ def loss_of(model):
 
 def test_by_default_gradients_travel_in_three_bits():
     model, sent = build(), []
-    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=FIRST + 5)
-    for step in range(FIRST + 8):
+    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=EXACT_FIRST + 5)
+    for step in range(EXACT_FIRST + 8):
         train(model, optimizer, 1, start=step, graph=True)
         sent.append(optimizer.stats().step_bytes_sent)
     large = optimizer.stats().compressed_parameters
     small = 2 * (SIZE - 1) / SIZE * 4 * (optimizer.stats().parameters - large)
     bits = [8 * (found - small) / large / (SIZE - 1) for found in sent]
-    assert bits[:FIRST] == pytest.approx([64 / SIZE] * FIRST, rel=0.05)
-    assert bits[FIRST : FIRST + 5] == pytest.approx([3] * 5, rel=0.2)
-    assert bits[FIRST + 5 :] == pytest.approx([1] * 3, rel=0.3)
+    assert bits[:EXACT_FIRST] == pytest.approx([64 / SIZE] * EXACT_FIRST, rel=0.05)
+    assert bits[EXACT_FIRST : EXACT_FIRST + 5] == pytest.approx([3] * 5, rel=0.2)
+    assert bits[EXACT_FIRST + 5 :] == pytest.approx([1] * 3, rel=0.3)
     assert_replicas_equal(model)
 
 
@@ -90,7 +90,7 @@ def test_the_core_takes_the_same_steps():
         arrays, SGD(0.05, momentum=0.0), collectives=HorovodCollectives(name="numpy"), recipe=THREE, warmup_steps=100
     )
     optimizer.build(model.trainable_variables)
-    for step in range(FIRST + 20):
+    for step in range(EXACT_FIRST + 20):
         grads, _ = gradients(model, *batch(step))
         other.step({name: np.array(grad) for name, grad in zip(arrays, grads, strict=True)})
         optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
@@ -109,7 +109,7 @@ def test_exact_means_before_few_bits_may_travel_as_float16():
     models, sent = [build(), build()], []
     for model, compression in zip(models, (hvd.Compression.none, hvd.Compression.fp16), strict=True):
         optimizer = wrap(keras.optimizers.SGD(0.05), warmup_steps=40, recipe=THREE, compression=compression)
-        train(model, optimizer, FIRST, graph=True)
+        train(model, optimizer, EXACT_FIRST, graph=True)
         sent.append(optimizer.stats(norms=False).bytes_sent)
         assert_replicas_equal(model)
     assert sent[1] == pytest.approx(sent[0] / 2, rel=0.05)
@@ -130,7 +130,7 @@ def test_fit_with_all_that_goes_with_it():
     assert history.history["accuracy"][-1] > 0.5
 
 
-@pytest.mark.parametrize("step", [3, FIRST + 3])
+@pytest.mark.parametrize("step", [3, EXACT_FIRST + 3])
 @pytest.mark.parametrize("where", [0, 1])
 def test_nan_on_one_rank_is_skipped_by_all(step, where):
     """In a gradient that travels in few bits, and in a small one beside it."""
@@ -153,7 +153,7 @@ def test_nan_on_one_rank_is_skipped_by_all(step, where):
 def test_nan_raises_on_all_when_asked_to():
     model = build()
     optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=40, recipe=replace(THREE, on_nonfinite="raise"))
-    train(model, optimizer, FIRST + 2)
+    train(model, optimizer, EXACT_FIRST + 2)
     grads, _ = gradients(model, *batch(0))
     if RANK == 0:
         grads[2] = grads[2] * np.inf
@@ -171,9 +171,9 @@ def test_loss_scales_stay_together():
     scales = []
     for step in range(30):
         x, y = batch(step)
-        scaled_step(model, optimizer, x * (np.inf if RANK == 0 and step == FIRST + 5 else 1), y)
+        scaled_step(model, optimizer, x * (np.inf if RANK == 0 and step == EXACT_FIRST + 5 else 1), y)
         scales.append(float(optimizer.dynamic_scale))
-    assert scales[FIRST + 5] == scales[FIRST + 4] / 2
+    assert scales[EXACT_FIRST + 5] == scales[EXACT_FIRST + 4] / 2
     assert optimizer.stats(norms=False).skipped_steps == 1
     assert (hvd.allgather(tf.constant([scales]), name="scales").numpy() == scales).all()
     assert_replicas_equal(model)
@@ -201,7 +201,7 @@ def test_a_step_that_is_interrupted(hidden, settles):
     model = build(hidden=hidden)
     recipe = replace(THREE, bucket_size=2048, block_size=64)
     optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=recipe)
-    train(model, optimizer, FIRST + 3)
+    train(model, optimizer, EXACT_FIRST + 3)
     before, engine = weights(model), optimizer._compressor.coded.engine
     residuals = {name: value.copy() for name, value in engine.feedback.state_dict().items()}
     collectives = optimizer._compressor.collectives
@@ -215,7 +215,7 @@ def test_a_step_that_is_interrupted(hidden, settles):
         for name, value in engine.feedback.state_dict().items():
             np.testing.assert_allclose(value, residuals[name], atol=1e-5)
     train(model, optimizer, 10, start=20)
-    assert set(seen(optimizer).values()) == {FIRST + 13}
+    assert set(seen(optimizer).values()) == {EXACT_FIRST + 13}
     assert_replicas_equal(model)
 
 
@@ -234,7 +234,7 @@ def test_an_average_that_is_interrupted_when_its_messages_have_left():
             )  # nothing is learned of it: its mean is exact, after the others have left
             optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
 
-        for number in range(FIRST + 3):
+        for number in range(EXACT_FIRST + 3):
             step(number)
         compressor = optimizer._compressor
         if interrupted:
@@ -243,7 +243,7 @@ def test_an_average_that_is_interrupted_when_its_messages_have_left():
             with pytest.raises(ZeroDivisionError):
                 step(20)
             del collectives.fuse
-        step(FIRST + 3)
+        step(EXACT_FIRST + 3)
         return weights(model), compressor.coded.engine.feedback.state_dict()
 
     found, expected = run(True), run(False)
@@ -256,21 +256,21 @@ def test_a_state_that_one_worker_loads_and_broadcasts():
     """That worker has learned nothing of it: all begin anew."""
     model = build()
     optimizer = wrap(OPTIMIZERS["adam"](), warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
-    assert set(seen(optimizer).values()) == {FIRST + 5}
+    train(model, optimizer, EXACT_FIRST + 5)
+    assert set(seen(optimizer).values()) == {EXACT_FIRST + 5}
     if RANK == 0:
         optimizer.set_weights([np.array(v) for v in optimizer.variables])
         model.trainable_variables[0].assign_add(model.trainable_variables[0] * 0.1)
     onebit.broadcast_variables([*model.variables, *optimizer.variables])
     train(model, optimizer, 2, start=20)
     assert set(seen(optimizer).values()) == {2}
-    train(model, optimizer, FIRST + 5, start=30)
+    train(model, optimizer, EXACT_FIRST + 5, start=30)
     assert_replicas_equal(model)
 
 
 @pytest.mark.skipif(SIZE != 2, reason="compared on two ranks")
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-@pytest.mark.parametrize("steps", [3, FIRST + 5, 45])
+@pytest.mark.parametrize("steps", [3, EXACT_FIRST + 5, 45])
 def test_a_checkpoint(steps, exchange, tmp_path):
     """In the warm-up, while it learns and afterwards, and after it."""
     recipe = replace(THREE, exchange=exchange)
@@ -301,7 +301,7 @@ def test_what_is_sent():
         sent.append(optimizer.stats().step_bytes_sent)
     large = sum(int(np.prod(v.shape)) for v in model.trainable_variables if len(v.shape) > 1)
     small, ring = 128 + 10, 2 * (SIZE - 1) / SIZE
-    assert sent[FIRST - 1] == pytest.approx(4 * ring * (large + small), rel=0.01)
+    assert sent[EXACT_FIRST - 1] == pytest.approx(4 * ring * (large + small), rel=0.01)
     assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * large * 3 / 8 + 300
     stats = optimizer.stats()
     assert (stats.compressed_parameters, stats.coded_parameters) == (0, large)
@@ -329,11 +329,11 @@ def test_any_optimizer_takes_its_own_steps(kind, graph):
     model, plain = build(), build()
     optimizer = wrap(ANY[kind](), None, schedule=onebit.Gradients("four_bit"))
     exact = wrap(ANY[kind](), None, recipe="exact")
-    train(model, optimizer, FIRST, graph=graph)
-    train(plain, exact, FIRST, graph=graph)
+    train(model, optimizer, EXACT_FIRST, graph=graph)
+    train(plain, exact, EXACT_FIRST, graph=graph)
     np.testing.assert_allclose(weights(model), weights(plain), rtol=1e-4, atol=1e-5)
-    train(model, optimizer, 30, start=FIRST, graph=graph)
-    train(plain, exact, 30, start=FIRST, graph=graph)
+    train(model, optimizer, 30, start=EXACT_FIRST, graph=graph)
+    train(plain, exact, 30, start=EXACT_FIRST, graph=graph)
     assert_replicas_equal(model)
     assert abs(loss_of(model) - loss_of(plain)) < 0.15
     assert optimizer.stats().step_bytes_sent < exact.stats().step_bytes_sent / 3
@@ -344,14 +344,14 @@ def test_gradients_survive_a_model_that_is_saved(tmp_path):
     folder = Path(hvd.broadcast_object(str(tmp_path), name="folder"))
     model = build()
     model.compile(wrap(ANY["RMSprop"](), None, schedule=onebit.Gradients("two_bit")), LOSS, jit_compile=False)
-    train(model, model.optimizer, FIRST + 3)
+    train(model, model.optimizer, EXACT_FIRST + 3)
     if RANK == 0:
         model.save(folder / "model.keras")
     hvd.broadcast_object(None, name="saved")
     loaded = keras.models.load_model(folder / "model.keras")
     assert loaded.optimizer._wrapping.schedule == onebit.Gradients("two_bit")
-    train(loaded, loaded.optimizer, FIRST + 3, start=20)
-    assert set(seen(loaded.optimizer).values()) == {FIRST + 3}
+    train(loaded, loaded.optimizer, EXACT_FIRST + 3, start=20)
+    assert set(seen(loaded.optimizer).values()) == {EXACT_FIRST + 3}
     assert_replicas_equal(loaded)
 
 
@@ -366,8 +366,8 @@ def test_rows_that_never_have_a_gradient_do_not_hinder_others():
             loss = LOSS(ids[:, 0] % 10, model(ids))
         variables = model.trainable_variables
         optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
-        if step == FIRST + 10:
-            assert set(seen(optimizer).values()) == {FIRST + 11}
+        if step == EXACT_FIRST + 10:
+            assert set(seen(optimizer).values()) == {EXACT_FIRST + 11}
     assert unused.built
     assert_replicas_equal(model)
 

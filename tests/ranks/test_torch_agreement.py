@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe
+from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, tasks
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import world
 
@@ -490,7 +490,7 @@ def test_two_optimizers_in_two_threads_are_refused(phase):
     for _, optimizer in pairs:
         if any(thread.is_alive() for thread in threads):
             with pytest.raises((ConfigurationError, DesyncError)):
-                optimizer._compressor.agreement.meet("flush")
+                tasks.run(optimizer._compressor.agreement.meet("flush"))
     for thread in threads:
         thread.join(60)
     assert not any(thread.is_alive() for thread in threads)

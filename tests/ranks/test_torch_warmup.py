@@ -10,7 +10,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 from tests.ranks.torch_common import (
     OPTIMIZERS,
     RANK,
@@ -69,9 +69,9 @@ def test_by_default_gradients_travel_in_three_bits_and_then_one_bit_starts():
         phase: [(8 * found / (SIZE - 1) - 32 * ring * exact[phase]) / (parameters - exact[phase]) for found in each]
         for phase, each in sent.items()
     }
-    assert bits["warmup"][:FIRST] == pytest.approx([32 * ring] * FIRST, rel=0.05)
-    assert bits["warmup"][FIRST:] == pytest.approx([3] * (len(bits["warmup"]) - FIRST), rel=0.2)
-    assert len(bits["warmup"]) > FIRST + 5
+    assert bits["warmup"][:EXACT_FIRST] == pytest.approx([32 * ring] * EXACT_FIRST, rel=0.05)
+    assert bits["warmup"][EXACT_FIRST:] == pytest.approx([3] * (len(bits["warmup"]) - EXACT_FIRST), rel=0.2)
+    assert len(bits["warmup"]) > EXACT_FIRST + 5
     assert bits["compressed"] == pytest.approx([1] * len(bits["compressed"]), rel=0.3)
     assert len(bits["compressed"]) > 5
     assert_replicas_equal(model)
@@ -89,11 +89,11 @@ def test_gradients_are_the_workers_mean():
     own = (2 * common + torch.randn(64, 64)) * sizes
     mean = world.allreduce(own, name="mean")
     given = torch.zeros_like(own)
-    for step in range(FIRST + 300):
+    for step in range(EXACT_FIRST + 300):
         p.grad = None
         (p * own).sum().backward()
         optimizer.step()
-        if step < FIRST:
+        if step < EXACT_FIRST:
             torch.testing.assert_close(p.grad, mean)
         else:
             assert not torch.equal(p.grad, mean)
@@ -119,13 +119,13 @@ def test_other_dtypes_and_orders_of_dimensions(dtype):
         torch.optim.SGD([p], lr=0.0), named_parameters=[("p", p)], recipe=THREE, warmup_steps=1000
     )
     given = torch.zeros_like(own)
-    for step in range(FIRST + 100):
+    for step in range(EXACT_FIRST + 100):
         p.grad = None
         (p * own.to(dtype)).sum().backward()
         optimizer.step()
         assert p.grad.dtype is dtype
         assert p.grad.is_contiguous(memory_format=torch.channels_last)
-        if step >= FIRST:
+        if step >= EXACT_FIRST:
             given += p.grad
     assert float((given / 100 - mean).norm() / mean.norm()) < 0.02
     assert_equal(given)
@@ -141,7 +141,7 @@ def test_a_sum_in_place_of_a_mean():
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-@pytest.mark.parametrize("step", [3, FIRST + 3])
+@pytest.mark.parametrize("step", [3, EXACT_FIRST + 3])
 @pytest.mark.parametrize("where", ["first.weight", "norm.bias"])
 def test_nan_on_one_rank_is_skipped_by_all(exchange, step, where):
     model = Net()
@@ -157,7 +157,7 @@ def test_nan_on_one_rank_is_skipped_by_all(exchange, step, where):
     optimizer.step()
     assert torch.equal(before, weights(model))
     assert optimizer.stats().skipped_steps == 1
-    early = step < FIRST and where == "norm.bias"  # the other gradients are learned of
+    early = step < EXACT_FIRST and where == "norm.bias"  # the other gradients are learned of
     assert seen(optimizer) == {name: count + early for name, count in averages.items()}
     train(model, optimizer, 40, start=step)
     assert_replicas_equal(model)
@@ -166,7 +166,7 @@ def test_nan_on_one_rank_is_skipped_by_all(exchange, step, where):
 def test_nan_raises_on_all_when_asked_to():
     model = Net()
     optimizer = wrap(model, warmup_steps=40, recipe=replace(THREE, on_nonfinite="raise"))
-    train(model, optimizer, FIRST + 2)
+    train(model, optimizer, EXACT_FIRST + 2)
     x, y = batch(6)
     optimizer.zero_grad()
     if RANK == 0:
@@ -186,14 +186,14 @@ def test_the_scales_of_gradscalers_stay_together():
     for step in range(30):
         x, y = batch(step)
         optimizer.zero_grad()
-        if RANK == 0 and step == FIRST + 5:
+        if RANK == 0 and step == EXACT_FIRST + 5:
             spoil(model.second.weight, "inf")
         scaler.scale(cross_entropy(model(x), y)).backward()
         scaler.step(optimizer)
         scaler.update()
         scales.append(scaler.get_scale())
     assert_equal(torch.tensor(scales))
-    assert scales[FIRST + 5] == scales[FIRST + 4] / 2
+    assert scales[EXACT_FIRST + 5] == scales[EXACT_FIRST + 4] / 2
     assert_replicas_equal(model)
 
 
@@ -223,28 +223,28 @@ def test_gradients_that_are_accumulated():
 def test_a_state_that_is_cleared_says_nothing_of_gradients():
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
     optimizer.state.clear()
     train(model, optimizer, 2, start=20)
-    assert set(seen(optimizer).values()) == {FIRST + 7}
+    assert set(seen(optimizer).values()) == {EXACT_FIRST + 7}
     assert_replicas_equal(model)
 
 
 def test_a_state_that_is_loaded_learns_anew():
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
     optimizer.load_state_dict(optimizer.state_dict())
     train(model, optimizer, 2, start=20)
     assert set(seen(optimizer).values()) == {2}
-    train(model, optimizer, FIRST + 5, start=22)
+    train(model, optimizer, EXACT_FIRST + 5, start=22)
     assert_replicas_equal(model)
 
 
 def test_a_state_that_one_worker_alone_loads_is_named_on_all():
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
     if RANK == 0:
         optimizer.load_state_dict(optimizer.state_dict())
     with pytest.raises(DesyncError, match=r"averages of the gradient of first.weight before"):
@@ -254,19 +254,19 @@ def test_a_state_that_one_worker_alone_loads_is_named_on_all():
 def test_a_state_that_is_saved_is_that_of_a_plain_optimizer():
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
     saved = optimizer.state_dict()
     plain = torch.optim.Adam(model.parameters(), lr=1e-3)
     plain.load_state_dict(saved)
     again = wrap(model, warmup_steps=100, recipe=THREE)
     again.load_state_dict(saved)
-    train(model, again, FIRST + 5, start=30)
+    train(model, again, EXACT_FIRST + 5, start=30)
     assert_replicas_equal(model)
 
 
 @two_ranks_only
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
-@pytest.mark.parametrize("steps", [3, FIRST + 5, 45])
+@pytest.mark.parametrize("steps", [3, EXACT_FIRST + 5, 45])
 def test_a_checkpoint(steps, exchange, tmp_path):
     """In the warm-up, while it learns and afterwards, and after it."""
     recipe = Recipe(warmup="three_bit", exchange=exchange, bucket_size=4096)
@@ -291,17 +291,17 @@ def test_a_checkpoint_with_a_parameter_that_was_added_frozen(tmp_path):
     folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
     model = Net()
     optimizer = wrap(model, warmup_steps=40, recipe=THREE)
-    train(model, optimizer, FIRST + 2)
+    train(model, optimizer, EXACT_FIRST + 2)
     optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(2000), requires_grad=False)]})
     onebit.save_checkpoint(folder, model, optimizer)
     onebit.load_checkpoint(folder, model, optimizer)
     train(model, optimizer, 3, start=20)
-    assert set(seen(optimizer).values()) == {FIRST + 5}
+    assert set(seen(optimizer).values()) == {EXACT_FIRST + 5}
     assert_replicas_equal(model)
 
 
 @pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
-@pytest.mark.parametrize("steps", [3, FIRST + 5])
+@pytest.mark.parametrize("steps", [3, EXACT_FIRST + 5])
 def test_a_broadcast_in_the_middle(steps, broadcast):
     model = Net()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
@@ -311,7 +311,7 @@ def test_a_broadcast_in_the_middle(steps, broadcast):
             model.first.weight.add_(1.0)
     world.broadcast_parameters(model.state_dict(), root_rank=0)
     broadcast(optimizer, root_rank=0)
-    train(model, optimizer, FIRST + 5, start=40)
+    train(model, optimizer, EXACT_FIRST + 5, start=40)
     assert_replicas_equal(model)
 
 
@@ -346,7 +346,7 @@ def test_what_is_sent():
     assert (stats.compressed_parameters, stats.coded_parameters) == (0, learned)
     assert f"{learned:,} in few bits" in str(stats)
     ring = 2 * (SIZE - 1) / SIZE
-    assert sent[FIRST - 1] == pytest.approx(4 * ring * (learned + small), rel=0.01)
+    assert sent[EXACT_FIRST - 1] == pytest.approx(4 * ring * (learned + small), rel=0.01)
     assert sent[-1] < 4 * ring * small + 1.2 * (SIZE - 1) * learned * 3 / 8 + 300
     train(model, optimizer, 20, start=50)
     stats = optimizer.stats()
@@ -358,7 +358,7 @@ def test_what_is_counted_when_a_state_was_loaded():
     """Its exact steps come again."""
     model = Net()
     optimizer = wrap(model, warmup_steps=60, recipe=THREE)
-    train(model, optimizer, FIRST + 2)
+    train(model, optimizer, EXACT_FIRST + 2)
     assert optimizer.stats().coded_parameters > 0
     optimizer.load_state_dict(optimizer.state_dict())
     assert optimizer.stats().coded_parameters == 0
@@ -405,7 +405,7 @@ def test_any_optimizer_takes_its_own_steps(kind, arguments, exchange):
     assert abs(found - expected) < 0.25 * (start - expected)
 
 
-@pytest.mark.parametrize("steps", [3, FIRST + 5])
+@pytest.mark.parametrize("steps", [3, EXACT_FIRST + 5])
 @pytest.mark.parametrize(("kind", "arguments"), ANY)
 def test_checkpoints_of_any_optimizer(kind, arguments, steps, tmp_path):
     folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
@@ -428,7 +428,7 @@ def test_workers_whose_warm_ups_differ(other):
     model = Net()
     optimizer = wrap(model, warmup_steps=60, recipe=Recipe(warmup="three_bit" if RANK == 0 else other))
     with pytest.raises(DesyncError, match=f"the recipe's warmup differs between workers: three_bit .* {other} on"):
-        train(model, optimizer, FIRST + 2)
+        train(model, optimizer, EXACT_FIRST + 2)
 
 
 def test_an_optimizer_whose_step_needs_several_gradients():
@@ -452,7 +452,7 @@ def test_a_broadcast_to_workers_without_state(kind, arguments, fresh, broadcast)
     broadcast(optimizer, root_rank=0)
     assert torch.equal(weights(model), start)
     assert optimizer.stats().step == (0 if fresh else 3)
-    train(model, optimizer, FIRST + 4)
+    train(model, optimizer, EXACT_FIRST + 4)
     assert_replicas_equal(model)
     optimizer.check_replicas()
 
@@ -474,7 +474,7 @@ def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(tmp_path):
     folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
     model = Fails()
     optimizer = wrap(model, warmup_steps=100, recipe=THREE)
-    train(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
     onebit.save_checkpoint(folder, model, optimizer)
     train(model, optimizer, 2, start=20)
     before = weights(model)
@@ -482,7 +482,7 @@ def test_a_checkpoint_that_cannot_be_loaded_changes_nothing(tmp_path):
     with pytest.raises(CheckpointError):
         onebit.load_checkpoint(folder, model, optimizer)
     assert torch.equal(weights(model), before)
-    train(model, optimizer, FIRST + 2, start=30)
+    train(model, optimizer, EXACT_FIRST + 2, start=30)
     assert_replicas_equal(model)
 
 
@@ -503,12 +503,12 @@ def test_wrapped_again_without_the_schedule_a_one_bit_run_begins():
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     named = list(model.named_parameters())
     ours = onebit.DistributedOptimizer(optimizer, named, schedule=onebit.Gradients())
-    train(model, ours, FIRST + 5)
+    train(model, ours, EXACT_FIRST + 5)
     again = onebit.DistributedOptimizer(optimizer, named, warmup_steps=4)
     train(model, again, 10, start=30)
     assert again.stats().phase == "compressed"
     back = onebit.DistributedOptimizer(optimizer, named, schedule=onebit.Gradients())
-    train(model, back, FIRST + 5, start=50)
+    train(model, back, EXACT_FIRST + 5, start=50)
     assert_replicas_equal(model)
 
 
@@ -526,7 +526,7 @@ def computed(model, optimizer, step):
     cross_entropy(model(x), y).backward()
 
 
-def begun(exchange, steps=FIRST + 5, **wrapping):
+def begun(exchange, steps=EXACT_FIRST + 5, **wrapping):
     """A run in which messages leave early, unless it is told otherwise."""
     model = Net()
     recipe = Recipe(warmup="three_bit", exchange=exchange, bucket_size=2048)
@@ -539,12 +539,12 @@ def begun(exchange, steps=FIRST + 5, **wrapping):
 @pytest.mark.parametrize("late", ["no worker", "one worker"])
 def test_the_same_weights_with_and_without_overlap(exchange, late):
     model, optimizer = begun(exchange, overlap=late == "no worker" or RANK > 0)
-    computed(model, optimizer, FIRST + 5)
+    computed(model, optimizer, EXACT_FIRST + 5)
     assert (under_way(optimizer) > 1) == (late == "no worker" or RANK > 0)
     optimizer.step()
     assert under_way(optimizer) == 0
     without, plain = begun(exchange, overlap=False)
-    computed(without, plain, FIRST + 5)
+    computed(without, plain, EXACT_FIRST + 5)
     assert under_way(plain) == 0
     plain.step()
     assert torch.equal(weights(model), weights(without))
@@ -589,7 +589,7 @@ def rate(model, optimizer):
 )  # fmt: skip
 def test_what_changes_after_messages_have_left(change, everywhere, exchange):
     model, optimizer = begun(exchange)
-    for step in range(FIRST + 5, FIRST + 8):
+    for step in range(EXACT_FIRST + 5, EXACT_FIRST + 8):
         computed(model, optimizer, step)
         before = weights(model)
         if everywhere or RANK == 0:
@@ -600,7 +600,7 @@ def test_what_changes_after_messages_have_left(change, everywhere, exchange):
         assert torch.equal(weights(model), before) == (change in (rate, spoil_gradient))
         assert under_way(optimizer) == 0
         assert_replicas_equal(model)
-    train(model, optimizer, 60, start=FIRST + 8)
+    train(model, optimizer, 60, start=EXACT_FIRST + 8)
     assert optimizer.phase.value == "compressed"
     assert_replicas_equal(model)
 
@@ -629,7 +629,7 @@ def test_workers_of_which_one_computes_some_gradients_only(same_size, exchange):
 
 def test_clipping_after_messages_have_left():
     model, optimizer = begun("direct")
-    for step in range(FIRST + 5, FIRST + 9):
+    for step in range(EXACT_FIRST + 5, EXACT_FIRST + 9):
         computed(model, optimizer, step)
         assert under_way(optimizer) > 1
         optimizer.clip_grad_norm_(0.1)
@@ -644,8 +644,8 @@ def test_nan_written_over_a_gradient_that_has_left_does_no_lasting_harm(warmup, 
     model = Net()
     recipe = Recipe(warmup=warmup, exchange="direct", bucket_size=2048)
     optimizer = wrap(model, warmup_steps=60 if warmup == "three_bit" else 2, recipe=recipe)
-    train(model, optimizer, FIRST + 5)
-    computed(model, optimizer, FIRST + 5)
+    train(model, optimizer, EXACT_FIRST + 5)
+    computed(model, optimizer, EXACT_FIRST + 5)
     engine = optimizer._gradients.coded._mean.engine if warmup == "three_bit" else optimizer._compressor.engine
     assert len(engine._sent) > 1
     if RANK == 0:
@@ -663,7 +663,7 @@ def test_nan_written_over_a_gradient_that_has_left_does_no_lasting_harm(warmup, 
             optimizer.load_state_dict(optimizer.state_dict())
         optimizer.step()
     before = optimizer.stats().step
-    train(model, optimizer, 5, start=FIRST + 6)
+    train(model, optimizer, 5, start=EXACT_FIRST + 6)
     assert optimizer.stats().step == before + 5
     assert all(bool(torch.isfinite(torch.from_numpy(found)).all()) for found in engine.feedback.state_dict().values())
     assert_replicas_equal(model)

@@ -20,7 +20,7 @@ from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Gradients, Local, ZeroOne, resolve
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import run
-from horovod_onebit.warmup import FIRST
+from horovod_onebit.warmup import EXACT_FIRST
 
 f32 = np.float32
 SIZES = {"scalar": 1, "odd": 1025, "even": 2048, "long": 5003}
@@ -72,6 +72,7 @@ def train(collectives, recipe=TWO, rule=None, steps=40, warmup_steps=30, kernels
     return optimizer, np.concatenate(list(found.values())), taken
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 @pytest.mark.parametrize("workers", [1, 2, 5])
@@ -84,7 +85,7 @@ def test_replicas_are_equal_and_both_kernels_agree(bits, exchange, workers):
     np.testing.assert_allclose(cpu[0][1], reference[0][1], atol=1e-4)
 
 
-@pytest.mark.parametrize("learned", [3, FIRST])
+@pytest.mark.parametrize("learned", [3, EXACT_FIRST])
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 def test_what_was_learned_is_saved(exchange, learned):
     """While it learns, or after steps in few bits: another one goes on from there, bit for bit."""
@@ -94,7 +95,7 @@ def test_what_was_learned_is_saved(exchange, learned):
         first, again = (CodedMean(Engine(recipe, collectives, name=name)) for name in ("first", "again"))
         rng = np.random.default_rng([3, collectives.rank])
         assert first.state() is None
-        for _ in range(learned if learned < FIRST else FIRST + 5):
+        for _ in range(learned if learned < EXACT_FIRST else EXACT_FIRST + 5):
             run(first.average(gradients(rng, sizes)))
         saved = first.state()
         again.check(saved, sizes)
@@ -120,7 +121,7 @@ def test_exact_means_in_float16(workers, together, monkeypatch):
     def worker(collectives):
         of = {half: CodedMean(Engine(TWO, collectives, name=f"of {half}"), half=half) for half in (False, True)}
         rng = np.random.default_rng([3, collectives.rank])
-        for _ in range(FIRST):
+        for _ in range(EXACT_FIRST):
             grads = gradients(rng, sizes)
             other = np.arange(3, dtype=f32).reshape(3, 1) + collectives.rank
             exact, halves = (run(one.average(grads, [other])) for one in of.values())
@@ -182,7 +183,7 @@ def test_what_is_lost_of_a_gradient_is_delivered_later(exchange):
         coded, rng = CodedMean(Engine(recipe, collectives)), np.random.default_rng([3, collectives.rank])
         unit = coded.tensor("long", 5003)
         own, given = np.zeros(5003), np.zeros(5003)
-        for _ in range(FIRST):
+        for _ in range(EXACT_FIRST):
             coded.observe([unit], [(10 ** np.linspace(-5, 0, 5003)).astype(f32)])
         for _ in range(steps):
             grads = gradients(rng, sizes)
@@ -226,7 +227,7 @@ def test_gradients_that_are_rare_arrive_whole(bits):
         coded = CodedMean(Engine(dataclasses.replace(TWO, warmup=bits), collectives))
         rng = np.random.default_rng([3, collectives.rank])
         own, given = np.zeros(4096), np.zeros(4096)
-        for step in range(FIRST + 600):
+        for step in range(EXACT_FIRST + 600):
             rows = np.repeat(rng.random(128) < 0.02, 32)
             grad = (rows * (1 + 0.5 * rng.standard_normal(4096))).astype(f32)
             mean = run(coded.average({"rows": grad}))[0]["rows"]
@@ -249,7 +250,7 @@ def test_the_sum_of_what_is_given_and_of_what_is_kept_is_that_of_the_gradients(e
         unit = coded.tensor("long", 5003)
         common = (10 ** np.linspace(-5, 0, 5003)).astype(f32)
         own, given = np.zeros(5003), np.zeros(5003)
-        for _ in range(FIRST):
+        for _ in range(EXACT_FIRST):
             coded.observe([unit], [common])
         for step in range(100):
             size = (1 + 99 * (step > 50)) * 1.02**step
@@ -291,10 +292,10 @@ def test_gradients_that_stay_apart_are_off_by_so_much(bits, noise, most):
     def worker(collectives):
         coded = CodedMean(Engine(Recipe(warmup=bits, exchange="direct"), collectives), divides=True)
         rng, given, sent = np.random.default_rng([5, collectives.rank]), 0, 0
-        for step in range(FIRST + 300):
+        for step in range(EXACT_FIRST + 300):
             grad = own[collectives.rank] + noise * rng.standard_normal(4096).astype(f32)
             found = run(coded.average({"long": grad}))[0]["long"]
-            if step >= FIRST:
+            if step >= EXACT_FIRST:
                 given, sent = given + found, sent + grad
         return given, sent
 
@@ -304,6 +305,7 @@ def test_gradients_that_stay_apart_are_off_by_so_much(bits, noise, most):
     assert off[0] == off[1] < most
 
 
+@pytest.mark.cases(6)
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
 @pytest.mark.parametrize("bits", ["two_bit", "three_bit", "four_bit"])
 @pytest.mark.parametrize("divides", [False, True])
@@ -317,8 +319,8 @@ def test_units_do_not_grow_where_gradients_stay_apart(apart, divides, bits, exch
     def worker(collectives):
         recipe = Recipe(warmup=bits, exchange=exchange)
         coded, means = CodedMean(Engine(recipe, collectives), divides=divides), []
-        for step in range(FIRST + 300):
-            grad = np.where(gone & (step >= FIRST), f32(0), own[collectives.rank])
+        for step in range(EXACT_FIRST + 300):
+            grad = np.where(gone & (step >= EXACT_FIRST), f32(0), own[collectives.rank])
             means.append(run(coded.average({"long": grad}))[0]["long"].copy())
         return means
 
@@ -333,7 +335,7 @@ def test_no_bound_hides_what_is_not_finite(where, bad):
     def worker(collectives):
         coded = CodedMean(Engine(Recipe(warmup="three_bit"), collectives), divides=True)
         grad = (np.arange(5003) < 4900).astype(f32)
-        for _ in range(FIRST + 3):
+        for _ in range(EXACT_FIRST + 3):
             assert run(coded.average({"long": grad})) is not None
         before, spoilt = coded.state(), grad.copy()
         if collectives.rank == 1:
@@ -427,7 +429,7 @@ def test_no_error_is_kept_where_the_optimizer_divides(exchange):
     def worker(collectives, divides):
         coded = CodedMean(Engine(Recipe(warmup="three_bit", exchange=exchange), collectives), divides=divides)
         rng = np.random.default_rng([3, collectives.rank])
-        for _ in range(FIRST + 20):
+        for _ in range(EXACT_FIRST + 20):
             run(coded.average({"long": np.where(rests, f32(0), rng.standard_normal(8192).astype(f32))}))
         run(coded.average({"long": np.ones(8192, f32)}))
         kept = coded.state()["feedback"]
@@ -452,7 +454,7 @@ def test_adam_moves_elements_without_noise_as_far_beside_others(bits, workers, o
         recipe = Recipe(warmup=warmup, exchange="direct", min_compressed_size=1)
         optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives, warmup_steps=10**6, recipe=recipe)
         rng = np.random.default_rng([5, collectives.rank])
-        for _ in range(FIRST + steps):
+        for _ in range(EXACT_FIRST + steps):
             noise = rng.standard_normal(1024) * f32(0.1 * workers**0.5)
             optimizer.step({"long": np.where(quiet, f32(0.1), noise).astype(f32)})
         return float(weights["long"][quiet].mean())
@@ -470,7 +472,7 @@ def test_of_gradients_that_were_large_once_little_is_under_way(exchange, kernels
         recipe = dataclasses.replace(TWO, exchange=exchange)
         coded, rng = CodedMean(Engine(recipe, collectives), divides=True, kernels=kernels), np.random.default_rng(3)
         unit = coded.tensor("long", 5003)
-        for _ in range(FIRST):
+        for _ in range(EXACT_FIRST):
             coded.observe([unit], [np.ones(5003, f32)])
         large = np.where(rng.random(5003) < 0.01, f32(30), f32(1)).astype(f32)
         given = []
@@ -513,7 +515,7 @@ def test_gradients_that_overflow_are_skipped_and_forgotten():
     def worker(collectives):
         coded, rng = CodedMean(Engine(TWO, collectives)), np.random.default_rng(collectives.rank)
         unit, found = coded.tensor("long", 5003), []
-        for _ in range(FIRST):
+        for _ in range(EXACT_FIRST):
             coded.observe([unit], [rng.standard_normal(5003).astype(f32)])
         for step in range(6):
             size = 1e25 if step == 1 else 1.0
@@ -532,7 +534,7 @@ def test_nothing_is_kept_when_compression_starts(exchange):
         coded = CodedMean(Engine(recipe, collectives))
         for _ in range(2):
             unit = coded.tensor("long", 5003)
-            for _ in range(FIRST):
+            for _ in range(EXACT_FIRST):
                 coded.observe([unit], [np.ones(5003, f32)])
             assert run(coded.mean([unit], [np.ones(5003, f32)], beside=finite()))
             coded.forget(["long"])
@@ -567,7 +569,7 @@ def test_nan_on_one_worker_changes_nothing_anywhere(exchange, where, policy):
     """In the twelfth step, and the steps after it are as if it had not been."""
 
     def spoil(rank, step, grads):
-        if step == FIRST + 2 and rank == 1:
+        if step == EXACT_FIRST + 2 and rank == 1:
             grads[where][0] = math.nan
         return grads
 
@@ -578,7 +580,7 @@ def test_nan_on_one_worker_changes_nothing_anywhere(exchange, where, policy):
         return
     runs = simulation.run(lambda c: train(c, recipe, spoil=spoil), 2)
     for optimizer, found, taken in runs:
-        assert [i for i, one in enumerate(taken) if not one] == [FIRST + 2]
+        assert [i for i, one in enumerate(taken) if not one] == [EXACT_FIRST + 2]
         assert optimizer.engine.skipped == 1
         assert np.isfinite(found).all()
         np.testing.assert_array_equal(found, runs[0][1])
@@ -588,7 +590,7 @@ def test_nan_on_one_worker_changes_nothing_anywhere(exchange, where, policy):
         optimizer = NumpyOptimizer(found, Adam(lr=0.01), collectives=collectives, warmup_steps=30, recipe=recipe)
         for step in range(40):
             grads = gradients(rng, SIZES)
-            if step != FIRST + 2:
+            if step != EXACT_FIRST + 2:
                 optimizer.step(grads)
         return np.concatenate(list(found.values()))
 
@@ -607,8 +609,8 @@ def test_a_warm_up_sends_two_bits_after_its_first_steps():
         return np.diff(sent)
 
     sent, elements = simulation.run(worker, 2)[0], sum(SIZES.values())
-    assert (sent[: FIRST - 1] == allreduce_bytes(4 * elements, 2)).all()
-    assert (sent[FIRST:] < 1.3 * elements * 2 / 8 + 200).all()
+    assert (sent[: EXACT_FIRST - 1] == allreduce_bytes(4 * elements, 2)).all()
+    assert (sent[EXACT_FIRST:] < 1.3 * elements * 2 / 8 + 200).all()
 
 
 def test_a_run_of_one_worker_alone():
@@ -644,7 +646,7 @@ def test_the_warm_up_of_each_recipe(recipe, schedule, warmup):
 
 
 @pytest.mark.parametrize(
-    ("steps", "warmup"), [(1, "exact"), (FIRST, "exact"), (FIRST + 1, "three_bit"), ("auto", "three_bit")]
+    ("steps", "warmup"), [(1, "exact"), (EXACT_FIRST, "exact"), (EXACT_FIRST + 1, "three_bit"), ("auto", "three_bit")]
 )
 def test_a_warm_up_of_exact_steps_alone_learns_no_units(steps, warmup):
     def worker(collectives):
@@ -667,8 +669,8 @@ def test_by_default_the_warm_up_sends_three_bits():
         return sent
 
     sent = simulation.run(worker, 2)[0]
-    assert sent[:FIRST] == pytest.approx([32] * FIRST, rel=0.01)
-    assert sent[FIRST:] == pytest.approx([3 + 32 / BLOCK] * 20, rel=0.02)
+    assert sent[:EXACT_FIRST] == pytest.approx([32] * EXACT_FIRST, rel=0.01)
+    assert sent[EXACT_FIRST:] == pytest.approx([3 + 32 / BLOCK] * 20, rel=0.02)
 
 
 def test_gradients_in_every_step_are_a_warm_up_that_does_not_end():

@@ -35,7 +35,6 @@ ALLOWED = {
     "tasks": {"stats"},
     "averages": {"exchange", "handshake", "kernels", "stats", "tasks"},
     "face": {"recipe", "schedule", "warmup"},
-    "progress": set(),
     "rest": {"exchange", "formulas", "handshake", "kernels", "rules", "stats", "tasks"},
     "engine": {
         "formulas",

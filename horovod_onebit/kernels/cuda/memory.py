@@ -20,16 +20,6 @@ def _pointer(builder: Any, address: Any, index: Any, element: Any) -> Any:
     return builder.gep(start, [index])
 
 
-def _loader(result: Any, element: Any) -> Any:
-    def load(typing_context, address, index):
-        def code(context, builder, signature, args):
-            return builder.load(_pointer(builder, args[0], args[1], element))
-
-        return result(types.int64, types.int64), code
-
-    return intrinsic(load)
-
-
 def _storer(value: Any, element: Any) -> Any:
     def store(typing_context, address, index, number):
         def code(context, builder, signature, args):
