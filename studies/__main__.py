@@ -6,6 +6,7 @@ import argparse
 import logging
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 from rich.console import Console
 
@@ -23,6 +24,7 @@ from studies import (
     moments,
     networks,
     of_deepspeed,
+    own_data,
     paraboloid,
     published,
     quadratics,
@@ -32,6 +34,7 @@ from studies import (
     tuned,
     zero_one,
 )
+from studies.problem import MissingError
 
 STUDIES: dict[str, Callable[[], str]] = {
     "paraboloid": paraboloid.run,
@@ -62,7 +65,8 @@ removes the cause. Made by `python -m studies` on {machine}. They were run befor
 gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
 digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 20, in study 12
 `vgg`, `vit`, `speech`, `language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12,
-15, 16, 17 and 20; study 19 ran on a GPU.
+15, 16, 17 and 20; study 19 ran on a GPU. Who has CIFAR-10, WMT-14 or LibriSpeech trains the networks of study 16
+on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR holds: `studies/own_data.py`).
 
 | name | meaning |
 |---|---|
@@ -99,9 +103,20 @@ digits' first layers, weights of pixels that are always black are such elements.
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", help=f"any of {', '.join(STUDIES)}")
-    names = parser.parse_args().names
+    help = "of networks: holds cifar-10-batches-py, wmt14 or LibriSpeech, see studies/own_data.py"
+    parser.add_argument("--data-dir", type=Path, metavar="DIR", help=help)
+    parser.add_argument("--steps", type=int, metavar="N", help="of networks: steps of each run")
+    args = parser.parse_args()
+    names = args.names
     if unknown := set(names) - set(STUDIES):
         parser.error(f"there is no study {sorted(unknown)}: expected any of {', '.join(STUDIES)}")
+    if args.data_dir is not None or args.steps is not None:
+        if names != ["networks"] or (args.steps or 10) < 10:
+            parser.error("--data-dir and --steps are for `python -m studies networks`; expected 10 steps at least")
+        try:
+            own_data.given(args.data_dir, args.steps)
+        except MissingError as error:
+            parser.error(f"--data-dir: {error}")
     logging.disable(logging.WARNING)  # runs that diverge say so at length
     console, sections = Console(stderr=True), []
     for name in names or STUDIES:

@@ -6,29 +6,29 @@ from collections.abc import Callable
 from typing import Any
 
 
-def resnet() -> Any:
-    """ResNet-18 (He et al. 2015) of a quarter of its width, for 32x32 images of one channel."""
+def resnet(channels: int = 1) -> Any:
+    """ResNet-18 (He et al. 2015) of a quarter of its width, for 32x32 images."""
     from transformers import ResNetConfig, ResNetForImageClassification
 
     config = ResNetConfig(
-        num_channels=1, embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2], layer_type="basic",
-        num_labels=10,
+        num_channels=channels, embedding_size=16, hidden_sizes=[16, 32, 64, 128], depths=[2, 2, 2, 2],
+        layer_type="basic", num_labels=10,
     )  # fmt: skip
     return _logits(ResNetForImageClassification(config))
 
 
-def vit() -> Any:
+def vit(channels: int = 1) -> Any:
     """A vision transformer (Dosovitskiy et al. 2020) of 64 patches of 4x4."""
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        image_size=32, patch_size=4, num_channels=1, hidden_size=96, num_hidden_layers=4, num_attention_heads=3,
+        image_size=32, patch_size=4, num_channels=channels, hidden_size=96, num_hidden_layers=4, num_attention_heads=3,
         intermediate_size=384, num_labels=10, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
     )  # fmt: skip
     return _logits(ViTForImageClassification(config))
 
 
-LIBRARY: dict[str, Callable[[], Any]] = {"resnet": resnet, "vit": vit}
+LIBRARY: dict[str, Callable[[int], Any]] = {"resnet": resnet, "vit": vit}
 """By the name of the task."""
 
 

@@ -1,6 +1,7 @@
 """Study 16: the paper's four networks by name, a ResNet, a VGG, a Transformer that translates, and Jasper.
 
-Needs requirements/studies.txt, and Debian's packages of ``studies.translation`` and ``studies.speech``.
+Needs requirements/studies.txt, and Debian's packages of ``studies.translation`` and ``studies.speech``; or the paper's
+own data: ``studies.own_data``.
 """
 
 from __future__ import annotations
@@ -11,13 +12,11 @@ from dataclasses import dataclass, replace
 from statistics import mean
 
 from horovod_onebit.recipe import Recipe
-from studies import lamb, pool, report, speech, translation
+from studies import lamb, own_data, pool, report, speech, translation
 from studies.language import WORKERS, float32
 from studies.problem import MissingError, need
 from studies.rates import (
-    OTHERS,
     SEEDS,
-    TASKS,
     Cell,
     Kind,
     Result,
@@ -25,6 +24,7 @@ from studies.rates import (
     examples,
     in_a_name,
     kept,
+    kind_of,
     measured,
     network,
     train,
@@ -32,6 +32,15 @@ from studies.rates import (
 from studies.recipes import PRESETS
 
 ROBUST = replace(PRESETS["robust"], exchange="direct")
+OF_PAPER = {
+    "resnet": own_data.CIFAR,
+    "vgg": own_data.CIFAR,
+    "translation": own_data.WMT,
+    "translation apart": own_data.WMT,
+    "speech": own_data.LIBRISPEECH,
+}
+"""The data that the paper used, by the task."""
+HEAD = ["network", "", "seeds", "exact steps", "test loss, above exact", "quality", "MB sent (times fewer)", "diverged"]
 LOOKS = 10
 """At the test loss of a run, on its way."""
 TITLE = "## 16. The paper's four networks"
@@ -84,7 +93,7 @@ class Network:
 
     @property
     def kind(self) -> Kind:
-        return TASKS.get(self.task) or OTHERS[self.task]
+        return kind_of(self.task)
 
 
 NETWORKS = [
@@ -249,10 +258,34 @@ def _tried(found: dict[Run, Result], one: Network) -> str:
     return f"{one.name}, {'first seed' if len(one.tried_with) == 1 else 'all seeds'}: {', '.join(texts)}"
 
 
+def of_own_data() -> str:
+    """A table of the networks whose data ``--data-dir`` has, if it was given, or else ``--steps``."""
+    found_in = {one: own_data.folder(OF_PAPER[one.task]) for one in NETWORKS}
+    chosen = [one for one in NETWORKS if found_in[one]] or NETWORKS
+    found = pool.results(result, [run_of(one, way, s) for one in chosen for way in WAYS for s in seeds_of(one, way)])
+    told = []
+    for one in chosen:
+        data = examples(one.task)
+        name = own_data.NAMES[OF_PAPER[one.task]] if found_in[one] else "as on the page"
+        told.append(
+            f"- {one.name}: {name}, {len(data.train_x):,} examples to train on and {len(data.test_x):,} to test with, "
+            f"{one.kind.steps:,} steps of {one.kind.batch} examples, rate {one.rate:g}"
+        )
+    text = [
+        f"{TITLE}, with other data or steps",
+        "The networks, their rates and the methods are those of the page; rates were not tried again for these data.",
+        "\n".join(told),
+        report.table(HEAD, (row for one in chosen for row in _rows(found, one))),
+    ]
+    return "\n\n".join(text) + "\n"
+
+
 def run() -> str:
     """The section of the page, or which packages it needs."""
     try:
         need(modules=("jiwer", "sacrebleu", "transformers"))
+        if own_data.apart():
+            return of_own_data()
         verses = len(examples("translation").train_x)
         examples("speech")
     except MissingError as error:
@@ -261,7 +294,6 @@ def run() -> str:
     table = [run_of(one, way, seed) for one in NETWORKS for way in WAYS for seed in seeds_of(one, way)]
     found = pool.results(result, dict.fromkeys([*tried, *table]))
     sizes = {one.name: 1e-6 * sum(p.numel() for p in network(one.task).parameters()) for one in NETWORKS}
-    head = ["network", "", "seeds", "exact steps", "test loss, above exact", "quality", "MB sent (times fewer)"]
     targets = [
         f"- {one.name}: " + "; ".join(f"{way.text} {reached(one, found, way)}" for way in WAYS if "robust" in way.text)
         for one in NETWORKS
@@ -282,7 +314,7 @@ def run() -> str:
         ),
         _curves(found),
         CONCLUSION,
-        report.table([*head, "diverged"], (row for one in NETWORKS for row in _rows(found, one))),
+        report.table(HEAD, (row for one in NETWORKS for row in _rows(found, one))),
         "`robust` beside exact Adam, and whether it is within 0.5 % of the loss and half a point (0.3 BLEU):",
         "\n".join(targets),
         lamb.section(),

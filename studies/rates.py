@@ -30,7 +30,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.schedule import Schedule
 from jobs.data import SEQUENCE, Task, load, of_letters
 from jobs.options import Options, parse
-from studies import pool, report, speech, translation
+from studies import own_data, pool, report, speech, translation
 from studies.library import LIBRARY
 from studies.magnitudes import networks
 from studies.problem import Problem
@@ -94,7 +94,13 @@ class Cell:
 
     @property
     def kind(self) -> Kind:
-        return TASKS.get(self.task) or OTHERS[self.task]
+        return kind_of(self.task)
+
+
+def kind_of(task: str) -> Kind:
+    """How ``task`` is trained; with the steps of the command line, if it has some."""
+    kind, steps = TASKS.get(task) or OTHERS[task], own_data.steps()
+    return kind if steps is None else replace(kind, steps=steps)
 
 
 def cells() -> Iterator[Cell]:
@@ -141,7 +147,9 @@ def examples(task: str) -> Task:
     if task in PROBLEMS:
         return PROBLEMS[task].data()
     if task in ("vgg", "digits", *LIBRARY):
-        return load(parse(["--task", "digits" if task == "digits" else "vgg"]))
+        cifar = own_data.folder(own_data.CIFAR) if task != "digits" else None
+        where = [] if cifar is None else ["--data-dir", str(cifar.parent)]
+        return load(parse(["--task", "digits" if task == "digits" else "vgg", *where]))
     text = source() if task == "source" else documentation()
     raw = np.frombuffer(text.encode("ascii", "replace"), np.uint8)
     return of_letters(np.where((raw >= 32) & (raw < 127), raw - 31, 0), LETTERS, test_rows=512)
@@ -152,7 +160,7 @@ def network(task: str) -> Any:
     if task in PROBLEMS:
         return PROBLEMS[task].network()
     if task in LIBRARY:
-        return LIBRARY[task]()
+        return LIBRARY[task](examples(task).train_x.shape[1])
     found = networks()
     if task in ("language", "source"):
         return found.CharacterModel(LETTERS, width=104, layers=3, length=SEQUENCE)
@@ -298,7 +306,7 @@ def in_a_name(text: str) -> str:
 
 def kept(name: str, run: Callable[[], Result]) -> Result:
     """What ``run`` gives, or gave when the study was run before; ``name`` is that of the study, and of the run."""
-    file = RUNS / f"{name}.json"
+    file = RUNS / f"{own_data.apart()}{name}.json"
     if not file.exists():
         result = run()
         file.parent.mkdir(parents=True, exist_ok=True)

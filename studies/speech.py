@@ -12,13 +12,14 @@ import subprocess
 import wave
 from collections.abc import Iterable
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from jobs.data import Task
-from studies import report
+from studies import own_data, report
 from studies.problem import Problem, need
 
 FILE = report.ROOT / "build" / "studies" / "networks" / "speech.npz"
@@ -82,22 +83,23 @@ def noisy(sound: NDArray[np.float32], decibels: float, draw: np.random.Generator
 
 
 @cache
-def _filters() -> NDArray[np.float32]:
-    """Triangles on the mel scale, (BANDS, WINDOW // 2 + 1)."""
-    top = 2595 * np.log10(1 + SOUND / 2 / 700)
+def _filters(rate: int) -> NDArray[np.float32]:
+    """Triangles on the mel scale, (BANDS, WINDOW // 2 + 1), for so many samples a second."""
+    top = 2595 * np.log10(1 + rate / 2 / 700)
     edges = 700 * (10 ** (np.linspace(0, top, BANDS + 2) / 2595) - 1)
-    at = np.fft.rfftfreq(WINDOW, 1 / SOUND)
+    at = np.fft.rfftfreq(WINDOW, 1 / rate)
     rise = (at - edges[:-2, None]) / (edges[1:-1] - edges[:-2])[:, None]
     fall = (edges[2:, None] - at) / (edges[2:] - edges[1:-1])[:, None]
     found: NDArray[np.float32] = np.clip(np.minimum(rise, fall), 0, None).astype(np.float32)
     return found
 
 
-def features(sound: NDArray[np.float32]) -> NDArray[np.float32]:
-    """Logarithms of the energies in mel bands, (BANDS, frames), of mean 0 and variance 1 in each band."""
+def features(sound: NDArray[np.float32], rate: int = SOUND) -> NDArray[np.float32]:
+    """Of ``rate`` samples a second: logarithms of the energies in mel bands, (BANDS, frames), of mean 0 and variance 1
+    in each band."""
     frames = np.lib.stride_tricks.sliding_window_view(sound, WINDOW)[::HOP]
     power = np.abs(np.fft.rfft(frames * np.hanning(WINDOW).astype(np.float32))) ** 2
-    bands = np.log(_filters() @ power.T.astype(np.float32) + 1e-3)
+    bands = np.log(_filters(rate) @ power.T.astype(np.float32) + 1e-3)
     return ((bands - bands.mean(1, keepdims=True)) / (bands.std(1, keepdims=True) + 1e-3)).astype(np.float32)
 
 
@@ -120,9 +122,23 @@ def _recorded() -> dict[str, NDArray]:
     return {"x": _padded(sounds), "y": _padded(texts)}
 
 
+def _of_librispeech(folder: Path) -> Task:
+    """Recordings whose texts CTC can say in their frames, two of which the network makes one."""
+    both = []
+    for recordings in own_data.recordings(folder):
+        examples = [(features(sound, rate), np.array(labels(text), np.int64)) for text, sound, rate in recordings]
+        both.append([(x, y) for x, y in examples if 0 < len(y) + (y[1:] == y[:-1]).sum() <= x.shape[1] // 2])
+    x, y = (_padded([one[side] for one in (*both[0], *both[1])]) for side in (0, 1))
+    train = len(both[0])
+    return Task(x[:train], y[:train], x[train:], y[train:], len(LETTERS) + 1)
+
+
 @cache
 def data() -> Task:
-    """Features (n, BANDS, frames), and labels (n, letters) with 0 after the last; no number is in both sets."""
+    """Features (n, BANDS, frames), and labels (n, letters) with 0 after the last; no number is in both sets.
+    LibriSpeech's, where it is."""
+    if (folder := own_data.folder(own_data.LIBRISPEECH)) is not None:
+        return _of_librispeech(folder)
     if not FILE.exists():
         FILE.parent.mkdir(parents=True, exist_ok=True)
         part = FILE.with_suffix(".part.npz")

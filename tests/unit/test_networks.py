@@ -1,5 +1,6 @@
 """The problems of study 16: what is read, what is learned, how it is judged. Real data where Debian's packages are."""
 
+import pickle
 import shutil
 import subprocess
 import sys
@@ -11,7 +12,8 @@ import torch
 
 sys.path.append(str(Path(__file__).resolve().parents[2]))
 
-from studies import networks, problem, speech, translation
+from studies import __main__ as command
+from studies import networks, own_data, problem, rates, speech, translation
 
 ENGLISH = """\
 Psalms 1:6: ¶ For the LORD knoweth the way of the righteous.
@@ -138,3 +140,93 @@ def test_the_bible_has_all_verses(module):
     if module not in listed:
         pytest.skip(f"needs Debian's {translation.PACKAGES[module]}")
     assert len(translation.bible(module)) == 31_102
+
+
+@pytest.fixture
+def data_dir(tmp_path, monkeypatch):
+    """A folder of one's own, which ``given`` is told of, and nothing that was read before."""
+
+    def give(steps=None):
+        for variable in own_data.VARIABLES.values():
+            monkeypatch.setenv(variable, "")
+        own_data.given(tmp_path, steps)
+
+    caches = (rates.examples, translation.pairs, translation.vocabularies, translation.data, speech.data)
+    for cached in caches:
+        cached.cache_clear()
+    yield give
+    for cached in caches:
+        cached.cache_clear()
+
+
+def test_cifar_of_ones_own(data_dir, tmp_path):
+    folder = tmp_path / own_data.CIFAR
+    folder.mkdir()
+    draw = np.random.default_rng(0)
+    for name in [*(f"data_batch_{i}" for i in range(1, 6)), "test_batch"]:
+        images = draw.integers(0, 256, (20, 3072), np.uint8)
+        (folder / name).write_bytes(pickle.dumps({b"data": images, b"labels": list(range(10)) * 2}))
+    data_dir(steps=40)
+    assert rates.examples("vgg").train_x.shape == (100, 3, 32, 32)
+    assert rates.examples("digits").train_x.shape[1:] == (1, 8, 8)
+    assert rates.network("vgg")(torch.zeros(2, 3, 32, 32)).shape == (2, 10)
+    assert networks.NETWORKS[1].kind.steps == 40
+    assert networks.NETWORKS[1].kind.rates == rates.TASKS["vgg"].rates
+    assert own_data.apart() != ""
+
+
+def test_sentences_of_ones_own(data_dir, tmp_path):
+    folder = tmp_path / own_data.WMT
+    folder.mkdir()
+    long = "Wort " * 17
+    (folder / "train.de").write_text(f"Ein  Haus .\n{long}\nZwei\n\n")
+    (folder / "train.en").write_text("A house .\nshort\nTwo\nthree\n")
+    for language, text in (("de", "Drei\n"), ("en", "Three\n")):
+        (folder / f"newstest2014.{language}").write_text(text)
+    data_dir()
+    assert translation.pairs() == ([("ein haus .", "a house ."), ("zwei", "two")], [("drei", "three")])
+    translation.pairs.cache_clear()
+    (folder / "train.en").write_text("A house .\n")
+    with pytest.raises(problem.MissingError, match="different numbers of lines"):
+        translation.pairs()
+    (folder / "train.en").unlink()
+    with pytest.raises(problem.MissingError, match=r"train\.en missing"):
+        translation.pairs()
+
+
+def test_recordings_of_ones_own(data_dir, tmp_path):
+    soundfile = pytest.importorskip("soundfile", reason="needs requirements/studies.txt")
+    draw = np.random.default_rng(0)
+    for part, seconds in (("train-clean-100", (2.0, 7.0, 0.1)), ("test-clean", (1.5,))):
+        chapter = tmp_path / own_data.LIBRISPEECH / part / "19" / "198"
+        chapter.mkdir(parents=True)
+        lines = []
+        for number, length in enumerate(seconds):
+            name = f"19-198-{number:04d}"
+            soundfile.write(chapter / f"{name}.flac", 0.1 * draw.standard_normal(int(16000 * length)), 16000)
+            lines.append(f"{name} IT'S ME\n")
+        (chapter / "19-198.trans.txt").write_text("".join(lines))
+    data_dir()
+    found = speech.data()  # without the one that is too long, and the one that is too short for its text
+    assert len(found.train_x) == len(found.test_x) == 1
+    assert speech.text_of(found.train_y[0]) == "its me"
+    shutil.rmtree(tmp_path / own_data.LIBRISPEECH / "test-clean")
+    speech.data.cache_clear()
+    with pytest.raises(problem.MissingError, match="test-clean"):
+        speech.data()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["networks", "--data-dir", "/nowhere"], "has none of the folders cifar-10-batches-py, wmt14, LibriSpeech"),
+        (["rates", "--steps", "20"], "are for `python -m studies networks`"),
+        (["--steps", "20"], "are for `python -m studies networks`"),
+        (["networks", "--steps", "3"], "expected 10 steps at least"),
+    ],
+)
+def test_wrong_data_or_steps(arguments, message, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["studies", *arguments])
+    with pytest.raises(SystemExit):
+        command.main()
+    assert message in capsys.readouterr().err
