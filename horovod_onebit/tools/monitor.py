@@ -35,7 +35,9 @@ class JsonLines:
         try:
             self._file = Path(path).open("a" if append else "w", encoding="utf-8")  # noqa: SIM115 - open for as long as the run
             if append:
-                self._file.truncate(Path(path).read_bytes().rfind(b"\n") + 1)
+                kept = _uncut(Path(path).read_bytes())
+                self._file.truncate(len(kept))
+                self._file.write("" if not kept or kept.endswith(b"\n") else "\n")
         except OSError as error:
             raise ConfigurationError(f"{path} cannot be written ({error.strerror}): expected a file's name") from error
 
@@ -144,18 +146,25 @@ def _plain(value: Any) -> Value:
     return plain
 
 
+def _uncut(file: bytes) -> bytes:
+    """``file`` without a last line that was cut off: the job was killed, or writes it at present."""
+    before, end, last = file.rpartition(b"\n")
+    try:
+        json.loads(last or b"null")
+    except ValueError:
+        return before + end
+    return file
+
+
 def _number(value: object) -> bool:
     return isinstance(value, (int, float))
 
 
 def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """The lines that have a step, of a file that ``JsonLines`` or a training job wrote.
-
-    A last line without its end is left out: the job was killed, or writes it at present.
-    """
+    """The lines that have a step, of a file that ``JsonLines`` or a training job wrote, without a last one that was cut
+    off."""
     try:
-        whole_lines, _, _ = Path(path).read_bytes().rpartition(b"\n")
-        lines = [json.loads(line) for line in whole_lines.decode().splitlines() if line.strip()]
+        lines = [json.loads(line) for line in _uncut(Path(path).read_bytes()).splitlines() if line.strip()]
         return [line for line in lines if "step" in line and not line.get("final")]
     except (OSError, ValueError, TypeError) as error:
         raise ConfigurationError(f"{path}: expected a file of JSON lines with steps ({error})") from error

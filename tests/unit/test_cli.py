@@ -208,6 +208,15 @@ def test_a_last_line_that_was_cut_off_is_left_out_and_not_continued(run_file):
     assert [row["step"] for row in read(run_file)] == [10, 20, 30, 10]
 
 
+def test_a_last_line_that_lacks_its_end_alone_is_kept(run_file):
+    with run_file.open("a") as file:
+        file.write('{"step": 40}')
+    assert [row["step"] for row in read(run_file)] == [10, 20, 30, 40]
+    with Monitor(Optimizer(), [JsonLines(run_file, append=True)], every=1) as monitor:
+        monitor.step()
+    assert [row["step"] for row in read(run_file)] == [10, 20, 30, 40, 10]
+
+
 def test_a_file_that_cannot_be_written():
     with pytest.raises(ConfigurationError, match="cannot be written"):
         JsonLines("/nowhere/run.jsonl")
