@@ -330,11 +330,9 @@ class NumpyOptimizer(RunState):
         return self.engine.plan(sends, rules)
 
     def _rule(self, sends: Sends) -> Rule:
-        return (
-            zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
-            if self._stepwise
-            else self.rule
-        )
+        if not self._stepwise:
+            return self.rule
+        return zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
