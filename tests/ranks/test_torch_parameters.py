@@ -11,9 +11,9 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.warmup import Phase
-from tests.ranks.torch_common import DEVICE, RANK, Net, assert_replicas_equal, batch, train, weights, wrap
+from tests.ranks.torch_common import DEVICE, RANK, SIZE, Net, assert_replicas_equal, batch, train, weights, wrap
 
 # -- never compressed -------------------------------------------------------------------------------------------------
 
@@ -251,3 +251,58 @@ def test_a_group_after_one_was_removed():
         sum(w.sum() for w in weights[1:]).backward()
         optimizer.step()
     assert [bool(w.detach().any()) for w in weights] == [False, True, True]
+
+
+# -- two models -------------------------------------------------------------------------------------------------------
+
+
+def play(generator, critic, optimizers, ranks, steps=24):
+    """As in a GAN: the critic takes one to three steps, then the generator one through the critic."""
+    of_generator, of_critic = optimizers
+    for step in range(steps):
+        xs = torch.cat([batch(step, rank)[0] for rank in ranks])
+        for _ in range(1 + step % 3):
+            of_critic.zero_grad()
+            loss = (critic(xs[:, :8]) - 1).square().mean() + critic(generator(xs).detach()).square().mean()
+            loss.backward()
+            of_critic.step()
+        critic.requires_grad_(False)
+        of_generator.zero_grad()
+        (critic(generator(xs)) - 1).square().mean().backward()
+        of_generator.step()
+        critic.requires_grad_(True)
+
+
+def players():
+    torch.manual_seed(0)
+    sizes = ((32, 64, 8), (8, 64, 1))
+    return [torch.nn.Sequential(torch.nn.Linear(a, b), torch.nn.Tanh(), torch.nn.Linear(b, c)) for a, b, c in sizes]
+
+
+@pytest.mark.parametrize(
+    "wrapping",
+    [
+        {"recipe": "exact"},
+        {"warmup_steps": 5},
+        {"schedule": onebit.Gradients()},
+        {"schedule": onebit.Local(every=4, freeze=8)},
+        {"schedule": onebit.ZeroOne(var_freeze_step=8, var_update_scaler=2, local_step_scaler=4)},
+    ],
+    ids=str,
+)
+def test_two_models_that_train_each_other(wrapping):
+    models = players()
+    small = {} if "recipe" in wrapping else {"recipe": Recipe(min_compressed_size=64, block_size=64)}
+    optimizers = [
+        onebit.DistributedOptimizer(torch.optim.AdamW(m.parameters(), 1e-3), m.named_parameters(), **wrapping, **small)
+        for m in models
+    ]
+    play(*models, optimizers, [RANK])
+    for model, optimizer in zip(models, optimizers, strict=True):
+        optimizer.flush()
+        assert_replicas_equal(model)
+    if "recipe" in wrapping:
+        plain = players()
+        play(*plain, [torch.optim.AdamW(m.parameters(), 1e-3) for m in plain], range(SIZE))
+        for model, expected in zip(models, plain, strict=True):
+            torch.testing.assert_close(weights(model), weights(expected), rtol=1e-3, atol=1e-4)
