@@ -19,6 +19,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor
 from horovod_onebit.rules.frozen import FrozenAdam
+from horovod_onebit.rules.local import count
 from horovod_onebit.schedule import Local, Sends, Stepwise, changes_unit, step_of
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import AfterRise, Phase, Warmup, unbiased
@@ -168,6 +169,10 @@ class Alone(Protocol):
 
     def details(self) -> list[str] | None:
         """See ``Engine.prepare``."""
+        ...
+
+    def learning_rates(self) -> Mapping[str, float]:
+        """Of the step that is taken, by name of the round's tensors; asked while moments will be frozen."""
         ...
 
     def frozen_rules(self) -> Frozen:
@@ -325,9 +330,12 @@ class Driver:
 
     def stepped(self, frozen: Frozen) -> bool:
         """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
+        own = self.face.learning_rates() if self.rounds.counts else {}
         for tensor in self.rounds.tensors:
             if tensor.name in frozen:
                 frozen[tensor.name].count_step(tensor)
+            elif tensor.name in own:
+                count(tensor, own[tensor.name], 1.0)
         ends: bool = self.rounds.stepped(self.face.steps, self.face.learning_rate)
         return ends
 

@@ -46,9 +46,8 @@ logger = logging.getLogger("horovod_onebit")
 
 @dataclass(frozen=True)
 class Plan:
-    """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, how
-    much of the residuals travels with it, and whether the workers have looked (``Engine.look``) before its first
-    message.
+    """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, and
+    whether the workers have looked (``Engine.look``) before its first message.
 
     Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only (with
     momenta that are velocities, in nothing).
@@ -57,7 +56,6 @@ class Plan:
     number: int
     sends: Sends
     rules: tuple[Rule, ...]
-    share: float = 1.0
     looked: bool = False
 
     @property
@@ -430,9 +428,9 @@ class Engine:
         self.traffic.end_step()
         self.times.end_step()
 
-    def plan(self, sends: Sends, rules: Sequence[Rule], share: float = 1.0) -> Plan:
+    def plan(self, sends: Sends, rules: Sequence[Rule]) -> Plan:
         """The next step."""
-        return Plan(self.exchanges, sends, tuple(rules), share)
+        return Plan(self.exchanges, sends, tuple(rules))
 
     def send(self, bucket_index: int, grads: Mapping[int, Array], plan: Plan) -> None:
         """Encode a bucket and start its message. ``grads`` (flat float32) are by tensor number.
@@ -458,8 +456,9 @@ class Engine:
             kernels, pieces = self.context.kernels, message.bucket.pieces
             tensors = [part_of(self.tensors, piece) for piece in pieces]
             with self.times.measure("encode"), ExitStack() as held:
-                for tensor in tensors if plan.share < 1 else ():
-                    held.enter_context(held_back(tensor.residual, plan.share, kernels))
+                for piece, tensor in zip(pieces, tensors, strict=True) if shares else ():
+                    if (share := shares.get(piece.tensor, 1.0)) < 1:
+                        held.enter_context(held_back(tensor.residual, share, kernels))
                 with kernels.batch():
                     for piece, tensor in zip(pieces, tensors, strict=True):
                         at, grad = wire.RECORDS + piece.bytes.start, gradient(piece)
@@ -467,12 +466,28 @@ class Engine:
             message.written(stamp)
             item.encoded = message, gradient
 
+        shares = self._shares(message.bucket, rules)
         predict = predictor(rules, self.tensors, self.context)
         name = f"{self.name}.bucket.{bucket_index}.{self.generation}"
-        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, plan.share)))
+        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, shares)))
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout, plan.number)
         self.traffic.add(*self._bytes[bucket_index])
+
+    def _shares(self, bucket: Bucket, rules: Sequence[Rule]) -> dict[int, float]:
+        """By number of the tensor, how much of its residuals travels; all, of those that are not in it."""
+        paced = {piece.tensor for piece in bucket.pieces if rules[piece.tensor].paced}
+        return {i: self.share(rules[i], self.tensors[i]) for i in paced}
+
+    def share(self, rule: Rule, tensor: Tensor) -> float:
+        """How much of the residuals of ``tensor`` travels with what it has moved."""
+        return self.feedback.share(tensor.name, rule.local_rates(tensor)) if rule.paced else 1.0
+
+    def lose(self, rules: Sequence[Rule], tensors: Sequence[Tensor]) -> None:
+        """An exchange of ``tensors`` is taken: their residuals are what was lost of it. Local."""
+        for rule, tensor in zip(rules, tensors, strict=True):
+            if rates := rule.local_rates(tensor):
+                self.feedback.lose(tensor.name, rates)
 
     def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Send what of ``plan`` was not sent before, if it may leave now."""
@@ -774,6 +789,7 @@ class Engine:
     def _finish(self, rules: Sequence[Rule]) -> bool:
         self._sent = {}
         self.exchange.commit()
+        self.lose(rules, self.tensors)
         finish_step(rules, self.tensors, self.context)
         return True
 

@@ -2,6 +2,11 @@
 
 ``c = u + error; send C(c); error <- c - C(c)``: nothing is lost, only late. The residual belongs to this worker
 alone and lives outside the optimizer's state, so that nothing that broadcasts the state overwrites it.
+
+After local steps, momenta may be what was moved, divided by the sum of its learning rates (``rules.frozen``,
+``rules.zero_one_adam``). A round may end early (``flush()``), or its rates be smaller than before: residuals are then
+of longer moves, and all of them in one exchange would make its momentum many times too large. Of residuals of r_old
+rates, an exchange of r sends at most the share ``PACE`` r / r_old, and keeps the rest.
 """
 
 from __future__ import annotations
@@ -29,6 +34,13 @@ MARK = "onebit.residuals."
 
 
 VELOCITY = "velocity"
+
+PACE = 1.5
+"""The largest share of residuals that is sent, as a multiple of what rates are of theirs."""
+LESS = 0.2
+"""An exchange of rates r that has not sent all residuals makes their rates less by 0.2 r. One bit loses some 0.6 of the
+norm of what it is given, so that in rounds alike residuals are 1.5 times as large as a round's moves. Of the 2.25 r
+that a shorter round sends of them, and of its own r, less comes back than was sent."""
 
 
 def kind(space: str, *, divides: bool, schedule: Stepwise | Local | None = None, velocities: bool = False) -> str:
@@ -103,12 +115,12 @@ class ErrorFeedback:
     They are stored in host memory, or where ``kernels`` (a backend, see ``horovod_onebit.kernels``) can reach them.
 
     Attributes:
-        rates: the sum of learning rates of the local steps that residuals were lost of; 0 where that is not known.
+        rates: by name, the sum of the learning rates of the local steps that a residual was lost of, where it is known.
     """
 
     def __init__(self, kernels: ModuleType = reference) -> None:
         self.kernels = kernels
-        self.rates = 0.0
+        self.rates: dict[str, float] = {}
         self._residuals: dict[str, Any] = {}
 
     def residual(self, name: str, size: int, zeros: Callable[[int], Any] | None = None) -> Any:
@@ -139,10 +151,24 @@ class ErrorFeedback:
     def reset(self, names: Iterable[str] | None = None) -> None:
         """Forget the residuals: of the tensors ``names``, or of all."""
         if names is None:
-            self.rates = 0.0
+            self.rates = {}
         for name in list(self._residuals) if names is None else names:
-            if name in self._residuals:
-                self._write(self._residuals[name], np.zeros(1, np.float32))
+            self.rates.pop(name, None)
+            self._clear(name)
+
+    def _clear(self, name: str) -> None:
+        if name in self._residuals:
+            self._write(self._residuals[name], np.zeros(1, np.float32))
+
+    def share(self, name: str, rates: float) -> float:
+        """How much of a residual is sent with moves of these ``rates``, where these pace it."""
+        lost_of = self.rates.get(name, 0.0)
+        return min(1.0, PACE * rates / lost_of) if lost_of > 0 else 1.0
+
+    def lose(self, name: str, rates: float) -> None:
+        """A ``share`` of a residual was sent with moves of these ``rates``, and it is what was lost of them now."""
+        kept = self.rates[name] - LESS * rates if self.share(name, rates) < 1 else 0.0
+        self.rates[name] = max(rates, kept)
 
     def _write(self, residual: Any, values: Array) -> None:
         """Zeros that are there already are not written: see ``kernels.reference.zeros``."""
@@ -151,6 +177,7 @@ class ErrorFeedback:
 
     def discard(self, name: str) -> None:
         """Forget the tensor ``name`` itself."""
+        self.rates.pop(name, None)
         self._residuals.pop(name, None)
 
     def __iter__(self) -> Iterator[str]:
@@ -166,7 +193,8 @@ class ErrorFeedback:
     ) -> None:
         """Take over residuals that ``state_dict`` of the same worker gave; others become zero. Raises as ``check``."""
         self.check(state, sizes, what)
-        self.reset(self)
+        for name in self:
+            self._clear(name)
         for name, value in state.items():
             self.put(name, value)
 

@@ -30,7 +30,7 @@ from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
-from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
@@ -418,6 +418,9 @@ class NumpyOptimizer(RunState):
 
     def details(self) -> None:
         return None
+
+    def learning_rates(self) -> Mapping[str, float]:
+        return dict.fromkeys([t.name for t in self._tensors], self.learning_rate)
 
     def frozen_rules(self) -> Frozen:
         return dict.fromkeys([t.name for t in self._tensors], self._frozen) if self.driver.frozen else {}

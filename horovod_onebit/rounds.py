@@ -2,11 +2,6 @@
 
 Between two exchanges workers' weights differ; after each, all have the same, bit by bit. With a delay, an exchange goes
 on while the next round's steps are taken: what is the same is then the anchor, from which each worker has moved on.
-
-Once second moments are frozen, momenta are what a round has moved, divided by the sum of its learning rates. A round
-may end early (``flush()``), or its rates be smaller than before: residuals are then of longer moves, and all of them
-in one round would make its momentum many times too large. Of residuals of r_old rates, a round of r sends at most the
-share ``PACE`` r / r_old, and keeps the rest.
 """
 
 from __future__ import annotations
@@ -24,21 +19,14 @@ from horovod_onebit.errors import DesyncError, NonFiniteError
 from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, finish_step
-from horovod_onebit.rules.frozen import FrozenAdam, forget_steps
-from horovod_onebit.rules.local import Delta
+from horovod_onebit.rules.frozen import FrozenAdam
+from horovod_onebit.rules.local import Delta, forget_steps
 from horovod_onebit.schedule import Local, Sends
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import NEVER, AfterRise
 
 logger = logging.getLogger("horovod_onebit")
-
-PACE = 1.5
-"""The largest share of residuals that a round sends, as a multiple of what its rates are of theirs."""
-LESS = 0.2
-"""A round of rates r that has not sent all residuals makes their rates less by 0.2 r. One bit loses some 0.6 of the
-norm of what it is given, so that in rounds alike residuals are 1.5 times as large as a round's moves. Of the 2.25 r
-that a shorter round sends of them, and of its own r, less comes back than was sent."""
 
 
 @dataclass(frozen=True)
@@ -49,14 +37,12 @@ class _UnderWay:
         weights: by number of the large tensor, the weights that were sent; they stay as they are until it has arrived.
         means: waits for the means of the small tensors.
         skipped: the workers that have skipped a step of the round, where that is an error.
-        rates: the sum of the round's learning rates.
     """
 
     plan: Plan
     weights: Mapping[int, Array]
     means: Task[list[Array]]
     skipped: Sequence[int]
-    rates: float
 
 
 class Rounds:
@@ -83,7 +69,6 @@ class Rounds:
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
-        self._rates = 0.0  # the sum of this round's learning rates
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
         self._first = False  # whether moments will be frozen, and are not
@@ -111,7 +96,7 @@ class Rounds:
         frozen, freezing = any(isinstance(rule, FrozenAdam) for rule in self._rules), self._freezing
         self._first = freezing is not None and (not frozen or freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
-        self._under_way, self._details, self._rates = None, details, 0.0
+        self._under_way, self._details = None, details
         for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
             forget_steps(tensor)
@@ -156,7 +141,6 @@ class Rounds:
     def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
-        self._rates += learning_rate
         due = self._freezing is not None and self._freezing.reached(step, learning_rate)
         self.freezes = due and self._first
         if self.freezes or self.schedule.ends_round(step, first=self._first):
@@ -221,7 +205,6 @@ class Rounds:
         self.engine.cancel()
         if (sent := self._under_way) is not None:
             self._under_way, self.length = None, max(self.length, 1)
-            self._rates += sent.rates
             self._skipped |= self.engine.collectives.rank in sent.skipped
 
     def _start(self, *, hidden: bool) -> Task[None]:
@@ -233,13 +216,12 @@ class Rounds:
             for tensor in self.tensors:
                 engine.context.kernels.copy(tensor.weight, tensor.sent)
             weights = {i: _sent(tensor) for i, tensor in enumerate(self.large)}
-        rates, self._rates = self._rates, 0.0
-        plan = engine.plan(Sends.CONTRIBUTION, self._rules[: len(self.large)], self._share(rates))
-        moved = self._moved(self.small, plan.share)
+        plan = engine.plan(Sends.CONTRIBUTION, self._rules[: len(self.large)])
+        moved = self._moved(self.small, self._shares())
         means = start_mean(moved, engine.collectives, f"{engine.name}.small", engine.traffic)
         engine.send_rest(weights, plan)
         engine.release()
-        self._under_way = _UnderWay(plan, weights, means, skipped, rates)
+        self._under_way = _UnderWay(plan, weights, means, skipped)
 
     def _arrive(self, *, stepped: bool = False) -> Task[bool]:
         """Wait for the exchange that is under way, if there is one, and take it over; ``stepped`` since it was sent.
@@ -252,7 +234,7 @@ class Rounds:
             finite = not sent.skipped and all_finite(means)
             taken = yield from engine.receive(sent.weights, sent.plan, finite=finite)
         except NonFiniteError as error:
-            self.fold(sent.rates)
+            self.fold()
             where = f"the gradients of worker {list(sent.skipped)}" if sent.skipped else "the weights of some worker"
             raise NonFiniteError(
                 f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
@@ -260,19 +242,18 @@ class Rounds:
             ) from error
         except BaseException:
             engine.rollback()
-            self.fold(sent.rates)
+            self.fold()
             raise
         if not taken:
-            self.fold(sent.rates)
+            self.fold()
             return False
-        rules, rest = self._rules[len(self.large) :], np.float32(1 - sent.plan.share)
-        for rule, tensor, mean in zip(rules, self._common, means, strict=True):
+        rules = self._rules[len(self.large) :]
+        for rule, tensor, mean, share in zip(rules, self._common, means, self._shares(), strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))
-            left = rest * engine.context.kernels.host(tensor.residual) if rest else 0.0
+            left = np.float32(1 - share) * engine.context.kernels.host(tensor.residual) if share < 1 else 0.0
             engine.context.kernels.write(tensor.residual, left)
+        engine.lose(rules, self._common)
         finish_step(rules, self._common, engine.context)
-        kept = engine.feedback.rates - LESS * sent.rates if sent.plan.share < 1 else 0.0
-        engine.feedback.rates = max(sent.rates, kept)
         with engine.context.kernels.batch():
             for tensor in self.tensors:
                 self._follow(tensor, stepped=stepped)
@@ -286,10 +267,15 @@ class Rounds:
         else:
             kernels.copy(tensor.anchor, tensor.weight)
 
-    def _share(self, rates: float) -> float:
-        """How much of the residuals is sent with a round of these ``rates``."""
-        frozen, lost_of = any(isinstance(rule, FrozenAdam) for rule in self._rules), self.engine.feedback.rates
-        return min(1.0, PACE * rates / lost_of) if frozen and lost_of > 0 else 1.0
+    @property
+    def counts(self) -> bool:
+        """Whether learning rates of steps are counted whose moments are not frozen: they will be."""
+        return self._freezing is not None
+
+    def _shares(self) -> list[float]:
+        """How much of each small tensor's residuals is sent: what it has moved, of rounds that were lost."""
+        rules = self._rules[len(self.large) :]
+        return [self.engine.share(rule, tensor) for rule, tensor in zip(rules, self._common, strict=True)]
 
     def _who_skipped(self) -> Task[list[int]]:
         """The workers that have skipped a step, where that is an error. Collective then."""
@@ -299,34 +285,34 @@ class Rounds:
         engine = self.engine
         return (yield from ask(engine.collectives, f"{engine.name}.skipped", skipped=skipped)).where("skipped")
 
-    def _moved(self, tensors: Sequence[Tensor], share: float = 1.0) -> list[Array]:
-        """What this worker has moved since the anchor, and a ``share`` of its residuals, in host memory."""
-        host = self.engine.context.kernels.host
+    def _moved(self, tensors: Sequence[Tensor], shares: Sequence[float]) -> list[Array]:
+        """What this worker has moved since the anchor, and ``shares`` of its residuals, in host memory."""
+        host, found = self.engine.context.kernels.host, list[Array]()
         with np.errstate(invalid="ignore", over="ignore"):
-            return [host(t.anchor) - host(t.weight) + np.float32(share) * host(t.residual) for t in tensors]
+            for tensor, share in zip(tensors, shares, strict=True):
+                found.append(host(tensor.anchor) - host(tensor.weight) + np.float32(share) * host(tensor.residual))
+        return found
 
-    def fold(self, rates: float = 0.0) -> None:
+    def fold(self) -> None:
         """Go back to the anchor: the beginning of the round, or of the one under way. Local.
 
-        What this worker has moved since (by learning rates that sum to ``rates``, and in this round) becomes residuals,
-        if it is finite. Where a host compresses as one, it is lost: the host's other workers know nothing of it.
+        What this worker has moved since becomes residuals, if it is finite. Where a host compresses as one, it is lost:
+        the host's other workers know nothing of it.
         """
-        rates, self._rates = rates + self._rates, 0.0
         if self._under_way is not None:
-            rates += self._under_way.rates
             self.engine.cancel()
             self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
-        moved = self._moved(self.tensors)
+        moved = self._moved(self.tensors, [1.0] * len(self.tensors))
         alone = self.engine.weighing is None or self.engine.weighing.encodes is None
         keeps = alone and all_finite(moved)
-        for tensor, residual in zip(self.tensors, moved, strict=True):
+        for rule, tensor, residual in zip(self._rules, self.tensors, moved, strict=True):
             if keeps:
                 write(tensor.residual, residual)
+                rates = self.engine.feedback.rates
+                rates[tensor.name] = rates.get(tensor.name, 0.0) + rule.local_rates(tensor)
             write(tensor.weight, host(tensor.anchor))
             forget_steps(tensor)
-        if keeps:
-            self.engine.feedback.rates += rates
 
 
 def _common(tensor: Tensor) -> Tensor:

@@ -17,7 +17,7 @@ def counts(engine: Engine, warmup: Warmup) -> dict[str, Any]:
     return {
         "exchanges": engine.exchanges,
         "skipped": engine.skipped,
-        "rates": engine.feedback.rates,
+        "rates": dict(engine.feedback.rates),
         "warmup": warmup.state_dict(),
     }
 
@@ -25,7 +25,8 @@ def counts(engine: Engine, warmup: Warmup) -> dict[str, Any]:
 def take_counts(engine: Engine, warmup: Warmup, saved: Mapping[str, Any]) -> None:
     """Continue from what ``counts`` gave."""
     engine.exchanges, engine.skipped = saved["exchanges"], saved["skipped"]
-    engine.feedback.rates = saved["rates"]
+    rates = saved["rates"]  # of earlier versions, one for all
+    engine.feedback.rates = dict(rates) if isinstance(rates, Mapping) else dict.fromkeys(engine.feedback, rates)
     warmup.load_state_dict(saved["warmup"])
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from typing import Any, Protocol
 
@@ -99,7 +99,7 @@ class Outgoing:
         stamp: of the step.
         name: begins the names of its collectives.
         predict: takes from values of their mean what all workers know of it beforehand.
-        share: how much of a server's residual travels.
+        shares: by number of the tensor, how much of a server's residual travels; all, where it is not in it.
     """
 
     message: Message
@@ -108,7 +108,7 @@ class Outgoing:
     stamp: Stamp
     name: str
     predict: Predict
-    share: float = 1.0
+    shares: Mapping[int, float] = field(default_factory=dict)
 
 
 class Arrival:

@@ -146,6 +146,15 @@ class Rule:
     """Whether a message of several workers' mean gradient is as good as a message of each."""
 
     @property
+    def paced(self) -> bool:
+        """Whether the momentum becomes what was moved, divided by ``local_rates``: see ``ErrorFeedback.share``."""
+        return False
+
+    def local_rates(self, tensor: Tensor) -> float:
+        """The sum of the learning rates of those steps whose moves are sent, as far as that is counted."""
+        return 0.0
+
+    @property
     def owes_resting(self) -> bool:
         """Whether what residuals hold of elements that have rested is sent when these begin to move. It is not where it
         was divided by epsilon alone, nor where no errors are kept."""

@@ -15,7 +15,7 @@ and the end of the round is that of ``rules.local``, with x the mean of what the
 
 A round may end early (``flush()``), or its learning rate be smaller than before. Residuals are of longer moves then,
 and x with all of them, divided by few rates, would be a momentum that is many times too large. Not all of them is sent
-then: see ``rounds``.
+then: see ``feedback``. Without any learning rate, nothing is known of m, and it is 0.
 
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
 exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the
@@ -27,20 +27,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from horovod_onebit.formulas import ZERO, Number, f32, multiplier, where
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Tensor, Use, scalars
 from horovod_onebit.rules.adam import Adam
-from horovod_onebit.rules.local import Delta
-from horovod_onebit.rules.zero_one_adam import DECAY, RATES, Sync, local
+from horovod_onebit.rules.local import DECAY, RATES, Delta, count
+from horovod_onebit.rules.zero_one_adam import Sync, common, local
 
 
 def take_over(p: Sync, x: Number, m: Number, v: Number, _w: Number, a: Number) -> Any:
     moved = x - (f32(1) - p.decay) * a
-    return where(p.rates > ZERO, moved * multiplier(p, v) / p.rates, m), None, a - x
+    return where(p.rates > ZERO, moved * multiplier(p, v) / p.rates, where(p.common > ZERO, m, ZERO)), None, a - x
 
 
 NO_STEP = Adam(lr=0.0)
@@ -58,15 +56,15 @@ class FrozenAdam(Delta):
     name: str = "local_adam"
     adam: Adam = NO_STEP
 
-    def init(self, tensor: Tensor) -> None:
-        super().init(tensor)
-        tensor.layer = no_steps()
+    @property
+    def paced(self) -> bool:
+        return True
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
         assert tensor.layer is not None
         values = {"correction": self.adam.correction(tensor), **self.adam.epsilons(context)}
         rates, decay = float(tensor.layer[RATES]), float(tensor.layer[DECAY])
-        return Use(take_over, scalars(Sync, decay=decay, rates=rates, **values))
+        return Use(take_over, scalars(Sync, decay=decay, rates=rates, common=common(tensor), **values))
 
     def local_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         p = self.adam.scalars(tensor, context, clip=clip_of(context))
@@ -74,27 +72,11 @@ class FrozenAdam(Delta):
 
     def count_step(self, tensor: Tensor) -> None:
         """A step was taken or skipped."""
-        assert tensor.layer is not None
-        tensor.layer[RATES] += f32(self.adam.step_size(tensor))
-        tensor.layer[DECAY] *= f32(self.adam.decay)
+        count(tensor, self.adam.step_size(tensor), self.adam.decay)
         tensor.step += 1
-
-    def finish(self, tensor: Tensor, sums: Any, context: Context) -> None:
-        forget_steps(tensor)
 
 
 def clip_of(context: Context) -> float:
     """The bound on a step in units of its size."""
     recipe = context.recipe if context.recipe.clip is not None else Recipe()
     return recipe.clip_for(context.workers)
-
-
-def no_steps() -> Array:
-    """What ``Tensor.layer`` is before any step: the sum of step sizes, and what they have left of a weight."""
-    return np.array([0, 1], f32)
-
-
-def forget_steps(tensor: Tensor) -> None:
-    """A round begins, or was lost."""
-    if tensor.layer is not None:
-        tensor.layer[:] = no_steps()

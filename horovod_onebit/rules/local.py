@@ -24,9 +24,34 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from horovod_onebit.formulas import Number
+from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
+
+f32 = np.float32
+
+RATES, DECAY, COUNT = range(3)
+"""What ``Tensor.layer`` holds of local steps since the last exchange: sum of step sizes, product of decays, number."""
+
+
+def no_steps() -> Array:
+    return np.array([0, 1, 0], f32)
+
+
+def count(tensor: Tensor, rate: float, decay: float) -> None:
+    """A step of the size ``rate`` was taken, which has left the share ``decay`` of a weight."""
+    assert tensor.layer is not None
+    tensor.layer[RATES] += f32(rate)
+    tensor.layer[DECAY] *= f32(decay)
+    tensor.layer[COUNT] += 1
+
+
+def forget_steps(tensor: Tensor) -> None:
+    """A round begins, or was lost."""
+    if tensor.layer is not None:
+        tensor.layer[:] = no_steps()
 
 
 class Scalars(NamedTuple):
@@ -63,6 +88,13 @@ class Delta(Rule):
     def init(self, tensor: Tensor) -> None:
         tensor.anchor = np.zeros_like(tensor.weight)
         tensor.sent = np.zeros_like(tensor.weight) if self.delay else None
+        tensor.layer = no_steps()
+
+    def local_rates(self, tensor: Tensor) -> float:
+        return 0.0 if tensor.layer is None else float(tensor.layer[RATES])
+
+    def finish(self, tensor: Tensor, sums: NDArray[np.float64] | None, context: Context) -> None:
+        forget_steps(tensor)
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         return Use(displacement, scalars(Scalars, momentum=self.momentum))

@@ -10,9 +10,12 @@ what each step sends: ``ZeroOne`` for the paper's own, with its T_v and T_u.
     DISPLACEMENT, k in T_u the same, and then with all that was moved since the last one, A_i = w_i - w:
                            A = 1bit(A_i);  w <- w + A;  m <- -A D / (sum of lr)                           lines 7-9
 
-Ours differs in three points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
+Ours differs in four points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
 paper has g and A_i D. The weights at the last exchange are kept, and not only the sum of moves, so that all workers
 come back to the same bits. Decoupled weight decay goes straight to w: it is not part of A.
+
+Where learning rates fall, errors of earlier moves are larger than these are, and not all of them travel (line 7): they
+would make m too large (``feedback``). Without any learning rate since the last exchange, m is 0.
 
 A schedule of one's own may also send the CONTRIBUTION: that step is 1-bit Adam's.
 """
@@ -30,12 +33,8 @@ from horovod_onebit.formulas import ZERO, Formula, Number, alive, clipped, denom
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
 from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
+from horovod_onebit.rules.local import COUNT, DECAY, RATES, count, f32, no_steps
 from horovod_onebit.schedule import Sends
-
-RATES, DECAY, COUNT = range(3)
-"""What ``Tensor.layer`` holds since the last exchange: sum of step sizes, product of decays, number of steps."""
-
-f32 = np.float32
 
 
 def local(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:  # lines 4 to 6
@@ -60,13 +59,20 @@ def move_by_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a:
 
 
 class Sync(NamedTuple):
-    """``decay`` is that of all local steps together, ``rates`` the sum of their step sizes."""
+    """``decay`` is that of all local steps together, ``rates`` the sum of their step sizes. If that is 0, the momentum
+    stays where ``common`` is 1, and becomes 0 where it is 0."""
 
     correction: Number
     eps_inside: Number
     eps: Number
     decay: Number
     rates: Number
+    common: Number
+
+
+def common(tensor: Tensor) -> float:
+    """``Sync.common``: the momentum is each worker's own once it has taken a step."""
+    return 0.0 if tensor.layer is not None and tensor.layer[COUNT] else 1.0
 
 
 @rests
@@ -80,7 +86,7 @@ def scaled_displacement(p: Sync, _g: Number, _m: Number, v: Number, w: Number, a
 
 
 def _taken_over(p: Sync, moved: Number, m: Number, d: Number, a: Number) -> Any:  # lines 7 to 9
-    return where(p.rates > ZERO, moved * d / -p.rates, m), None, p.decay * a + moved
+    return where(p.rates > ZERO, moved * d / -p.rates, where(p.common > ZERO, m, ZERO)), None, p.decay * a + moved
 
 
 def take_over(p: Sync, x: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
@@ -106,13 +112,21 @@ class ZeroOneAdam(Adam):
     encodes_gradients: ClassVar[bool] = False
 
     def init(self, tensor: Tensor) -> None:
-        tensor.layer = np.array([0, 1, 0], f32)
+        tensor.layer = no_steps()
         tensor.anchor = np.zeros_like(tensor.weight)
 
     def _sync(self, tensor: Tensor, context: Context) -> Sync:
         assert tensor.layer is not None
         p = self.scalars(tensor, context)
-        return Sync(p.correction, p.eps_inside, p.eps, tensor.layer[DECAY], tensor.layer[RATES])
+        own = tensor.layer[DECAY], tensor.layer[RATES], f32(common(tensor))
+        return Sync(p.correction, p.eps_inside, p.eps, *own)
+
+    @property
+    def paced(self) -> bool:
+        return self.sends is Sends.DISPLACEMENT
+
+    def local_rates(self, tensor: Tensor) -> float:
+        return float(tensor.layer[RATES]) if self.paced and tensor.layer is not None else 0.0
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         update_space = context.recipe.space == "update"
@@ -148,12 +162,10 @@ class ZeroOneAdam(Adam):
         layer, kernels, update_space = tensor.layer, context.kernels, context.recipe.space == "update"
         if layer[COUNT] == 0:
             kernels.copy(tensor.weight, tensor.anchor)
-            layer[:] = 0, 1, 0
+            layer[:] = no_steps()
         p = self.scalars(tensor, context)
         kernels.move(local_of_moving if update_space else local, p, tensor.arrays(grad))
-        layer[RATES] += p.step
-        layer[DECAY] *= p.decay
-        layer[COUNT] += 1
+        count(tensor, p.step, p.decay)
 
     def pending(self, tensor: Tensor, context: Context) -> Array | None:
         if tensor.layer is None or tensor.anchor is None or tensor.layer[COUNT] == 0:

@@ -212,6 +212,9 @@ class LocalSteps(Compressor):
     def details(self) -> None:
         return None
 
+    def learning_rates(self) -> Mapping[str, float]:
+        return dict.fromkeys([t.name for t in self.tensors], self.learning_rate)
+
     def frozen_rules(self) -> Frozen:
         frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
         if not frozen or adam is None:

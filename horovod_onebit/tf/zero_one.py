@@ -21,7 +21,7 @@ from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
-from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.rules.local import COUNT
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.tf.collectives import view

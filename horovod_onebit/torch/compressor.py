@@ -23,7 +23,7 @@ from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules.gradient import Gradient
-from horovod_onebit.rules.zero_one_adam import COUNT
+from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats

@@ -26,8 +26,8 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor, Wraps
-from horovod_onebit.rules.frozen import FrozenAdam, forget_steps, no_steps
-from horovod_onebit.rules.local import Delta
+from horovod_onebit.rules.frozen import FrozenAdam
+from horovod_onebit.rules.local import Delta, forget_steps, no_steps
 from horovod_onebit.schedule import Local
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import plain
@@ -159,9 +159,9 @@ class LocalParameters(Parameters):
         else:
             both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
             binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
-            again = before is not None and _is_frozen(before)
-            counted = before.tensor.layer if before is not None and again else no_steps()
-            binding.tensor.layer = counted
+        again = before is not None and _is_frozen(before) == _is_frozen(binding)
+        binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
+        if own is not None and _is_frozen(binding):
             binding.tensor.variance_steps, binding.tensor.step = own[VARIANCE_STEPS], self.steps
         self.bindings[p] = binding
         self.changed()
@@ -229,6 +229,11 @@ class LocalParameters(Parameters):
                 adam: Any = self.adam.rule(group, 1.0)
                 found |= dict.fromkeys([self.names[p] for p in members], FrozenAdam(adam=adam))
         return found
+
+    def learning_rates(self) -> dict[str, float]:
+        """By name; those of groups that have none are left out."""
+        groups = [group for group in self.optimizer.param_groups if "lr" in group]
+        return {self.names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in self.bindings}
 
     def step_frozen(self, rules: Frozen) -> None:
         """Take a step by these rules; without a gradient there is none, as in the wrapped optimizer."""
@@ -336,7 +341,7 @@ class LocalParameters(Parameters):
         self.remember()
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         if whole is not None:  # or they stay what they are, with the residuals
-            self.engine.feedback.rates = progress.rates
+            self._take_rates(progress)
         # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
         for p in self.ordered():
@@ -642,6 +647,9 @@ class LocalSteps(Steps):
 
     def details(self) -> list[str]:
         return [binding.detail() for binding in self.parameters.bound()[0]]
+
+    def learning_rates(self) -> Mapping[str, float]:
+        return self.parameters.learning_rates()
 
     def frozen_rules(self) -> Frozen:
         return self.parameters.rules()

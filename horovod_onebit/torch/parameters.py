@@ -11,7 +11,7 @@ import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import chain, repeat
 from itertools import count as numbers_from
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -39,6 +39,7 @@ WORDS = {"lr": "learning rate", "weight_decay": "weight decay", "grad_scale": "t
 SAMPLE = 16  # values of each tensor that a digest covers
 
 Group = dict[str, Any]
+Number = TypeVar("Number", int, float)
 
 
 class Parameters:
@@ -558,10 +559,10 @@ class Parameters:
 
     def progress(self) -> Progress:
         """How far the run is."""
-        parameters = self.ordered()
+        parameters, rates = self.ordered(), self.engine.feedback.rates
         return Progress(
             steps=self.steps,
-            **counts(self.engine, self.warmup),
+            **{**counts(self.engine, self.warmup), "rates": [rates.get(self.names[p], 0.0) for p in parameters]},
             exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
             variance_steps=[self.seen(p) or 0 for p in parameters],
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
@@ -600,6 +601,9 @@ class Parameters:
         self._exported = {}
         return own is not None
 
+    def _take_rates(self, progress: Progress) -> None:
+        self.engine.feedback.rates = {self.names[p]: rates for p, rates in self._by_position(progress.rates).items()}
+
     def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
         """Take over ``own``, the ``Progress`` of a state; None means a state of a plain optimizer, which warms up.
 
@@ -630,6 +634,7 @@ class Parameters:
             if p in self.exact_steps:  # what was compressed and is frozen now will have a whole new warm-up
                 self.exact_steps[p] = count if p.requires_grad or not seen[p] else 0
         if whole is not None:
+            self._take_rates(progress)
             self._keep_float32(whole)
         unstarted = set(progress.unstarted)
         self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
@@ -638,9 +643,10 @@ class Parameters:
         self.just_started = False
         self.remember()
 
-    def _by_position(self, numbers: Sequence[int]) -> dict[torch.Tensor, int]:
+    def _by_position(self, numbers: Sequence[Number]) -> dict[torch.Tensor, Number]:
         """A number for each parameter; 0 for those that were added since."""
-        return dict(zip(self.ordered(), chain(numbers, repeat(0)), strict=False))
+        zero: Number = 0
+        return dict(zip(self.ordered(), chain(numbers, repeat(zero)), strict=False))
 
     def _load_moments(self, progress: Progress, seen: Mapping[torch.Tensor, int]) -> None:
         """Second moments from which compressed steps, or exact ones, continue; the state has them as in ``plain``."""

@@ -8,8 +8,8 @@ from typing import Any
 
 from horovod_onebit.errors import ConfigurationError
 
-VERSION = 2
-READABLE = (1, 2)  # 1 has second moments as they are, and neither "taken" nor "unstarted"
+VERSION = 3
+READABLE = (1, 2, 3)  # 1 has second moments as they are, and neither "taken" nor "unstarted"; 2, one rate for all
 
 
 @dataclass(frozen=True)
@@ -39,7 +39,7 @@ class Progress:
     variance_steps: Sequence[int] = ()
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
-    rates: float = 0.0
+    rates: Sequence[float] = ()
     common: Sequence[int] = ()
 
     def state_dict(self) -> dict[str, Any]:
@@ -73,7 +73,10 @@ class Progress:
                 f"the progress in this optimizer state is damaged, or of other parameters: {', '.join(wrong)}; "
                 f"expected counts for {parameters} parameters"
             )
-        return cls(**{name: state[name] for name in cls.__dataclass_fields__ if name in state})
+        found = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
+        if isinstance(found.get("rates"), float):
+            found["rates"] = [found["rates"]] * parameters
+        return cls(**found)
 
 
 def _is_count(value: Any) -> bool:

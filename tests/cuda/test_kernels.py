@@ -312,7 +312,7 @@ def test_local_steps_are_the_reference(update_space, inside):
         backend.copy(w, anchor)
         backend.move(zero_one_adam.local, p, given)
         seen = [host(m), host(w)]
-        sync = scalars(zero_one_adam.Sync, correction=1.25, decay=0.98, rates=0, **epsilons)
+        sync = scalars(zero_one_adam.Sync, correction=1.25, decay=0.98, rates=0, common=1, **epsilons)
         assert backend.encode(sent, sync, given, e, row, 0, how)
         seen += [without_scales(row, size, how), host(e)]
         backend.restore(sent, sync, given, e, row, 0, how)

@@ -125,8 +125,8 @@ def test_encode_is_the_reference(size, seed, special, variance, weight, scale, b
     assert_same(inputs.encode(reference, p, how), inputs.encode(cpu, p, how), size, how)
 
 
-SYNC = scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03)
-SYNC_OF_NOTHING = scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0)
+SYNC = scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.9, rates=0.03, common=1)
+SYNC_OF_NOTHING = scalars(zero_one_adam.Sync, correction=1, eps_inside=1e-6, eps=0, decay=1, rates=0, common=1)
 MOTIONS = {
     "update": (adam.move_by_update, of_adam()),
     "momentum": (adam.move_by_momentum, of_adam()),

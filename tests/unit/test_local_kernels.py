@@ -10,7 +10,7 @@ from horovod_onebit.rules import scalars, zero_one_adam
 from tests.unit.test_kernels import Inputs, assert_same, coding, of_adam, scales_of
 
 f32 = np.float32
-SYNC = scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.99, rates=0.03)
+SYNC = scalars(zero_one_adam.Sync, correction=1.25, eps_inside=0, eps=1e-6, decay=0.99, rates=0.03, common=1)
 FORMULAS = [zero_one_adam.displacement, zero_one_adam.scaled_displacement]
 
 

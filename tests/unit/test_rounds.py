@@ -17,7 +17,7 @@ from horovod_onebit.rules.lamb import LAMB
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.rules.sgd import SGD
-from horovod_onebit.schedule import Local
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import run
 from horovod_onebit.warmup import AfterRise
@@ -370,7 +370,7 @@ def test_after_a_lost_round_the_momentum_is_that_of_the_next_one():
 
     results = simulation.run(worker, 3)
     for counted, momenta in results:
-        np.testing.assert_array_equal(counted, [[0, 1]] * len(SIZES))
+        np.testing.assert_array_equal(counted, [[0, 1, 0]] * len(SIZES))
         np.testing.assert_array_equal(momenta, results[0][1])
 
 
@@ -397,6 +397,52 @@ def test_a_round_that_ends_early_leaves_the_momentum_as_large_as_it_was(exchange
     results = simulation.run(functools.partial(worker, flushes=True), 4)
     assert max(results[0][0][flushed - 1 :]) < 1.4 * usual
     assert all((momentum == results[0][1]).all() for _, momentum in results)
+
+
+SCHEDULES = [
+    Local(every=4, doubling=0, freeze=16),
+    ZeroOne(var_freeze_step=16, var_update_scaler=8, local_step_scaler=8, local_step_clipper=4),
+]
+
+
+def momenta(collectives, schedule, rate, *, exchange="direct", steps=64):
+    """After each step, with the learning rate ``rate(step)``."""
+    own, common = np.random.default_rng(collectives.rank), np.random.default_rng(99)
+    recipe = dataclasses.replace(RECIPE, exchange=exchange)
+    optimizer, _ = make(collectives, schedule=schedule, recipe=recipe, sizes={"large": 4096, "small": 5})
+    seen = []
+    for step in range(1, steps + 1):
+        optimizer.rule = Adam(lr=rate(step))
+        drawn = {name: common.standard_normal(t.size) + own.standard_normal(t.size) for name, t in WHOLE.items()}
+        optimizer.step({name: gradient.astype(f32) for name, gradient in drawn.items()})
+        seen.append(np.concatenate([tensor.momentum for tensor in optimizer._tensors]))
+    optimizer.flush()
+    return np.array(seen), np.concatenate([tensor.momentum for tensor in optimizer._tensors])
+
+
+WHOLE = {"large": np.zeros(4096), "small": np.zeros(5)}
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_a_fall_of_the_rate_leaves_the_momentum_as_large_as_it_was(schedule, exchange):
+    """Residuals of rounds at the old rate, divided by the new one, would make it hundreds of times as large."""
+    job = functools.partial(momenta, schedule=schedule, exchange=exchange)
+    (steady, _), _ = simulation.run(functools.partial(job, rate=lambda step: 0.01), 2)
+    (fallen, _), _ = simulation.run(functools.partial(job, rate=lambda step: 0.01 if step <= 40 else 1e-5), 2)
+    size = np.sqrt(np.mean(fallen[40:] ** 2, axis=1)) / np.sqrt(np.mean(steady[40:] ** 2, axis=1))
+    assert size.max() < 4
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("rate", [lambda step: 0.01 * (step <= 40), lambda step: 0.01 * (step <= 40 or step > 48)])
+def test_without_a_rate_the_workers_have_one_momentum(schedule, rate):
+    (first, flushed), *others = simulation.run(functools.partial(momenta, schedule=schedule, rate=rate), 3)
+    ends = [step for step in range(44, len(first) + 1) if step % 4 == 0]  # after these steps, all are together
+    assert np.isfinite(first).all()
+    for seen, last in others:
+        assert all(seen[step - 1].tobytes() == first[step - 1].tobytes() for step in ends)
+        assert last.tobytes() == flushed.tobytes()
 
 
 @pytest.mark.parametrize("delay", [1, 3, 5])
