@@ -28,6 +28,16 @@ def flat(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     return tensor.as_strided((tensor.numel(),), (1,))
 
 
+def gradient_of(p: torch.Tensor) -> torch.Tensor:
+    """The gradient of ``p``, which can be written to: zeros if it has none, since other workers may have one; a copy if
+    elements share memory, as those of an expanded tensor do."""
+    if p.grad is None:
+        p.grad = torch.zeros_like(p)
+    elif not p.grad.is_sparse and 0 in p.grad.stride() and p.grad.numel() > 1:
+        p.grad = p.grad.clone(memory_format=torch.contiguous_format)
+    return p.grad
+
+
 def is_dense(p: torch.Tensor) -> bool:
     """Whether ``p`` fills its memory without gaps or overlap, in whatever order of dimensions."""
     expected = 1
@@ -191,9 +201,7 @@ class Binding:
 
     def grad(self) -> Any:
         """The gradient, flat, as the core sees it; shares memory where it can. Valid until the next backward pass."""
-        if self.p.grad is None:
-            self.p.grad = torch.zeros_like(self.p)
-        g = self.p.grad.detach()
+        g = gradient_of(self.p).detach()
         return self._array(flat(g, self.strides).to(self.device, g.dtype if g.dtype in self._dtypes else torch.float32))
 
     def pull(self) -> None:

@@ -19,6 +19,7 @@ from horovod_onebit.exchange import Lane
 from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
+from horovod_onebit.torch.arrays import gradient_of
 from horovod_onebit.torch.collectives import tensor_of
 from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
@@ -65,7 +66,7 @@ class Coded:
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are exact averages, and finite."""
         units, means = list[Tensor](), list[Any]()
-        grads = [self._grad(p) for p in parameters]
+        grads = [gradient_of(p) for p in parameters]
         for p, grad, nonzero in zip(parameters, grads, _nonzero(grads), strict=True):
             if nonzero:
                 units.append(self._unit(p))
@@ -180,15 +181,9 @@ class Coded:
         zeros = None if place is None else place.zeros
         return self._mean.tensor(self._parameters.names[p], p.numel(), zeros)
 
-    def _grad(self, p: torch.Tensor) -> torch.Tensor:
-        """That of ``p``; zeros if it has none."""
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        return p.grad
-
     def _gradient(self, p: torch.Tensor) -> Any:
-        """``_grad`` as the core sees it."""
-        return self._flat(p, self._grad(p))
+        """The gradient of ``p`` as the core sees it."""
+        return self._flat(p, gradient_of(p))
 
     def _flat(self, p: torch.Tensor, grad: torch.Tensor) -> Any:
         """``grad`` of ``p``, flat, in the order of its elements, where ``p`` is worked on. It may share memory."""

@@ -31,6 +31,7 @@ from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import averaging
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
+from horovod_onebit.torch.arrays import gradient_of
 from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
@@ -296,9 +297,7 @@ class Compressor(Steps):
     def _spoil(self) -> None:
         """Another worker has NaN or Inf: this one's ``GradScaler`` must see it too, or their scales part."""
         p = next(iter(self.parameters.bindings))
-        if p.grad is None:
-            p.grad = torch.zeros_like(p)
-        p.grad[(0,) * p.dim()] = math.inf
+        gradient_of(p)[(0,) * p.dim()] = math.inf
 
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, which were synchronized, alike on all workers; returns their norm before."""

@@ -18,6 +18,7 @@ from horovod_onebit.exchange import Lane
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.torch.arguments import Arguments
+from horovod_onebit.torch.arrays import gradient_of
 
 FUSED = 25 * 2**20
 """Bytes of gradients that travel together, where they have to leave in one order."""
@@ -199,13 +200,6 @@ class InOrder(ByName):
 def means(arguments: Arguments, *more: Any) -> ByName:
     """As the transport of ``arguments`` pairs collectives."""
     return (InOrder if arguments.transport.in_order else ByName)(arguments, *more)
-
-
-def gradient_of(p: torch.Tensor) -> torch.Tensor:
-    """The gradient of ``p``; zeros if it has none, since other workers may have one."""
-    if p.grad is None:
-        p.grad = torch.zeros_like(p)
-    return p.grad
 
 
 def finite(tensors: Sequence[torch.Tensor]) -> bool:

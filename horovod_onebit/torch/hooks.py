@@ -34,7 +34,7 @@ from horovod_onebit.rules import Rule
 from horovod_onebit.tasks import Task
 from horovod_onebit.torch import exact
 from horovod_onebit.torch.arguments import Arguments
-from horovod_onebit.torch.arrays import Binding, is_dense
+from horovod_onebit.torch.arrays import Binding, gradient_of, is_dense
 from horovod_onebit.torch.coded import Coded
 from horovod_onebit.torch.countdown import Countdown
 from horovod_onebit.torch.parameters import Parameters
@@ -161,7 +161,8 @@ class Gradients:
         if left < 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally."
+                "Increase backward_passes_per_step to accumulate gradients locally. If another optimizer takes the steps "
+                "now, delete this one before: del optimizer; gc.collect()"
             )
         if p.grad is not None and p.grad.is_sparse:
             self._densify(p)
@@ -492,4 +493,4 @@ def unscale(parameters: Sequence[torch.Tensor], loss_scale: float) -> None:
     """Divide the gradients of ``parameters`` by ``loss_scale``."""
     for p in parameters:
         if p.grad is not None:
-            p.grad.mul_(1.0 / loss_scale)
+            gradient_of(p).mul_(1.0 / loss_scale)

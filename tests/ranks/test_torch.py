@@ -177,6 +177,36 @@ def test_a_gradient_on_one_rank_only_counts_as_zero_elsewhere():
     assert float(model.unused.detach().mean()) < 0.999
 
 
+@pytest.mark.parametrize(
+    "wrapping",
+    [
+        {"recipe": "exact"},
+        {"warmup_steps": 4},
+        {"schedule": onebit.Gradients()},
+        {"schedule": onebit.Local(every=2, freeze=4)},
+        {"schedule": onebit.ZeroOne(var_freeze_step=6, var_update_scaler=2, local_step_scaler=2, local_step_clipper=2)},
+    ],
+)
+def test_gradients_whose_elements_share_memory(wrapping):
+    """As ``torch.autograd.grad`` gives them for a sum."""
+    trained = []
+    for shared in (True, False):
+        model = torch.nn.Linear(40, 40)
+        torch.nn.init.ones_(model.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = onebit.DistributedOptimizer(optimizer, model.named_parameters(), **wrapping)
+        for step in range(12):
+            optimizer.zero_grad()
+            for p in model.parameters():
+                grad = torch.full((1,) * p.dim(), 1.0 + step + RANK).expand(p.shape)
+                p.grad = grad if shared else grad.clone(memory_format=torch.contiguous_format)
+            optimizer.step()
+        optimizer.flush()
+        trained.append(model.weight.detach())
+    assert torch.equal(*trained)
+    assert float(trained[0].max()) < 1
+
+
 def test_freezing_and_unfreezing():
     model = Net()
     optimizer = wrap(model, warmup_steps=4)
