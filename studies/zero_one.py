@@ -97,9 +97,9 @@ WAYS = {
 
 
 SEEN = (
-    "What to see: three bits are the better use of the same bytes, by 3 % of the loss. If they renew the second "
+    "What to see: three bits are the better use of the same bytes, by 3 to 5 % of the loss. If they renew the second "
     "moment, too, and no float32 mean is sent after the first ten, the loss ends below that of one bit with each "
-    "seed, by 5 %, for 20 % fewer bits, and below exact Adam's. Where the freeze is late in a long run, the published "
+    "seed, by 6 %, for 20 % fewer bits, and below exact Adam's. Where the freeze is late in a long run, the published "
     "form, with one bit, sends a third of what three bits do; it is `ZeroOne`'s default. A warm-up in three bits and "
     "one bit in every step after it, the library's default without a schedule, end lower than all rows, at 1.733, for "
     "5.4 bits (study 12)."
