@@ -28,7 +28,7 @@ from horovod_onebit.handshake import Verdict, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
-from horovod_onebit.rules.adam import Adam
+from horovod_onebit.rules.adam import Adam, with_beta2
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
@@ -107,6 +107,7 @@ class NumpyOptimizer(RunState):
         self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
         self.kind = kind(recipe.space, divides=isinstance(rule, Adam), schedule=after)
         self.steps, self._mature, self._bound = 0, False, False
+        self._beta2: float | None = None  # by which second moments were frozen
         self.driver = Driver(self.engine, self, warmup, after)
         self.weights = dict(weights)
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -258,6 +259,7 @@ class NumpyOptimizer(RunState):
             "steps": self.steps,
             "frozen": self.driver.frozen,
             "compresses": self._mature,
+            "beta2": self._beta2,
             "taken": {tensor.name: [tensor.step, tensor.variance_steps] for tensor in self._tensors},
         }
 
@@ -293,6 +295,7 @@ class NumpyOptimizer(RunState):
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
         self._bound, self._mature = False, counts["compresses"]
+        self._beta2 = counts.get("beta2")  # earlier versions did not say
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
@@ -331,8 +334,8 @@ class NumpyOptimizer(RunState):
 
     def _rule(self, sends: Sends) -> Rule:
         if not self._stepwise:
-            return self.rule
-        return zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
+            return with_beta2(self.rule, self._beta2)
+        return zero_one_adam.of(with_beta2(self._adam(f"schedule={self._schedule!r} is for Adam"), self._beta2), sends)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -367,7 +370,7 @@ class NumpyOptimizer(RunState):
 
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:
-            self._mature = True
+            self._mature, self._beta2 = True, getattr(self.rule, "beta2", None)
             for tensor in self._large:
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self.coded is not None:
@@ -408,7 +411,7 @@ class NumpyOptimizer(RunState):
 
     @property
     def _frozen(self) -> FrozenAdam:
-        return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
+        return FrozenAdam(adam=with_beta2(self._adam("the second moment of Adam is frozen"), self._beta2))
 
     def began(self) -> Task[None]:
         yield from ()
@@ -451,5 +454,6 @@ class NumpyOptimizer(RunState):
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:
-        of.variance_steps = self.steps
-        of.variance = second / np.float32(self._adam("the second moment of Adam is frozen").correction(of))
+        adam = self._adam("the second moment of Adam is frozen")
+        of.variance_steps, self._beta2 = self.steps, adam.beta2
+        of.variance = second / np.float32(adam.correction(of))

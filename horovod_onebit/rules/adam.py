@@ -19,8 +19,8 @@ weight decay goes straight to w; L2 decay goes into g_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -208,6 +208,15 @@ class Adam(Rule):
             "step": self.lr / (1 - self.beta1**tensor.step),
         }
         return Use(exact, scalars(Exact, **values))
+
+
+R = TypeVar("R", bound=Rule)
+
+
+def with_beta2(rule: R, beta2: float | None) -> R:
+    """``rule`` for a second moment that was frozen with this ``beta2``, None if it is the rule's: it does not follow
+    another one, nor must the correction of its bias."""
+    return rule if beta2 in (None, getattr(rule, "beta2", None)) else replace(rule, beta2=beta2)  # type: ignore[type-var]
 
 
 TORCH = Wraps(

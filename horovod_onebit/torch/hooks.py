@@ -161,8 +161,8 @@ class Gradients:
         if left < 0:
             raise AssertionError(
                 "Gradients were computed more than backward_passes_per_step times before call to step(). "
-                "Increase backward_passes_per_step to accumulate gradients locally. If another optimizer takes the steps "
-                "now, delete this one before: del optimizer; gc.collect()"
+                "Increase backward_passes_per_step to accumulate gradients locally. If another optimizer takes the "
+                "steps now, delete this one before: del optimizer; gc.collect()"
             )
         if p.grad is not None and p.grad.is_sparse:
             self._densify(p)

@@ -26,6 +26,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor, Wraps
+from horovod_onebit.rules.adam import with_beta2
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import Delta, forget_steps, no_steps
 from horovod_onebit.schedule import Local
@@ -221,13 +222,15 @@ class LocalParameters(Parameters):
 
     def rules(self) -> Frozen:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
-        found = dict[str, FrozenAdam]()
+        found, overruled = dict[str, FrozenAdam](), self.overruled()
         for group in self.optimizer.param_groups if self.any_frozen else ():
             members = [p for p in group["params"] if p in self.bindings and self._takes_frozen(p)]
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
                 found |= dict.fromkeys([self.names[p] for p in members], FrozenAdam(adam=adam))
+                for p in members if overruled else ():
+                    found[self.names[p]] = FrozenAdam(adam=with_beta2(adam, overruled.get(id(p))))
         return found
 
     def learning_rates(self) -> dict[str, float]:
@@ -276,7 +279,7 @@ class LocalParameters(Parameters):
         if self.adam is not None and second.any():  # or it has had no gradient yet, on any worker, and is not frozen
             value = torch.from_numpy(second) * (1 - float(group["betas"][1]) ** self.steps)
             self.optimizer.state[p][str(self.adam.variance_key)] = plain.coarsen(value).view(p.shape).to(p.device)
-            self.optimizer.state[p][VARIANCE_STEPS] = self.steps
+            self.set_seen(group, p, self.steps)
 
     def taken(self, p: torch.Tensor) -> int:
         """Optimizer steps that ``p`` has had on this worker, which may have skipped others."""
@@ -369,7 +372,7 @@ class LocalParameters(Parameters):
             if p in saved:
                 self.adam.keep_float32(p, saved[p], state, compressed=True)
             state[key] = plain.restored(state[key], self.adam.variance_factor(group, self.taken(p), seen[p]))
-            state[VARIANCE_STEPS] = seen[p]
+            self.set_seen(group, p, seen[p])
 
 
 def _is_frozen(binding: Binding) -> bool:

@@ -21,6 +21,7 @@ from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, zero_one_adam
+from horovod_onebit.rules.adam import with_beta2
 from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
@@ -91,6 +92,8 @@ class Parameters:
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
+        self._beta2: dict[torch.Tensor, float] = {}  # of second moments that are frozen, when they were
+        self._overruled: tuple[Any, dict[int, float]] = (None, {})  # see ``overruled``
         self.prepared_for = -1
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
@@ -136,6 +139,32 @@ class Parameters:
         found: int | None = self.optimizer.state.get(p, {}).get(VARIANCE_STEPS)
         return found
 
+    def set_seen(self, group: Group, p: torch.Tensor, steps: int) -> None:
+        """The second moment of ``p`` has seen so many steps, by the beta2 of now, and is frozen."""
+        self.optimizer.state[p][VARIANCE_STEPS] = steps
+        if "betas" in group:
+            self._beta2[p] = float(group["betas"][1])
+
+    def overruled(self) -> dict[int, float]:
+        """Where a group's beta2 was changed after second moments were frozen: theirs, by ``id`` of the parameter. They
+        do not follow the new one, nor must the correction of their bias."""
+        betas = [group.get("betas") for group in self.optimizer.param_groups]
+        key = (self.version, self.loads, [None if pair is None else float(pair[1]) for pair in betas])
+        if key != self._overruled[0]:
+            of = {
+                p: beta2
+                for group, beta2 in zip(self.optimizer.param_groups, key[2], strict=True)
+                for p in group["params"]
+            }
+            known = {p: self._beta2.get(p, beta2) for p, beta2 in of.items() if self.seen(p) is not None}
+            found = {id(p): beta2 for p, beta2 in known.items() if beta2 is not None and beta2 != of[p]}
+            if found and not self._overruled[1]:
+                level = logging.WARNING if self.engine.collectives.rank == 0 else logging.DEBUG
+                text = "betas[1] was changed, and %d second moments are frozen: they stay what they are"
+                logger.log(level, text, len(found))
+            self._overruled = key, found
+        return self._overruled[1]
+
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
@@ -175,6 +204,7 @@ class Parameters:
         for p in gone:
             self.bindings.pop(p, None)
             self._marks.pop(p, None)
+            self._beta2.pop(p, None)
             self.unstarted.discard(p)
             del self.exact_steps[p]
             self.engine.feedback.discard(self.names[p])
@@ -222,7 +252,7 @@ class Parameters:
         self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
         fresh, state = self.seen(p) is None, self.optimizer.state[p]
         if fresh:
-            state[VARIANCE_STEPS] = int(state.get("step", self.exact_steps[p]))
+            self.set_seen(group, p, int(state.get("step", self.exact_steps[p])))
         self.bind(p)
         if fresh:
             self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
@@ -384,13 +414,13 @@ class Parameters:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
         groups = self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]
-        of: dict[int, Rule] = {}
+        of, overruled = dict[int, Rule](), self.overruled()
         for group in groups:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, sends)  # type: ignore[arg-type]
-            if len(groups) > 1:
-                of.update(dict.fromkeys(map(id, group["params"]), rule))
+            if len(groups) > 1 or overruled:
+                of.update({id(p): with_beta2(rule, overruled.get(id(p))) for p in group["params"]})
         # What was taken out of the groups is flushed, which is the same by any rule.
         return self.engine.plan(
             sends, [of.get(id(p), rule) for p in self.bindings] if of else [rule] * len(self.bindings)
@@ -584,7 +614,7 @@ class Parameters:
             packed[position] = {k: value for k, value in packed[position].items() if k != VARIANCE_STEPS}
             if key is None or key not in packed[position]:
                 continue
-            by = self.moments.variance_factor(group, self.taken(p), seen)
+            by = self.moments.variance_factor(group, self.taken(p), seen, self._beta2.get(p))
             if by != 1.0:
                 self._exported[p] = packed[position][key] * by
                 packed[position][key] = self._exported[p]
@@ -665,7 +695,7 @@ class Parameters:
                     steps = now
                 state[key] = plain.restored(state[key], by)
             if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
-                state[VARIANCE_STEPS] = steps
+                self.set_seen(group, p, steps)
             else:
                 self.adapter.rewind(group, state, steps)
 

@@ -81,7 +81,7 @@ class Adapter:
         """The count of steps that comes with a second moment, before the first."""
         return torch.zeros((), dtype=torch.float32)
 
-    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
         """See ``plain.factor``."""
         return 1.0
 
@@ -130,8 +130,8 @@ class AdamAdapter(Adapter):
         dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
         return torch.zeros((), dtype=dtype, device=device)
 
-    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
-        return factor(float(group["betas"][1]), taken, seen)
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
+        return factor(float(group["betas"][1]), taken, seen, before)
 
     def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         # Adam corrects both moments by one count; the momentum's is higher, so it would be corrected too much.
@@ -163,8 +163,8 @@ class LAMBAdapter(AdamAdapter):
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)
 
-    def variance_factor(self, group: ParamGroup, taken: int, seen: int) -> float:
-        return super().variance_factor(group, taken, seen) if group["bias_correction"] else 1.0
+    def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
+        return super().variance_factor(group, taken, seen, before) if group["bias_correction"] else 1.0
 
     def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
         if group["bias_correction"]:

@@ -660,3 +660,37 @@ def test_any_edits_in_any_order(kind, mode, actions):
         run.check()
     run.optimizer.flush()
     assert_replicas_equal(run.model)
+
+
+@pytest.mark.parametrize(
+    ("kind", "mode"), [("adamw", "compressed"), ("lamb", "compressed"), ("adamw", "frozen"), ("adamw", "zero_one")]
+)
+@pytest.mark.parametrize("when", [22, 41])
+def test_a_beta2_that_is_changed_leaves_frozen_second_moments_as_they_are(kind, mode, when):
+    """In the first compressed steps, and later. Their bias was that of the old one; the steps would be three times too
+    long."""
+    results = []
+    for changes in (False, True):
+        p = torch.nn.Parameter(torch.ones(64, 64))
+        optimizer = KINDS[kind]([p])
+        optimizer = onebit.DistributedOptimizer(optimizer, [("p", p)], **MODES[mode])
+        draw = torch.Generator().manual_seed(RANK)
+        for step in range(61):
+            if changes and step == when:
+                optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+            p.grad = torch.randn(64, 64, generator=draw)
+            optimizer.step()
+        optimizer.flush()
+        state, again = optimizer.state_dict(), KINDS[kind]([torch.nn.Parameter(torch.ones(64, 64))])
+        again.load_state_dict(state)
+        beta2, (own,) = again.param_groups[0]["betas"][1], again.state.values()
+        resumed = onebit.DistributedOptimizer(KINDS[kind]([p]), [("p", p)], **MODES[mode])
+        resumed.load_state_dict(copy.deepcopy(state))
+        p.grad = torch.ones(64, 64)
+        before = p.detach().clone()
+        resumed.step()
+        resumed.flush()
+        results.append((before, own["exp_avg_sq"] / (1 - beta2 ** float(own["step"])), p.detach() - before))
+    for steady, changed in zip(*results, strict=True):
+        torch.testing.assert_close(changed, steady, rtol=1e-4, atol=1e-9)
+    assert torch.equal(results[0][0], results[1][0])

@@ -416,3 +416,32 @@ def test_a_checkpoint_of_another_framework_is_named(tmp_path):
     assert all((w == 1).all() for w in weights.values())
     with pytest.raises(CheckpointError, match="is of Keras, expected one of NumPy"):
         load_weights(tmp_path, {"small": weights["small"]})
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": 12}, {"schedule": SHORT}, {"schedule": Local(every=4, freeze=8)}])
+@pytest.mark.parametrize("resumes", [False, True])
+def test_frozen_second_moments_do_not_follow_another_beta2(options, resumes):
+    def worker(collectives, changes):
+        rng = np.random.default_rng(collectives.rank)
+
+        def made():
+            weights = {"w": np.zeros(1000, f32)}
+            return NumpyOptimizer(weights, ADAM, collectives=collectives, recipe=RECIPE, **options), weights
+
+        optimizer, weights = made()
+        for step in range(40):
+            if step == 24:
+                optimizer.flush()
+                if resumes:
+                    state, known = optimizer.state(), weights["w"]
+                    optimizer, weights = made()
+                    optimizer.load_state(state)
+                    weights["w"][:] = known
+                if changes:
+                    optimizer.rule = dataclasses.replace(ADAM, beta2=0.9)
+            optimizer.step({"w": rng.standard_normal(1000).astype(f32)})
+        optimizer.flush()
+        return weights["w"]
+
+    steady, changed = (simulation.run(partial(worker, changes=changes), 2) for changes in (False, True))
+    np.testing.assert_array_equal(steady, changed)
