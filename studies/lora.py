@@ -1,8 +1,8 @@
-"""Study 20: fine-tuning as it is mostly done: LoRA, and gradients clipped by their norm; real workers."""
+"""Study 20: fine-tuning as it is mostly done: LoRA, gradients clipped by their norm, and float16; real workers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import mean
@@ -34,6 +34,7 @@ class Way:
 
     Attributes:
         max_norm: gradients are clipped by this norm in each step; None: never.
+        half: the forward pass is in float16 (``torch.autocast``), and the loss is scaled (``torch.amp.GradScaler``).
     """
 
     text: str
@@ -42,6 +43,7 @@ class Way:
     schedule: Schedule | None = None
     lora: bool = True
     max_norm: float | None = None
+    half: bool = False
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,7 @@ class Run:
     def name(self) -> str:
         """That of what is kept of it."""
         way = self.way
-        kind = "lora" if way.lora else "clipped"
+        kind = "lora" if way.lora else "half" if way.half else "clipped"
         return f"lora/{kind}-{in_a_name(way.text)}-{self.rate:g}-{self.seed}"
 
 
@@ -74,6 +76,9 @@ CLIPPED = [
     Way('`warmup="three_bit"`, `warmup_steps=50`', THREE_BIT, 50, lora=False, max_norm=MAX_NORM),
     Way("`schedule=Local()`", schedule=Local(), lora=False, max_norm=MAX_NORM),
 ]
+HALF = [replace(way, max_norm=None, half=True) for way in CLIPPED]
+HALF_SEEDS = SEEDS[:1]
+"""A step in float16 takes several times as long on a CPU."""
 
 
 def runs() -> list[Run]:
@@ -82,6 +87,7 @@ def runs() -> list[Run]:
     for seed in SEEDS:
         found += [Run(way, KIND.rates[0], seed) for way in CLIPPED]
         found += [Run(way, LORA_RATE, seed) for way in LORA]
+    found += [Run(way, KIND.rates[0], seed) for way in HALF for seed in HALF_SEEDS]
     return list(dict.fromkeys(found))
 
 
@@ -98,19 +104,19 @@ def results() -> dict[Run, Result]:
     return {run: kept(run.name, dict) for run in runs()}
 
 
-def _rows(found: dict[Run, Result], ways: list[Way], rate: float) -> Iterator[list[str]]:
-    exact = mean(found[Run(ways[0], rate, seed)]["loss"] for seed in SEEDS)
+def _table(found: dict[Run, Result], first: str, ways: list[Way], rate: float, seeds: Sequence[int] = SEEDS) -> str:
+    heading = [first, "times fewer bits, whole run", *(f"seed {seed}" for seed in seeds), "mean"]
+    return report.table(heading, _rows(found, ways, rate, seeds))
+
+
+def _rows(found: dict[Run, Result], ways: list[Way], rate: float, seeds: Sequence[int]) -> Iterator[list[str]]:
+    exact = mean(found[Run(ways[0], rate, seed)]["loss"] for seed in seeds)
     for way in ways:
-        of_seeds = [found[Run(way, rate, seed)] for seed in SEEDS]
+        of_seeds = [found[Run(way, rate, seed)] for seed in seeds]
         loss = mean(one["loss"] for one in of_seeds)
         row = [way.text, f"{float32(WORKERS) / mean(one['bits'] for one in of_seeds):.1f}"]
         row += [*(f"{one['loss']:.3f}" for one in of_seeds), f"{loss:.3f}" if way == ways[0] else beside(loss, exact)]
         yield row
-
-
-def _heading(ways: list[Way]) -> list[str]:
-    first = "LoRA" if ways == LORA else f"clipped at {MAX_NORM:g}"
-    return [first, "times fewer bits, whole run", *(f"seed {seed}" for seed in SEEDS), "mean"]
 
 
 def _clipped(found: dict[Run, Result]) -> str:
@@ -125,6 +131,12 @@ def _clipped(found: dict[Run, Result]) -> str:
     )
 
 
+def _skipped(found: dict[Run, Result]) -> str:
+    """Of the runs in float16."""
+    skipped = sum(one["skipped"] for run, one in found.items() if run.way.half)
+    return f"{skipped or 'No'} steps overflowed and were skipped."
+
+
 def run() -> str:
     """The section of the page."""
     found, full = results(), KIND.rates[0]
@@ -133,20 +145,24 @@ def run() -> str:
     sizes = sorted({RANK * size for size in (104, 416)})
     trained = found[Run(LORA[0], LORA_RATE, SEEDS[0])]["parameters"]
     text = [
-        "## 20. LoRA and clipping",
+        "## 20. LoRA, clipping and float16",
         f"The network, the texts and the {KIND.steps} steps of study 15, in a PyTorch job of {WORKERS} processes "
         f"(`horovodrun`), which exchange directly and have {KIND.batch // WORKERS} examples each. Test loss; in "
         "brackets, how far above exact Adam with the same settings.",
         f"LoRA of rank {RANK} (`peft`) for the linear layers of each block, {trained:,.0f} parameters at a rate of "
         f"{LORA_RATE:g} (exact Adam with the first seed: {tried}). Half of its matrices have {sizes[0]} elements, and "
         f"half {sizes[1]:,}: by default, the small ones travel in float32.",
-        report.table(_heading(LORA), _rows(found, LORA, LORA_RATE)),
+        _table(found, "LoRA", LORA, LORA_RATE),
         "What to see: one bit costs LoRA nothing that shows, unless compression starts after 20 steps, when the rate "
         "has just risen. The gradients of LoRA's matrices A are zero in the first step, because B starts at zero, and "
         "then grow with B. `robust` alone leaves the small matrices in float32 in all steps, which is why it saves so "
         "little; `auto` took 30 exact steps with the first seed, and 220 with the second.",
         f"All parameters, at a rate of {full:g}; gradients are clipped by `optimizer.clip_grad_norm_({MAX_NORM:g})` in "
         f"each step. {_clipped(found)}",
-        report.table(_heading(CLIPPED), _rows(found, CLIPPED, full)),
+        _table(found, f"clipped at {MAX_NORM:g}", CLIPPED, full),
+        "The same without clipping, and with the forward pass in float16 (`torch.autocast`) and "
+        f"`torch.amp.GradScaler` (a scale of 65,536). {_skipped(found)} What to see: float16 changes nothing of what "
+        "is above.",
+        _table(found, "float16", HALF, full, HALF_SEEDS),
     ]
     return "\n\n".join(text) + "\n"

@@ -42,17 +42,20 @@ def train(run: Run) -> Result:
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
     norms: tuple[list[float], list[float]] = [], []  # in exact steps, in compressed ones
     exact_steps = 0
+    scaler = torch.amp.GradScaler("cpu", enabled=way.half)
     for step in range(cell.kind.steps):
         for group in optimizer.param_groups:
             group["lr"] = rate_at(cell, step)
         optimizer.zero_grad()
-        loss, _ = losses(model, *data.batch(options, step, hvd.rank(), hvd.size()))
-        loss.backward()
+        with torch.autocast("cpu", torch.float16, enabled=way.half):
+            loss, _ = losses(model, *data.batch(options, step, hvd.rank(), hvd.size()))
+        scaler.scale(loss).backward()
         compressed = optimizer.phase == "compressed"
         exact_steps += not compressed
         if way.max_norm is not None:
             norms[compressed].append(optimizer.clip_grad_norm_(way.max_norm))
-        optimizer.step()
+        scaler.step(optimizer)
+        scaler.update()
     optimizer.flush()
     stats = optimizer.stats()
     return result_of(
