@@ -134,7 +134,7 @@ def _clipped(found: dict[Run, Result]) -> str:
 def _skipped(found: dict[Run, Result]) -> str:
     """Of the runs in float16."""
     skipped = sum(one["skipped"] for run, one in found.items() if run.way.half)
-    return f"{skipped or 'No'} steps overflowed and were skipped."
+    return f"{skipped} steps overflowed." if skipped else "No step overflowed."
 
 
 def run() -> str:
