@@ -299,8 +299,8 @@ def test_states_of_version_1_load():
     assert torch.equal(optimizer.state[again.first.weight]["exp_avg_sq"], first.state[model.first.weight]["exp_avg_sq"])
     assert optimizer.phase is Phase.COMPRESSED
     assert optimizer.state_dict()["param_groups"][0]["horovod_onebit"]["variance_steps"] == own["variance_steps"]
-    own["version"] = 3
-    with pytest.raises(ConfigurationError, match="format 3"):
+    own["version"] = 4
+    with pytest.raises(ConfigurationError, match="format 4"):
         optimizer.load_state_dict(state)
 
 
