@@ -589,10 +589,11 @@ class Parameters:
 
     def progress(self) -> Progress:
         """How far the run is."""
-        parameters, rates = self.ordered(), self.engine.feedback.rates
+        parameters, known = self.ordered(), self.engine.feedback.rates
+        rates = [known.get(self.names.get(p, ""), 0.0) for p in parameters]
         return Progress(
             steps=self.steps,
-            **{**counts(self.engine, self.warmup), "rates": [rates.get(self.names[p], 0.0) for p in parameters]},
+            **{**counts(self.engine, self.warmup), "rates": rates},
             exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
             variance_steps=[self.seen(p) or 0 for p in parameters],
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
@@ -632,7 +633,8 @@ class Parameters:
         return own is not None
 
     def _take_rates(self, progress: Progress) -> None:
-        self.engine.feedback.rates = {self.names[p]: rates for p, rates in self._by_position(progress.rates).items()}
+        rates = self._by_position(progress.rates)  # parameters that were never trained have no name
+        self.engine.feedback.rates = {self.names[p]: rate for p, rate in rates.items() if p in self.names}
 
     def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
         """Take over ``own``, the ``Progress`` of a state; None means a state of a plain optimizer, which warms up.
