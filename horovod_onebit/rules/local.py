@@ -26,11 +26,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import Number
+from horovod_onebit.formulas import Number, f32
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, scalars
-
-f32 = np.float32
 
 RATES, DECAY, COUNT = range(3)
 """What ``Tensor.layer`` holds of local steps since the last exchange: sum of step sizes, product of decays, number."""

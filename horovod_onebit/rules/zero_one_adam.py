@@ -29,11 +29,23 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.formulas import ZERO, Formula, Number, alive, clipped, denominator, moving, multiplier, rests, where
+from horovod_onebit.formulas import (
+    ZERO,
+    Formula,
+    Number,
+    alive,
+    clipped,
+    denominator,
+    f32,
+    moving,
+    multiplier,
+    rests,
+    where,
+)
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
 from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
-from horovod_onebit.rules.local import COUNT, DECAY, RATES, count, f32, no_steps
+from horovod_onebit.rules.local import COUNT, DECAY, RATES, count, no_steps
 from horovod_onebit.schedule import Sends
 
 

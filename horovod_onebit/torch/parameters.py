@@ -151,13 +151,10 @@ class Parameters:
         betas = [group.get("betas") for group in self.optimizer.param_groups]
         key = (self.version, self.loads, [None if pair is None else float(pair[1]) for pair in betas])
         if key != self._overruled[0]:
-            of = {
-                p: beta2
-                for group, beta2 in zip(self.optimizer.param_groups, key[2], strict=True)
-                for p in group["params"]
-            }
-            known = {p: self._beta2.get(p, beta2) for p, beta2 in of.items() if self.seen(p) is not None}
-            found = {id(p): beta2 for p, beta2 in known.items() if beta2 is not None and beta2 != of[p]}
+            found = dict[int, float]()
+            for group, beta2 in zip(self.optimizer.param_groups, key[2], strict=True):
+                changed = [p for p in group["params"] if self._beta2.get(p, beta2) != beta2]
+                found |= {id(p): self._beta2[p] for p in changed if self.seen(p) is not None}
             if found and not self._overruled[1]:
                 level = logging.WARNING if self.engine.collectives.rank == 0 else logging.DEBUG
                 text = "betas[1] was changed, and %d second moments are frozen: they stay what they are"

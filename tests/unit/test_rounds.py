@@ -409,18 +409,15 @@ def momenta(collectives, schedule, rate, *, exchange="direct", steps=64):
     """After each step, with the learning rate ``rate(step)``."""
     own, common = np.random.default_rng(collectives.rank), np.random.default_rng(99)
     recipe = dataclasses.replace(RECIPE, exchange=exchange)
-    optimizer, _ = make(collectives, schedule=schedule, recipe=recipe, sizes={"large": 4096, "small": 5})
-    seen = []
+    sizes, seen = {"large": 4096, "small": 5}, []
+    optimizer, _ = make(collectives, schedule=schedule, recipe=recipe, sizes=sizes)
     for step in range(1, steps + 1):
         optimizer.rule = Adam(lr=rate(step))
-        drawn = {name: common.standard_normal(t.size) + own.standard_normal(t.size) for name, t in WHOLE.items()}
+        drawn = {name: common.standard_normal(size) + own.standard_normal(size) for name, size in sizes.items()}
         optimizer.step({name: gradient.astype(f32) for name, gradient in drawn.items()})
         seen.append(np.concatenate([tensor.momentum for tensor in optimizer._tensors]))
     optimizer.flush()
     return np.array(seen), np.concatenate([tensor.momentum for tensor in optimizer._tensors])
-
-
-WHOLE = {"large": np.zeros(4096), "small": np.zeros(5)}
 
 
 @pytest.mark.parametrize("exchange", ["direct", "two_stage"])
