@@ -123,6 +123,7 @@ class Agreement:
         compressor, engine = self._compressor, self._compressor.engine
         check_last(compressor.optimizer)
         self._check_passes(trained)
+        compressor.moments.check_decay()
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "

@@ -65,6 +65,9 @@ class LocalAdapter(AnyAdapter):
         """By how many steps the bias of the second moments is corrected, if they are frozen; else 0. Eager."""
         return 0 if self.adam is None else int(optimizer._frozen.value)
 
+    def freezes(self, optimizer: Any) -> bool:
+        return self.frozen(optimizer) > 0
+
     def build(self, optimizer: Any) -> None:
         if self.adam is not None:
             optimizer._frozen = optimizer.add_variable((), dtype="int64", name="onebit_frozen")
@@ -441,6 +444,8 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
 def _step(optimizer: Any, variables: Sequence[Any], own_step: Callable[[], None]) -> None:
     """The wrapped optimizer's step, by ``update`` once its second moments are frozen."""
     steps: LocalSteps = optimizer._compressor
+    if tf.executing_eagerly():
+        steps.moments.check_decay()  # as the agreement does when a round ends
 
     def frozen_step() -> None:
         steps.takes_frozen = True

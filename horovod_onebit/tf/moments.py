@@ -60,6 +60,7 @@ class Moments:
         self._compressor = compressor
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
+        self._decay: float | None = None  # beta_2 of the last step that changed them
         self.moved: int | None = None  # what ``iterations`` was before somebody has set it
 
     @property
@@ -118,7 +119,8 @@ class Moments:
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] not in (0, taken):
-                factor = (1 - optimizer.beta_2**taken) / (1 - optimizer.beta_2 ** int(seen[i]))
+                decay = optimizer.beta_2 if self._decay is None else self._decay
+                factor = (1 - optimizer.beta_2**taken) / (1 - decay ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
 
     def make_plain(self, edited: Collection[int] = ()) -> None:
@@ -142,7 +144,21 @@ class Moments:
 
     def forget(self) -> None:
         """The state was replaced as a whole: what the last step left is no longer there."""
-        self._held, self._probes, self.moved = {}, {}, None
+        self._held, self._probes, self._decay, self.moved = {}, {}, None, None
+
+    def check_decay(self) -> None:
+        """Raise if ``beta_2`` has changed since the second moments are frozen, whose bias is corrected by it. Eager."""
+        moments, optimizer = self._compressor.adapter.moments, self._optimizer
+        if moments is None:
+            return
+        if self._decay is None or not self._compressor.adapter.freezes(optimizer):
+            self._decay = optimizer.beta_2
+        if optimizer.beta_2 != self._decay:
+            raise ConfigurationError(
+                f"optimizer.beta_2={optimizer.beta_2!r}, and {self._decay!r} when the second moments, whose bias it "
+                f"corrects, were frozen: expected it to stay, set it back to {self._decay!r}. The other "
+                "hyperparameters may change"
+            )
 
     def count(self, steps: int, since: int, *, warm: bool) -> None:
         """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer

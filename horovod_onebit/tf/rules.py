@@ -68,6 +68,10 @@ class Adapter:
         """What knows where the second moments are; None if there are none."""
         return self if self.divides else None
 
+    def freezes(self, optimizer: Any) -> bool:
+        """Whether the next step leaves the second moments as they are. Eager."""
+        return optimizer._wrapping.compresses and int(optimizer._exact_steps) >= int(optimizer._warmup_steps)
+
     @property
     def velocities(self) -> bool:
         """Whether momenta, and residuals, have the learning rates of their steps."""

@@ -261,6 +261,29 @@ def test_iterations_that_are_set_are_followed(name):
     assert_moves_like_plain("one bit", model, optimizer, other, plain, 12, 9)
 
 
+@pytest.mark.parametrize("graph", [False, True])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_beta_2_that_changes_once_moments_are_frozen_is_refused(kind, graph):
+    model, optimizer = made(kind)
+    train(model, optimizer, 12, graph=graph)
+    optimizer.beta_2 = 0.99
+    with pytest.raises((ConfigurationError, tf.errors.OpError), match=r"beta_2=0\.99, and 0\.999 when .* set it back"):
+        train(model, optimizer, 2, start=12, graph=graph)
+    optimizer.beta_2 = 0.999
+    optimizer.beta_1 = 0.8  # the others may change
+    train(model, optimizer, 4, start=14, graph=graph)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_a_beta_2_that_changes_before_the_freeze_is_followed():
+    model, optimizer = made("one bit")
+    train(model, optimizer, WARMUP - 1)
+    optimizer.beta_2 = 0.99
+    train(model, optimizer, 5, start=WARMUP - 1)
+    assert_replicas_equal(model)
+
+
 def test_a_momentum_of_sgd_that_is_set_is_followed():
     model, optimizer = made("one bit", "sgd")
     train(model, optimizer, 9)
