@@ -11,6 +11,7 @@ from pathlib import Path
 from rich.console import Console
 
 from studies import (
+    clock,
     early,
     few_bits,
     fine_tuning,
@@ -57,13 +58,14 @@ STUDIES: dict[str, Callable[[], str]] = {
     "tuned": tuned.run,
     "large": large.run,
     "lora": lora.run,
+    "clock": clock.run,
 }
 HEAD = """# Studies
 
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
 removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
 gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
-digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 20, in study 12
+digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 21, in study 12
 `vgg`, `vit`, `speech`, `language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12,
 15, 16, 17 and 20; study 19 ran on a GPU. Who has CIFAR-10, WMT-14 or LibriSpeech trains the networks of study 16
 on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR holds: `studies/own_data.py`).
@@ -82,7 +84,7 @@ on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR hol
 | 3 | Why does the published algorithm diverge? | Magnitudes differ by orders within one tensor |
 | 4 | What if gradients differ in magnitude? | `paper` and `fixed` diverge; `robust`: at worst 12 times the loss |
 | 5 | Is `paper` really the published algorithm? | Yes, bit for bit |
-| 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 200 steps after the rate has risen |
+| 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 210 steps after the rate has risen |
 | 7 | Should the second moment be updated later? | No |
 | 8 | What does a second stage cost? | 0.2 to 0.3 % of the loss |
 | 9 | What do local steps cost? | With Adam nothing on text, for 121 times fewer bytes; short runs lose accuracy |
@@ -97,6 +99,7 @@ on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR hol
 | 18 | DiLoCo and PowerSGD at their best? | 19 and 10 % above exact Adam; `Local()` 0.9 %, for 107 times fewer bytes |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Clipping? float16? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |
+| 21 | By the clock, at 10 Mbit/s? | `Local()` first at every loss; one bit ahead of float16, not of PowerSGD |
 """
 
 

@@ -19,6 +19,7 @@ sys.path.append(str(Path(__file__).resolve().parents[2]))
 
 from studies import (
     before_freeze,
+    clock,
     frozen,
     of_deepspeed,
     paraboloid,
@@ -303,3 +304,17 @@ def test_runs_with_lora_are_kept_apart():
 
     assert len({run.name for run in lora.runs()}) == len(lora.runs())
     assert lora.LORA_RATE in lora.RATES
+
+
+def test_of_several_ways_the_clock_names_the_one_that_reaches_a_loss_first():
+    found = {
+        way: {"seconds": [0.0, 10.0, 20.0], "steps": [0, 1, 2], "received": [0, 4e6, 8e6], "losses": losses}
+        for way, losses in {"float32": [8.0, 7.6, 6.0], "local": [8.0, 5.0, 4.0], "diloco 16": [8.0, 9.0, 7.5]}.items()
+    }
+    assert clock.reached(found["float32"], 6.5) == 20
+    assert clock.reached(found["float32"], 5.9) == np.inf
+    rows = list(clock.rows(found))
+    assert clock.losses(found) == [7.5, 6.0, 4.0]
+    assert rows[0] == [clock.WAYS["float32"], "10.00", "2", "8", "6.00", "20", "20", ""]
+    assert rows[1] == [clock.WAYS["local"], "10.00", "2", "8", "4.00", "**10**", "**10**", "**20**"]
+    assert rows[2] == [clock.WAYS["diloco 16"], "10.00", "2", "8", "7.50", "20", "", ""]

@@ -1,0 +1,129 @@
+"""One process of study 21: horovodrun ... python -m studies.clock_worker --hosts A,B --minutes M WAY"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import horovod.torch as hvd
+import torch
+
+import horovod_onebit.torch as onebit
+from benchmarks.link_job import received, take_core
+from benchmarks.link_worker import named, start_gloo
+from benchmarks.measure import Workers
+from benchmarks.peers import DiLoCo, over_horovod, powersgd
+from benchmarks.target_worker import Make, Trained, horovod, local, loss_of, undisturbed
+from jobs.options import parse
+from studies import clock, large
+from studies.magnitudes import networks
+
+FIRST = 2
+"""Exact steps that PyTorch's PowerSGD begins with: the fewest that it takes."""
+
+
+def powersgd_4(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+    return Trained(module, powersgd(module, 4, start=FIRST), optimizer)
+
+
+def diloco(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+    """With the outer rate and momentum that are the best ones of study 18."""
+    return Trained(module, module, DiLoCo(optimizer, 16, over_horovod(name), lr=1.0, momentum=0.0), 16)
+
+
+def one_bit(**options: Any) -> Make:
+    options |= {"compression": hvd.Compression.fp16, "process_set": hvd.global_process_set}
+
+    def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+        return Trained(module, module, onebit.DistributedOptimizer(optimizer, named(name, module), **options))
+
+    return make
+
+
+MAKE: dict[str, Make] = {
+    "float32": horovod(hvd.Compression.none),
+    "float16": horovod(hvd.Compression.fp16),
+    "powersgd 4": powersgd_4,
+    "diloco 16": diloco,
+    "onebit": one_bit(),
+    "onebit 20": one_bit(warmup_steps=20),
+    "local": local(8),
+}
+
+
+@torch.no_grad()
+def test_loss(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
+    """The mean of what each worker finds on its share of the test examples; the same on all. Collective."""
+    found = [loss_of(module, *part) for part in zip(x.split(8), y.split(8), strict=True)]
+    return float(hvd.allreduce(torch.stack(found).mean(), name="test_loss"))
+
+
+def timed(work: Callable[[], None]) -> float:
+    """The seconds that ``work`` takes until the slowest worker has done it; the same on all. Collective."""
+    hvd.barrier()
+    start = time.perf_counter()
+    work()
+    hvd.barrier()
+    return float(hvd.broadcast(torch.tensor(time.perf_counter() - start), 0, name="seconds"))
+
+
+def train(way: str, minutes: float) -> dict[str, Any]:
+    """By look: the seconds, steps and received bytes until then, and the test loss. Collective.
+
+    The clock stands still during looks, of which there is one after each ``clock.LOOK`` seconds or round.
+    """
+    rank, workers, task = hvd.rank(), hvd.size(), large.data()
+    torch.manual_seed(clock.SEED)
+    module = networks().CharacterModel(large.TOKENS, large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=clock.RATE, weight_decay=0.1)
+    trained = MAKE[way](module, optimizer, way)
+    options = parse(["--seed", str(clock.SEED), "--batch-size", str(clock.ROWS)])
+    test = [torch.from_numpy(a[: clock.TEST_ROWS][rank::workers]) for a in (task.test_x, task.test_y)]
+    found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, *test)]}
+    done, count = 0, trained.every
+
+    def steps() -> None:
+        for step in range(done, done + count):
+            for group in trained.optimizer.param_groups:
+                group["lr"] = clock.RATE * min(1.0, (step + 1) / clock.RISE)
+            x, y = (torch.from_numpy(a) for a in task.batch(options, step, rank, workers))
+            trained.optimizer.zero_grad()
+            loss_of(trained.model, x, y).backward()
+            trained.optimizer.step()
+
+    while found["seconds"][-1] < 60 * minutes:
+        before = received()
+        seconds = timed(steps)
+        found["received"].append(found["received"][-1] + received() - before)
+        found["seconds"].append(found["seconds"][-1] + seconds)
+        found["steps"].append(done := done + count)
+        found["losses"].append(test_loss(module, *test))
+        count = trained.every * max(1, round(clock.LOOK / seconds * count / trained.every))
+    return found | {"parameters": sum(p.numel() for p in module.parameters())}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--hosts", required=True, help="the addresses of all workers, comma-separated")
+    parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("way", choices=[name.replace(" ", "_") for name in MAKE])
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    hvd.init()
+    take_core(hvd.rank())
+    way = options.way.replace("_", " ")
+    if way.startswith("powersgd"):
+        start_gloo(options.hosts)
+    workers = Workers(hvd)
+    found = undisturbed(lambda: train(way, options.minutes), workers, anyway=True)
+    if hvd.rank() == 0:
+        sys.stdout.write(f"RESULT {json.dumps(found)}\n")
+    workers.barrier()
+
+
+if __name__ == "__main__":
+    main()
