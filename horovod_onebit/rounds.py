@@ -156,6 +156,11 @@ class Rounds:
         if self._freezing is not None:
             self._freezing.steps = NEVER
 
+    def resume(self, step: int) -> None:
+        """Moments are frozen after step number ``step``; a state that was loaded may not say since when. Local."""
+        if self._freezing is not None and self._freezing.steps == NEVER:
+            self._freezing.steps = step
+
     def thaw(self, step: int) -> None:
         """After step number ``step`` some frozen moments are not any more: they are to be frozen again. Local."""
         if self._freezing is not None:

@@ -21,8 +21,6 @@ from horovod_onebit.tf.meeting import meet
 
 ACCUMULATED = "onebit_accumulated"
 """In the names of variables with gradients that wait for the next step, each worker's own."""
-NOT_COMPARED = {"name", "learning_rate"}
-"""Of an optimizer's configuration: what Keras makes up, and what is compared by the value it has in a step."""
 COUNTERS = {
     "steps": "the number of optimizer steps (iterations)",
     "exact": "the number of warm-up steps that were taken",
@@ -57,7 +55,6 @@ class _Compared:
     """What a worker has compared last."""
 
     trained: tuple[int, ...]
-    clips: Mapping[str, object]
     rate: float
     counts: Mapping[str, int]
     checksums: Mapping[str, int]
@@ -69,7 +66,6 @@ class Agreement:
     def __init__(self, compressor: Compressor) -> None:
         self._compressor = compressor
         self._wrapping = str(compressor.optimizer._wrapping)
-        self._keys: list[str] | None = None
         self._rows: dict[tuple[int, ...], str] = {}
 
     def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
@@ -78,18 +74,18 @@ class Agreement:
         ``trained`` are the numbers of the variables; ``now`` has the learning rate, ``"rate"``, and by their names in
         ``COUNTERS`` those that decide what kind of step it is.
         """
-        compressor, optimizer = self._compressor, self._compressor.optimizer
-        # As a graph knows them, from its tracing.
-        clips = {f"{name} of this step": getattr(optimizer, name) for name in ("clipnorm", "global_clipnorm")}
+        compressor, wrapping = self._compressor, self._compressor.optimizer._wrapping
+        options = compressor.options_now() if wrapping.local is None else None  # which knows them since its step began
         names = [name for name in now if name != "rate"]
         last: list[_Compared] = []
 
         def record(rate: Any, *counters: Any) -> Any:
             counts = {name: int(counter) for name, counter in zip(names, counters, strict=True)}
+            compressor.options = options or compressor.options
             compressor.apart += 1  # on all workers, whatever one of them finds
             self._check(trained)
             found = self._count_and_compare(counts)
-            last[:] = [_Compared(tuple(trained), clips, float(rate), counts, found)]
+            last[:] = [_Compared(tuple(trained), float(rate), counts, found)]
             return self._record(last[0])
 
         inputs = [now["rate"], *(now[name] for name in names)]
@@ -154,19 +150,16 @@ class Agreement:
 
     def _record(self, now: _Compared) -> Any:
         compressor = self._compressor
-        rule = compressor.adapter.rule(compressor.optimizer, now.rate, 0.0, now.counts["exact"], 1.0)
-        setup = f"{list(now.counts.values())} {self._wrapping} {now.clips} {self._variables(now.trained)}"
+        rule = compressor.adapter.rule(compressor.options, now.rate, 0.0, now.counts["exact"], 1.0)
+        setup = f"{list(now.counts.values())} {self._wrapping} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
         fresh = compressor.coded is not None and compressor.coded.fresh
         return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else "", fresh=fresh)
 
     def _options(self) -> dict[str, object]:
-        """The wrapped optimizer's options as they are now."""
-        optimizer = self._compressor.optimizer
-        if self._keys is None:
-            self._keys = sorted(optimizer.wrapped_config().keys() - NOT_COMPARED)
+        """The wrapped optimizer's options in this step."""
         simple = (str, numbers.Number, type(None))  # what else there is may be written with its address
-        values = {key: getattr(optimizer, key, None) for key in self._keys}
+        values = self._compressor.options.known
         return {key: value if isinstance(value, simple) else type(value).__name__ for key, value in values.items()}
 
     def _variables(self, trained: tuple[int, ...]) -> str:
@@ -204,7 +197,7 @@ class Agreement:
             trained[f"the gradient of variable {i}, {name}"] = gradient
         counters = COUNTERS | ({"exact": "the number of local steps taken"} if wrapping.local is not None else {})
         progress = {counters[name]: value for name, value in now.counts.items()}
-        hyperparameters = {"the learning rate": np.float32(now.rate), **self._options(), **now.clips}
+        hyperparameters = {"the learning rate": np.float32(now.rate), **self._options()}
         sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
         return handshake.said(
             call,

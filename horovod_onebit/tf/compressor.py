@@ -42,12 +42,14 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
 from horovod_onebit.tf.moments import Moments
 from horovod_onebit.tf.place import Place, Placement
-from horovod_onebit.tf.rules import Adapter
+from horovod_onebit.tf.rules import Adapter, Options
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import FOREVER, AutoWarmup, Phase, unbiased
 from horovod_onebit.world import Residuals
 
 T = TypeVar("T")
+NOT_OPTIONS = {"name", "learning_rate"}
+"""Of an optimizer's configuration: what Keras makes up, and what has a value of its own in each step."""
 
 
 @dataclass(frozen=True)
@@ -136,6 +138,7 @@ class Compressor(RunState):
     Attributes:
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
+        options: of the optimizer, in the last step; see ``options_now``.
         place: where the last step was taken, if that is not the host's memory.
         apart: steps since the workers last had the same weights.
     """
@@ -169,6 +172,8 @@ class Compressor(RunState):
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.driver = self._make_driver(wrapping)
         self.moments = Moments(self)
+        self.options: Any = optimizer
+        self._option_names: list[str] | None = None
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
@@ -203,6 +208,14 @@ class Compressor(RunState):
     def compute(self, work: Callable[[], T]) -> T:
         """``work`` of a step, which may run the kernels: on the thread of their place."""
         return work() if self.place is None else self.place.compute(work)
+
+    def options_now(self) -> Options:
+        """The wrapped optimizer's hyperparameters, but for the learning rate, as they are now. Steps of a graph are
+        taken with those of its tracing."""
+        if self._option_names is None:
+            with tf.init_scope():
+                self._option_names = sorted(self.optimizer.wrapped_config().keys() - NOT_OPTIONS)
+        return Options(self.optimizer, self._option_names)
 
     @property
     def clips_norms(self) -> bool:
@@ -270,7 +283,7 @@ class Compressor(RunState):
     def decays(self, variable: Any) -> bool:
         """Whether the wrapped optimizer decays ``variable``; asked as Keras asks, which remembers the answer."""
         inside = variable.value if isinstance(variable, keras.Variable) else variable
-        return bool(self.optimizer.weight_decay) and self.optimizer._use_weight_decay(inside)
+        return bool(self.options.weight_decay) and self.optimizer._use_weight_decay(inside)
 
     def name_of(self, index: int, variable: Any) -> str:
         """Not its path: Keras numbers layers by how many there were before in this process."""
@@ -279,7 +292,7 @@ class Compressor(RunState):
     def observe(self, warmup: AutoWarmup, steps: Any, learning_rate: Any, seen: Any, norms: Any) -> int:
         """Show the run to the automatic warm-up; the number of exact steps that it wants now. ``norms`` are those of
         the second moments that have ``seen`` so much; empty if there are none."""
-        beta2, step = getattr(self.optimizer, "beta_2", 0.0), int(steps)
+        beta2, step = getattr(self.options, "beta_2", 0.0), int(steps)
         if warmup.wants(step):
             pairs = zip(np.array(norms), np.array(seen), strict=True)
             corrected = [unbiased(float(norm), beta2, int(count)) for norm, count in pairs]
@@ -329,10 +342,16 @@ class Compressor(RunState):
             self.unlearn()
 
     def _follow_recipe(self) -> None:
-        """The state is of a run with ``recipe="exact"``, and this one compresses, or the other way round: begin the
-        warm-up, with moments in plain form."""
+        """The state may be of a run with other arguments. A warm-up that is not over is as long as this run says. Of
+        ``recipe="exact"``, where this run compresses, or the other way round: begin the warm-up, with moments in plain
+        form."""
         optimizer, compresses = self.optimizer, self.optimizer._wrapping.compresses
-        if not optimizer.built or (int(optimizer._warmup_steps.value) == FOREVER) != compresses:
+        if not optimizer.built:
+            return
+        wanted = int(optimizer._warmup_steps.value)
+        if (wanted == FOREVER) != compresses:
+            if int(optimizer._exact_steps.value) < wanted:
+                optimizer._warmup_steps.assign(optimizer._wrapping.warmup.steps)
             return
         if compresses:
             self.take_plain()
@@ -549,9 +568,9 @@ class Compressor(RunState):
 
     def clipped(self, grad: Array) -> Array:
         """A gradient that ``clipvalue`` has seen: Keras clips after it has divided by ``loss_scale_factor``."""
-        if self.optimizer.clipvalue is None:
+        if self.options.clipvalue is None:
             return grad
-        limit = self.optimizer.clipvalue / self._factor
+        limit = self.options.clipvalue / self._factor
         if self.place is None:
             return np.clip(grad, -limit, limit)
         # tf.clip_by_value may make a number of NaN.
@@ -612,15 +631,15 @@ class Compressor(RunState):
 
     def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         """That of each variable, one for all that have the same: their scalars are made once."""
-        optimizer, progress = self.optimizer, now.progress
+        variables, options, progress = self.optimizer._trainable_variables, self.options, now.progress
         found: list[Rule] = []
         made: dict[tuple[float, int, float], Rule] = {}
         for index, factor in zip(now.indices, now.factors, strict=False):
-            decay = optimizer.weight_decay if self.decays(optimizer._trainable_variables[index]) else 0.0
+            decay = options.weight_decay if self.decays(variables[index]) else 0.0
             key = decay or 0.0, int(progress.seen[index]), factor
             if key not in made:
                 scale = factor * self._factor
-                made[key] = self.adapter.rule(optimizer, progress.learning_rate, decay, key[1], scale)
+                made[key] = self.adapter.rule(options, progress.learning_rate, decay, key[1], scale)
             found.append(made[key])
         return found
 
@@ -629,17 +648,17 @@ class Compressor(RunState):
         """By which a worker's gradient is multiplied, so that the mean over the workers is what the wrapped optimizer
         takes: a sum in place of a mean, without its loss scale."""
         workers = self.engine.collectives.size if self.sum_gradients else 1
-        return workers / (self.optimizer.loss_scale_factor or 1.0)
+        return workers / (self.options.loss_scale_factor or 1.0)
 
     def _clip_factors(self, squares: Array, count: int) -> Task[Sequence[float]]:
         """By which each of ``count`` gradients is clipped, the same on all workers: by the root mean square, over the
         workers, of the norms of their own gradients, whose ``squares`` are given."""
-        optimizer = self.optimizer
-        limit = optimizer.clipnorm or optimizer.global_clipnorm
+        options = self.options
+        limit = options.clipnorm or options.global_clipnorm
         if not limit:
             return [1.0] * count
         squares = squares.astype(np.float64) * self._factor**2
-        if optimizer.global_clipnorm:
+        if options.global_clipnorm:
             squares = squares.sum(keepdims=True)
         norms = yield from mean_norms(squares.astype(np.float32), self.engine.collectives, f"{self.engine.name}.norms")
         scales = np.minimum(1.0, limit / np.maximum(norms, 1e-30))
@@ -666,13 +685,14 @@ class Compressor(RunState):
 
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
-        return run_state.counts(self.engine, self.optimizer._wrapping.warmup)
+        return run_state.counts(self.engine, self.optimizer._wrapping.warmup) | {"beta2": self.moments.decay}
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave. Local; on all workers alike."""
         self.forget()
         self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
+        self.moments.decay = counts.get("beta2")  # earlier versions save none
 
     def check_built(self) -> None:
         """Raise ``ConfigurationError`` if the optimizer does not know its variables yet."""

@@ -107,7 +107,11 @@ class KerasState(ObjectState):
             self._left = engine.leave_world(self._left)
         if compressor.coded is not None:
             compressor.coded.forget_world()
+        waiting = getattr(compressor.optimizer, "_accumulated", [])
+        sums = [np.array(total, np.float32) for total in waiting]
         broadcast_variables(shared(self._variables()))
+        for total, own in zip(waiting, sums, strict=True):  # of the workers that are left, in the next step's mean
+            total.assign(tf.cast(hvd.allreduce(tf.constant(own), op=hvd.Average), total.dtype))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
         if optimizer.phase is Phase.COMPRESSED:
             alone = optimizer._wrapping.local is not None  # small variables have residuals, too

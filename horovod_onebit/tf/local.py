@@ -30,6 +30,7 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
+from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import make
@@ -146,6 +147,8 @@ class LocalSteps(Compressor):
             )
         if self.edits:
             self.begin_again(self.edits if self.moments.moved is None else ())
+        if self.adapter.frozen(self.optimizer):
+            self.rounds.resume(self.steps)
         self._members, self._values = indices, values
         try:
             yield from self.driver.begin_round()
@@ -222,8 +225,8 @@ class LocalSteps(Compressor):
         frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
         if not frozen or adam is None:
             return {}
-        decays = (0.0, self.optimizer.weight_decay or 0.0)
-        rules: list[Any] = [adam.rule(self.optimizer, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        decays = (0.0, self.options.weight_decay or 0.0)
+        rules: list[Any] = [adam.rule(self.options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
         variables = [self.optimizer._trainable_variables[i] for i in self._members]
         both = zip(variables, self.tensors, strict=True)
         return {tensor.name: FrozenAdam(adam=rules[self.decays(variable)]) for variable, tensor in both}
@@ -243,7 +246,7 @@ class LocalSteps(Compressor):
 
     def second_moments(self) -> list[Moment]:
         steps = self.rounds.own_steps(self.steps)
-        beta2, seen, found = self.optimizer.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
+        beta2, seen, found = self.options.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
         for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
             count = max(int(seen[i]), 1)
             value = view(variance) / np.float32(1 - beta2**count)
@@ -252,7 +255,7 @@ class LocalSteps(Compressor):
 
     def freeze(self, of: int, second: Array) -> None:
         _, values = self.second
-        values[of] = self._memory.copy(second * np.float32(1 - self.optimizer.beta_2**self._number))
+        values[of] = self._memory.copy(second * np.float32(1 - self.options.beta_2**self._number))
         self.second = self._number, values
 
     # -- what the graph calls -------------------------------------------------------------------------------------
@@ -413,6 +416,11 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
     steps: LocalSteps = optimizer._compressor
     variables = [v for _, v in pairs]
     indices = tuple(optimizer._get_variable_index(v) for v in variables)
+    options = steps.options_now()
+
+    def begun() -> bool:
+        steps.options = options
+        return steps.begun(indices)
 
     def begin() -> None:
         def work(*values: Any) -> Task[None]:
@@ -425,7 +433,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         optimizer._iterations.assign_add(1)  # or learning rates that follow it would part
 
     with in_order():
-        cond(host_value(lambda: steps.begun(indices), [], tf.bool), lambda: None, begin)
+        cond(host_value(begun, [], tf.bool), lambda: None, begin)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in pairs])
         rate, number = (
             tf.convert_to_tensor(optimizer.learning_rate),
@@ -445,7 +453,8 @@ def _step(optimizer: Any, variables: Sequence[Any], own_step: Callable[[], None]
     """The wrapped optimizer's step, by ``update`` once its second moments are frozen."""
     steps: LocalSteps = optimizer._compressor
     if tf.executing_eagerly():
-        steps.moments.check_decay()  # as the agreement does when a round ends
+        with told(optimizer._wrapping.process_set):
+            steps.moments.check_decay()  # as the agreement does when a round ends
 
     def frozen_step() -> None:
         steps.takes_frozen = True

@@ -40,6 +40,7 @@ class Owner(Protocol):
 
     optimizer: Any
     adapter: Any
+    options: Any
     engine: Any
     collectives: Any
 
@@ -60,7 +61,7 @@ class Moments:
         self._compressor = compressor
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
-        self._decay: float | None = None  # beta_2 of the last step that changed them
+        self.decay: float | None = None  # beta_2 of the last step that changed them, if it is known
         self.moved: int | None = None  # what ``iterations`` was before somebody has set it
 
     @property
@@ -68,13 +69,15 @@ class Moments:
         return self._compressor.optimizer
 
     def build(self) -> None:
-        """Add the variables. Moments that are there already are those of a plain optimizer."""
+        """Add the variables. Moments that are there already are those of a plain optimizer, unless what they have seen
+        is restored by TensorFlow with them, as the variables are made."""
         optimizer = self._optimizer
         shape = (len(optimizer._trainable_variables),)
         optimizer._seen = optimizer.add_variable(shape, dtype="int64", name="onebit_seen")
         optimizer._marks = optimizer.add_variable(shape, dtype="int64", name="onebit_marks")
         with tf.init_scope():  # Keras's LossScaleOptimizer builds what it wraps within a graph
-            optimizer._seen.assign(self._of_plain())
+            if not np.array(optimizer._seen.value).any():
+                optimizer._seen.assign(self._of_plain())
 
     def variance(self, index: int) -> Any:
         """The Keras variable that holds the second moment of variable number ``index``; None if there is none."""
@@ -119,8 +122,9 @@ class Moments:
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] not in (0, taken):
-                decay = optimizer.beta_2 if self._decay is None else self._decay
-                factor = (1 - optimizer.beta_2**taken) / (1 - decay ** int(seen[i]))
+                beta2 = compressor.options.beta_2
+                decay = beta2 if self.decay is None else self.decay
+                factor = (1 - beta2**taken) / (1 - decay ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
 
     def make_plain(self, edited: Collection[int] = ()) -> None:
@@ -144,20 +148,21 @@ class Moments:
 
     def forget(self) -> None:
         """The state was replaced as a whole: what the last step left is no longer there."""
-        self._held, self._probes, self._decay, self.moved = {}, {}, None, None
+        self._held, self._probes, self.decay, self.moved = {}, {}, None, None
 
     def check_decay(self) -> None:
         """Raise if ``beta_2`` has changed since the second moments are frozen, whose bias is corrected by it. Eager."""
-        moments, optimizer = self._compressor.adapter.moments, self._optimizer
-        if moments is None:
+        compressor = self._compressor
+        if compressor.adapter.moments is None:
             return
-        if self._decay is None or not self._compressor.adapter.freezes(optimizer):
-            self._decay = optimizer.beta_2
-        if optimizer.beta_2 != self._decay:
+        now = float(compressor.options.beta_2)
+        if self.decay is None or not compressor.adapter.freezes(self._optimizer):
+            self.decay = now
+        if now != self.decay:
             raise ConfigurationError(
-                f"optimizer.beta_2={optimizer.beta_2!r}, and {self._decay!r} when the second moments, whose bias it "
-                f"corrects, were frozen: expected it to stay, set it back to {self._decay!r}. The other "
-                "hyperparameters may change"
+                f"optimizer.beta_2={now!r}, and {self.decay!r} when the second moments, whose bias it corrects, were "
+                f"frozen: expected it to stay. Set it back to {self.decay!r} and, if the step was traced, as in fit, "
+                "call model.compile again"
             )
 
     def count(self, steps: int, since: int, *, warm: bool) -> None:

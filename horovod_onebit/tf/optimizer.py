@@ -211,7 +211,7 @@ class _DistributedOptimizer(_Wrapped):
                 others, also = self._average(large)
                 means, rest = means + others, rest + [v for _, v in large]
                 taken, factors = self._warmup_step([], means, tf.reduce_all([finite, agreed, also]), elements)
-            cond(taken, lambda: self._finish(means, factors, rest), whole=True)
+            cond(taken, lambda: self._finish(means, factors, rest, [v for _, v in large]), whole=True)
 
     def _average(self, large: list[tuple[Any, Any]]) -> tuple[list[Any], Any]:
         """The averages of the gradients ``large`` in the warm-up, and whether they are finite, on all workers alike."""
@@ -310,8 +310,9 @@ class _DistributedOptimizer(_Wrapped):
         cond(taken, keep, whole=True)
         return taken, factors
 
-    def _finish(self, means: list[Any], factors: Any, variables: list[Any]) -> None:
-        """The exact variables' update and what follows every step, by the wrapped optimizer itself."""
+    def _finish(self, means: list[Any], factors: Any, variables: list[Any], large: list[Any]) -> None:
+        """The update of the exact ``variables`` and what follows every step, by the wrapped optimizer itself; for those
+        in ``large`` that are compressed, too."""
         means = self._scaled(means, factors)
         with self._without("clipnorm", "global_clipnorm", "loss_scale_factor", *self._averages_itself):
             if variables:
@@ -320,9 +321,8 @@ class _DistributedOptimizer(_Wrapped):
             else:
                 self._backend_apply_gradients([], [])  # what follows every step: the moving average
                 self._iterations.assign_add(1)
-        compressed = (v for v in self._trainable_variables if self._compressor.is_compressed(v))
-        for v in compressed:
-            if v.constraint is not None:
+        for v in large:
+            if self._compressor.is_compressed(v) and v.constraint is not None:
                 v.assign(v.constraint(v))
         if self._averages_itself:
             cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights)
@@ -390,6 +390,9 @@ class _DistributedOptimizer(_Wrapped):
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
             announce("the end of fit", process_set, remark=STOPPED if model.stop_training else "")
+        if self._averages_itself:  # Keras replaces the weights by the average: not within a round
+            self.flush()
+            self._average_weights()
         super().finalize_variable_values(var_list)
 
     @property
@@ -565,7 +568,7 @@ def DistributedOptimizer(
             of its class.
         warmup_steps: steps before compression starts, which are the optimizer's own with the mean gradient, as
             ``Recipe.warmup`` says; a share of ``total_steps`` below 1; or ``"auto"``, the default, which starts
-            compression when the learning rate no longer rises and the second moment is stable, but at most 200 steps
+            compression when the learning rate no longer rises and the second moment is stable, but at most 210 steps
             after that rise. (A model that was saved by Keras before that looks at both afresh
             once it is loaded; ``save_checkpoint`` saves what was seen.)
         total_steps: optimizer steps of the whole run, where ``warmup_steps`` is a share of them.

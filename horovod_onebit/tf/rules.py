@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from pkgutil import resolve_name
 from typing import Any
@@ -15,6 +15,19 @@ from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Stepwise
+
+
+class Options:
+    """The hyperparameters ``names`` of ``optimizer`` as they are now. A graph has those that it was traced with, as
+    Keras's own steps in it have. All other attributes are the optimizer's."""
+
+    def __init__(self, optimizer: Any, names: Iterable[str]) -> None:
+        self._optimizer = optimizer
+        self.known = {name: getattr(optimizer, name, None) for name in names}
+
+    def __getattr__(self, name: str) -> Any:
+        known = self.__dict__.get("known", {})
+        return known[name] if name in known else getattr(self._optimizer, name)
 
 
 class Adapter:
@@ -78,7 +91,8 @@ class Adapter:
         return bool(self.wraps.fixed.get("velocity", False))
 
     def options(self, optimizer: Any, seen: int) -> dict[str, Any]:
-        """The rule's fields, besides those that differ between steps and variables."""
+        """The rule's fields, besides those that differ between steps and variables. ``optimizer``: or its
+        ``Options``."""
         return {name: getattr(optimizer, option) for name, option in self.wraps.options.items()}
 
     def rule(self, optimizer: Any, learning_rate: float, weight_decay: float, seen: int, scale: float) -> Rule:

@@ -66,6 +66,54 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
     assert_replicas_equal(again)
 
 
+def test_a_run_whose_second_moments_are_frozen_keeps_its_beta_2(folder):
+    model = compiled("adamw", "robust")
+    fit(model, 6)
+    onebit.save_checkpoint(folder, model)
+    again = compiled("adamw", "robust", seed=5)
+    again.optimizer.beta_2 = 0.99
+    onebit.load_checkpoint(folder, again)
+    with pytest.raises((ConfigurationError, tf.errors.OpError), match=r"beta_2=0\.99, and 0\.999 when"):
+        fit(again, 1, start=6)
+    again.optimizer.beta_2 = 0.999
+    again.compile(optimizer=again.optimizer, loss=LOSS)
+    fit(again, 1, start=6)
+    assert_replicas_equal(again)
+
+
+@pytest.mark.parametrize("how", ["checkpoint", "weights"])
+@pytest.mark.parametrize(("first", "then"), [("auto", 8), (12, 8), (12, "auto"), (12, 4)])
+def test_the_warm_up_of_a_resumed_run_is_as_long_as_that_says(folder, how, first, then):
+    model, again = (build(seed) for seed in (0, 5))
+    for one, warmup in ((model, first), (again, then)):
+        one.compile(optimizer=wrap(OPTIMIZERS["adamw"](), warmup_steps=warmup), loss=LOSS)
+        one.optimizer.build(one.trainable_variables)
+    fit(model, 6)
+    if how == "checkpoint":
+        onebit.save_checkpoint(folder, model)
+        onebit.load_checkpoint(folder, again)
+    else:
+        again.optimizer.set_weights([np.array(v) for v in model.optimizer.variables])
+        again.set_weights(model.get_weights())
+    phases = []
+    for step in range(6, 14):
+        phases.append(str(again.optimizer.phase))
+        fit(again, 1, start=step)
+    ends = {8: 8, 4: 6, "auto": 99}[then]
+    assert phases == ["compressed" if step >= ends else "warmup" for step in range(6, 14)]
+    assert_replicas_equal(again)
+
+
+def test_tensorflows_checkpoint_may_be_restored_before_the_optimizer_is_built(folder):
+    model, again = compiled("adam", "robust"), compiled("adam", "robust", seed=5)
+    fit(model, 8)
+    saved = tf.train.Checkpoint(model=model, optimizer=model.optimizer).save(str(folder / f"{RANK}"))
+    tf.train.Checkpoint(model=again, optimizer=again.optimizer).restore(saved)
+    again.optimizer.build(again.trainable_variables)
+    for one, other in zip(model.optimizer.variables, again.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
 @pytest.mark.parametrize("how", ["plain", "compiled"])
 def test_one_process_loads_the_weights_alone(folder, how):
     """For inference: no other worker takes part. What fails changes nothing."""

@@ -265,15 +265,57 @@ def test_iterations_that_are_set_are_followed(name):
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_beta_2_that_changes_once_moments_are_frozen_is_refused(kind, graph):
     model, optimizer = made(kind)
-    train(model, optimizer, 12, graph=graph)
+
+    def steps(count, start):
+        step = step_of(model, optimizer)
+        step = tf.function(step) if graph else step  # traced anew
+        for number in range(start, start + count):
+            step(*map(tf.convert_to_tensor, batch(number)))
+
+    steps(12, 0)
     optimizer.beta_2 = 0.99
-    with pytest.raises((ConfigurationError, tf.errors.OpError), match=r"beta_2=0\.99, and 0\.999 when .* set it back"):
-        train(model, optimizer, 2, start=12, graph=graph)
+    with pytest.raises((ConfigurationError, tf.errors.OpError), match=r"beta_2=0\.99, and 0\.999 when .*Set it back"):
+        steps(4, 12)
     optimizer.beta_2 = 0.999
     optimizer.beta_1 = 0.8  # the others may change
-    train(model, optimizer, 4, start=14, graph=graph)
+    steps(4, 16)
     optimizer.flush()
     assert_replicas_equal(model)
+
+
+CHANGED = {
+    "beta_1": 0.5,
+    "beta_2": 0.9,
+    "epsilon": 1e-2,
+    "weight_decay": 0.5,
+    "clipvalue": 1e-4,
+    "global_clipnorm": 1e-3,
+}
+
+
+@pytest.mark.parametrize("at", [2, 8])
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_graph_keeps_the_hyperparameters_that_it_was_traced_with(kind, at):
+    found = []
+    for changed in (False, True):
+        model, optimizer = made(kind, "adamw")
+        train(model, optimizer, at, graph=True)
+        for name, value in CHANGED.items() if changed else ():
+            setattr(optimizer, name, value)
+        train(model, optimizer, 12 - at, start=at, graph=True)
+        optimizer.flush()
+        found.append(weights(model))
+    np.testing.assert_array_equal(*found)
+    assert_replicas_equal(model)
+
+
+def test_an_eager_step_follows_the_hyperparameters():
+    model, optimizer = made("one bit", "adamw")
+    train(model, optimizer, 8)
+    before, optimizer.weight_decay = kernels(model), 100.0
+    optimizer.learning_rate = 1e-2
+    train(model, optimizer, 1, start=8)
+    assert np.abs(kernels(model)).mean() < 0.2 * np.abs(before).mean()
 
 
 def test_a_beta_2_that_changes_before_the_freeze_is_followed():

@@ -271,9 +271,14 @@ def test_a_saved_model_goes_on(folder):
     model.save(path)
     again = keras.saving.load_model(path)
     assert again.optimizer._wrapping.schedule == SHORT
-    for step in range(6, 12):
+    assert int(again.optimizer._frozen) == 6
+    frozen = [np.array(v) for v in again.optimizer._velocities]
+    for step in range(6, 20):  # they are not frozen once more
         again.train_on_batch(*batch(step))
     again.optimizer.flush()
+    assert int(again.optimizer._frozen) == 6
+    for before, velocity in zip(frozen, again.optimizer._velocities, strict=True):
+        np.testing.assert_array_equal(before, velocity)
     assert_replicas_equal(again)
 
 
@@ -423,6 +428,24 @@ def test_the_moving_average_is_of_the_weights_that_all_have(graph):
         np.testing.assert_allclose(average, value, atol=1e-6)
         rows = hvd.allgather(np.array(average)[None], name="average").numpy()
         assert (rows == rows[0]).all()
+
+
+@pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])
+def test_a_fit_that_ends_within_a_round_leaves_the_average_of_what_all_have(schedule):
+    model = build()
+    optimizer = local(keras.optimizers.Adam(3e-3, use_ema=True, ema_momentum=0.9), schedule)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(15)), strict=True))
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0)]
+    for _ in range(2):
+        model.fit(x, y, batch_size=16, shuffle=False, verbose=0, callbacks=callbacks)
+        assert_replicas_equal(model)
+        for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
+            np.testing.assert_array_equal(average, v)
+    optimizer.flush()  # nothing is left of the round
+    for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
+        np.testing.assert_array_equal(average, v)
+    assert_replicas_equal(model)
 
 
 def test_weights_are_overwritten_by_their_average_on_all_workers_alike():

@@ -179,6 +179,24 @@ def test_a_worker_that_is_lost_while_an_elastic_state_is_shared(exchange, call, 
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("scaled", [False, True])
+def test_gradients_that_wait_are_those_of_all_workers_after_an_elastic_sync(scaled):
+    model, plain = build(), OPTIMIZERS["adam"]()
+    plain = keras.optimizers.LossScaleOptimizer(plain, initial_scale=4.0) if scaled else plain
+    optimizer = onebit.DistributedOptimizer(plain, warmup_steps=2, backward_passes_per_step=2)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    for number in range(5):  # the last one is the first of two passes
+        model.train_on_batch(*batch(number))
+    waiting = optimizer._compressor.optimizer._accumulated
+    means = [hvd.allreduce(v.value).numpy() for v in waiting]
+    assert any(mean.any() for mean in means)
+    elastic.KerasState(model).sync()
+    for total, mean in zip(waiting, means, strict=True):
+        np.testing.assert_allclose(total, mean, rtol=1e-5, atol=1e-7)
+    model.train_on_batch(*batch(5))
+    assert_replicas_equal(model)
+
+
 def test_configurations_of_earlier_versions_load():
     optimizer = wrap(OPTIMIZERS["adam"](), recipe="paper")
     config = optimizer.get_config()
