@@ -180,7 +180,7 @@ class Agreement:
             self._threads.leave()
         if verdict.edited:
             self.gradients.send_late("gradients change between backward() and step()", averages=True)
-            if self._parameters.phase is Phase.COMPRESSED:
+            if self._parameters.phase is Phase.COMPRESSED or verdict.early:
                 self.gradients.cancel(by_all=True)
                 raise ConfigurationError(
                     f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "

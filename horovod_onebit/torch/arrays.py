@@ -85,6 +85,12 @@ class Placement:
             raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         self._told = False
         self._places: dict[torch.device, Place] = {}
+        self._current = -1
+        self.look()
+
+    def look(self) -> None:
+        """See which GPU is the current one. In the hooks of a backward pass it is always that of the gradient."""
+        self._current = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
 
     def of(self, p: torch.Tensor) -> Place | None:
         """Where ``p`` is worked on; None is the host's memory. A GPU that was found to work is not asked again."""
@@ -116,7 +122,7 @@ class Placement:
             return "Numba simulates"
         if fault := self._cuda.fault():
             return str(fault)
-        if p.is_cuda and p.device.index != torch.cuda.current_device():
+        if p.is_cuda and p.device.index != self._current:
             return "its GPU is not the current one: call torch.cuda.set_device(local_rank) first"
         return ""
 

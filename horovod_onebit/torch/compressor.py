@@ -132,7 +132,7 @@ class Steps(RunState):
 
     def sizes(self) -> dict[str, int]:
         """Of all parameters that may have residuals, those that are gone included."""
-        return {name: p.numel() for p, name in self.parameters.names.items()}
+        return {name: p.numel() for p, name in self.parameters.all_names()}
 
     def load_residuals(self, saved: Residuals) -> None:
         super().load_residuals(saved)
@@ -249,6 +249,7 @@ class Compressor(Steps):
                 yield from self.flush()
         if gone := self.parameters.forget_gone():
             self.gradients.forget(gone)
+            self.parameters.let_go(gone)
 
     # -- before a step --------------------------------------------------------------------------------------------
 
@@ -302,7 +303,10 @@ class Compressor(Steps):
     def clip_grad_norm_(self, max_norm: float) -> float:
         """Scale all gradients, which were synchronized, alike on all workers; returns their norm before."""
         grads = [p.grad for p in self.parameters.exact_steps if p.grad is not None]
-        squares = float(sum(g.detach().double().square().sum() for g in grads))
+        totals: dict[torch.device, Any] = {}
+        for g in grads:
+            totals[g.device] = totals.get(g.device, 0) + g.detach().double().square().sum()
+        squares = float(sum(map(float, totals.values())))
         norm = math.sqrt(squares)
         if self.parameters.phase is Phase.COMPRESSED:
             collectives = self.engine.collectives
@@ -381,14 +385,15 @@ class Compressor(Steps):
     def average(self, verdict: Verdict) -> Task[bool]:
         if self.gradients.automatic and not self._now.settled:
             yield from self.gradients.average(again=bool(verdict.edited), certain=verdict.certain)
-        return all_finite(self._exact())  # of averages, so that all workers see the same
+        exact = self._exact()
+        if self._now.loss_scale is not None:
+            unscale(exact, self._now.loss_scale)
+        return all_finite(exact)  # of averages, so that all workers see the same
 
     def _exact(self) -> list[torch.Tensor]:
         """What is averaged in this step."""
         exact = self._now.exact = self.parameters.exact()
         self.parameters.forget_frozen()
-        if self._now.loss_scale is not None:
-            unscale(exact, self._now.loss_scale)
         return exact
 
     def skip(self) -> None:
@@ -411,7 +416,9 @@ class Compressor(Steps):
 
     def start_exact(self) -> Task[bool]:
         self._now.compresses = True
-        return self.gradients.means.fused(self._exact(), self.gradients.generation)  # unscaled: scales may differ
+        means, now = self.gradients.means, self._now
+        # Unscaled before: scales may differ. The gradients themselves are not, in case the workers refuse the step.
+        return means.fused(self._exact(), self.gradients.generation, now.loss_scale)
 
     def own_gradients(self) -> Mapping[int, Array]:
         return self.parameters.gradients()

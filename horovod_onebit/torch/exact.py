@@ -78,15 +78,19 @@ class ByName:
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
 
-    def fused(self, exact: Sequence[torch.Tensor], generation: str) -> Task[bool]:
-        """Start one allreduce for each dtype of ``exact``, which stay so after the warm-up. The task waits; their
-        gradients are then means, or sums. Returns whether all are finite. Collective."""
-        by_dtype: dict[torch.dtype, list[torch.Tensor]] = {}
+    def fused(self, exact: Sequence[torch.Tensor], generation: str, loss_scale: float | None = None) -> Task[bool]:
+        """Start one allreduce for each dtype and device of ``exact``, which stay so after the warm-up, of gradients
+        that are divided by ``loss_scale``. The task waits; their gradients are then means, or sums. Returns whether all
+        are finite. Collective."""
+        groups: dict[Any, list[torch.Tensor]] = {}
         for p in exact:
-            by_dtype.setdefault(p.dtype, []).append(p)
-        started = [
-            (group, *self.allreduce(_flat(group), f"exact.{generation}.{dtype}")) for dtype, group in by_dtype.items()
-        ]
+            groups.setdefault((p.dtype, p.device), []).append(p)
+        started = []
+        for number, group in enumerate(groups.values()):
+            flat = _flat(group)
+            if loss_scale is not None:
+                flat *= 1.0 / loss_scale
+            started.append((group, *self.allreduce(flat, f"exact.{generation}.{number}")))
         return self._store(started)
 
     def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import threading
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -105,6 +106,7 @@ class Gradients:
         self.where = Where.NOWHERE
         self.automatic = True
         self.passes = arguments.backward_passes_per_step
+        self._lock = threading.Lock()
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self.means = exact.means(arguments, engine, parameters.names)
@@ -138,6 +140,7 @@ class Gradients:
         self._forget_coded(parameters)
         for p in parameters:
             self._watched.pop(p, None)
+            self._marks.pop(p, None)
             self.means.forget(p)
             release(p, self)
 
@@ -156,7 +159,11 @@ class Gradients:
 
     @untraced
     def computed(self, p: torch.Tensor) -> None:
-        """The hook: a backward pass has added to the gradient of ``p``."""
+        """The hook: a backward pass has added to the gradient of ``p``. Those of several GPUs call it at once."""
+        with self._lock:
+            self._computed(p)
+
+    def _computed(self, p: torch.Tensor) -> None:
         left = self._watched[p] - 1
         if left < 0:
             raise AssertionError(
@@ -246,6 +253,8 @@ class Gradients:
         changed = [p for p, mark in self._marks.items() if mark.differs(p.grad)]
         self._proven |= bool(self._marks) and not changed
         if parameters.phase is Phase.WARMUP:
+            if plan is not None:  # by the first gradient it was a compressed step, whose messages have left
+                return True
             if self._noticed is not None and self._noticed != self._surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
             stale = self.means.stale(self._exact)
@@ -373,6 +382,10 @@ class Gradients:
         """What is under way is dropped: by all workers, which refuse the step that was begun and keep their gradients;
         or by this one, which has loaded another state. Local."""
         self._cancel(by_all=by_all, restore=by_all)
+        if by_all:  # those whose states were edited since have no residuals
+            parameters = self._parameters
+            gone = [p for p in parameters.exact_steps if p not in parameters.bindings]
+            self._engine.feedback.reset([parameters.names[p] for p in gone])
         self._clear()
 
     @torch.no_grad()

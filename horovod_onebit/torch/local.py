@@ -242,13 +242,15 @@ class LocalParameters(Parameters):
         """Take a step by these rules; without a gradient there is none, as in the wrapped optimizer."""
         context = self.engine.context
         trained = [b for b in self.bindings.values() if b.tensor.name in rules and b.p.grad is not None]
-        with context.kernels.batch():
-            for binding in trained:
-                if not binding.in_place:
-                    binding.pull()
+        for binding in trained:
+            if not binding.in_place:
+                binding.pull()
                 rules[binding.tensor.name].local_step(binding.tensor, binding.grad(), context)
-                if not binding.in_place:
-                    binding.push()
+                binding.push()
+        grads = [(binding.tensor, binding.grad()) for binding in trained if binding.in_place]
+        with context.kernels.batch():  # a GPU's kernels run when it ends
+            for tensor, grad in grads:
+                rules[tensor.name].local_step(tensor, grad, context)
         if trained:
             add_to_all([binding.state["step"] for binding in trained], 1)
 
@@ -489,6 +491,7 @@ class _Step:
     ) -> None:  # fmt: skip
         self._parameters, self._own_step, self._closure, self._scale = parameters, own_step, closure, loss_scale
         self.result: Any = None
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # the weights, of LBFGS
 
     def take(self, rules: Frozen) -> bool:
         """See ``Driver.local_step``."""
@@ -508,6 +511,7 @@ class _Step:
                 with without_gradients([p for p, b in parameters.bindings.items() if b.tensor.name in rules]):
                     self._own_step(None)
         except _NotFinite:
+            self._take_back()
             return False
         return True
 
@@ -516,7 +520,17 @@ class _Step:
         self.result = self._closure() if self._closure is not None else None
         if not all_finite(self._trained):
             raise _NotFinite
+        if isinstance(self._parameters.optimizer, torch.optim.LBFGS) and not self._before:  # it moves, and calls again
+            self._before = {p: p.detach().clone() for p in self._parameters.bindings}
         return self.result
+
+    @torch.no_grad()
+    def _take_back(self) -> None:
+        """The weights are those of before. What LBFGS has learned of the curvature is not: it begins anew."""
+        for p, before in self._before.items():
+            p.copy_(before)
+        if isinstance(self._parameters.optimizer, torch.optim.LBFGS):
+            self._parameters.optimizer.state.clear()
 
 
 class LocalSteps(Steps):
@@ -572,6 +586,7 @@ class LocalSteps(Steps):
         self.gradients.forget(gone)
         for p in gone:
             self.parameters.kept.pop(p, None)
+        self.parameters.let_go(gone)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 

@@ -150,14 +150,13 @@ class _DistributedOptimizer:
     @contextmanager
     def _scaling(self) -> Iterator[tuple[bool, float | None]]:
         """Whether a GradScaler is used, and by what gradients still have to be divided. It leaves both here for the
-        time of a step, and the wrapped optimizer must not act on them a second time."""
+        time of a step, and the wrapped optimizer must not act on them a second time. After an error it would not take
+        them away, and in the next step multiply by them."""
         names = ("grad_scale", "found_inf")
         left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
         scale = left.get("grad_scale")
-        try:
-            yield bool(left), None if scale is None else float(scale)
-        finally:
-            self.__dict__.update(left)
+        yield bool(left), None if scale is None else float(scale)
+        self.__dict__.update(left)
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
@@ -277,8 +276,8 @@ class _DistributedOptimizer:
     @outside_inference
     def state_dict(self) -> dict[str, Any]:
         """The wrapped optimizer's state, and as option ``"horovod_onebit"`` of the first group the warm-up's progress.
-        It is the same on all workers, so that saving worker 0's is enough. The error feedback is not in it: see
-        ``feedback_state_dict``."""
+        It is the same on all workers, so that saving worker 0's is enough; with ``Local``, each worker has moments of
+        its own until they are frozen, or always. The error feedback is not in it: see ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
         self._parameters.export(state)
@@ -398,7 +397,7 @@ def DistributedOptimizer(
         warmup_steps: optimizer steps that are the optimizer's own with the mean gradient, which travels as
             ``Recipe.warmup`` says; step ``warmup_steps + 1`` is compressed. A number below 1 is a share of
             ``total_steps``. ``"auto"``, the default, starts compression when the learning rate no longer rises and the
-            second moment is stable, but at most 200 steps after that rise.
+            second moment is stable, but at most 210 steps after that rise.
         schedule: ``horovod_onebit.torch.ZeroOne(...)`` makes Adam 0/1 Adam; a ``Stepwise`` of your own says what Adam's
             steps send. With ``horovod_onebit.torch.Local(...)``, ``optimizer`` may be any; each worker takes its steps
             alone, and the changes of the weights are exchanged after some. With ``horovod_onebit.torch.Gradients()``,

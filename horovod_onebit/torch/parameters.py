@@ -14,6 +14,7 @@ from itertools import count as numbers_from
 from typing import Any, TypeVar
 
 import torch
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit import replicas
 from horovod_onebit.checks import flag, matching
@@ -90,6 +91,7 @@ class Parameters:
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
+        self._gone = WeakTensorKeyDictionary()  # the names of those that are, as long as somebody has them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
         self._beta2: dict[torch.Tensor, float] = {}  # of second moments that are frozen, when they were
@@ -165,6 +167,7 @@ class Parameters:
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
+        self.placement.look()
         fresh: list[tuple[Group, torch.Tensor, str]] = []
         known = set(map(id, self.exact_steps))
         names: set[str] | None = None  # that are taken
@@ -172,7 +175,7 @@ class Parameters:
             for position, p in enumerate(group["params"]):
                 if id(p) in known or not p.requires_grad:
                     continue
-                if (name := self.names.get(p)) is None:
+                if (name := self.names.get(p) or self._gone.get(p)) is None:
                     names = {self.names[p] for p in self.exact_steps} if names is None else names
                     name = _new_name(group, index, position, names)
                     names.add(name)
@@ -182,6 +185,7 @@ class Parameters:
                 fresh.append((group, p, name))
         for group, p, name in fresh:
             self.names[p] = name
+            self._gone.pop(p, None)
             if self.seen(p) is not None:
                 self._take_back(group, p)
             self._init_state(group, p)
@@ -202,12 +206,24 @@ class Parameters:
             self.bindings.pop(p, None)
             self._marks.pop(p, None)
             self._beta2.pop(p, None)
+            self._zeros.pop(p, None)
             self.unstarted.discard(p)
             del self.exact_steps[p]
             self.engine.feedback.discard(self.names[p])
         if gone:
             self.changed()
         return gone
+
+    def let_go(self, gone: Iterable[torch.Tensor]) -> None:
+        """Everybody has forgotten the parameters ``gone``: keep none of them in memory. One that comes back has its
+        name again."""
+        for p in gone:
+            self._gone[p] = self.names.pop(p)
+
+    def all_names(self) -> list[tuple[torch.Tensor, str]]:
+        """Of all parameters; first those that were taken out of the groups and are still somewhere, whose names others
+        may have now."""
+        return [*self._gone.items(), *self.names.items()]
 
     def _init_state(self, group: Group, p: torch.Tensor) -> None:
         """Give ``p`` the state that its first step would make, so that all workers have the same."""

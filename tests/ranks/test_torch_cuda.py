@@ -328,6 +328,27 @@ def test_zero_one_adam(space, decoupled, gathered):
     torch.testing.assert_close(*trained, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64, torch.float32])
+def test_local_steps_after_the_freeze_move_weights_of_every_dtype(dtype):
+    """They are copied to float32 and back, but for those of float32."""
+    schedule, trained = onebit.Local(every=4, doubling=0, freeze=4), []
+    for kernels in ("cpu", "cuda"):
+        model = Small(dtype)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        named = list(model.named_parameters())
+        optimizer = onebit.DistributedOptimizer(optimizer, named, schedule=schedule, recipe=RECIPE, kernels=kernels)
+        train(model, optimizer, 6)
+        assert uses_kernels(optimizer) == (kernels == "cuda")
+        before = weights(model)
+        train(model, optimizer, 1, start=6)
+        assert not torch.equal(before, weights(model))
+        train(model, optimizer, 9, start=7)
+        assert_replicas_equal(model)
+        trained.append(weights(model).cpu())
+    close = 0.05 if dtype is torch.bfloat16 else 1e-4
+    torch.testing.assert_close(*trained, rtol=close, atol=close)
+
+
 def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
     model = Small()
     optimizer = wrap(model, "cuda")

@@ -207,6 +207,30 @@ def test_a_state_that_is_cleared_before_the_first_step(mode):
     run.check()
 
 
+@pytest.mark.parametrize("call", ["step", "synchronize", "clip_grad_norm_"])
+def test_a_state_that_is_cleared_after_the_backward_pass(call):
+    """Messages have left then, unless they leave in ``step``: all workers take them back, and the step may be taken."""
+    found = []
+    for overlap in (True, False):
+        model = Net()
+        plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=12, overlap=overlap)
+        for step in range(40):
+            x, y = batch(step)
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if step == 20:
+                assert optimizer._compressor.engine.under_way == overlap
+                optimizer.state.clear()
+                if overlap:
+                    with pytest.raises(ConfigurationError, match="between backward"):
+                        getattr(optimizer, call)(*([1e9] if call == "clip_grad_norm_" else []))
+            optimizer.step()
+        found.append(weights(model))
+        assert_replicas_equal(model)
+    assert torch.equal(*found) or SIZE > 2
+
+
 @pytest.mark.parametrize("kind", ["sgd", "lamb", "lion"])
 @pytest.mark.parametrize("edit", ["groups", "replaced", "clear", "new zeros", "zeros of data"])
 def test_an_edit_of_another_optimizers_state(edit, kind):

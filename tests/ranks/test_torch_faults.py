@@ -169,6 +169,32 @@ def test_a_worker_that_has_joined():
     world.join()
 
 
+def test_a_refused_step_with_a_grad_scaler_is_taken_again_as_it_was():
+    found = []
+    for refused in (False, True):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=2)
+        train(model, optimizer, 5)
+        scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(5, 8):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            scaler.scale(cross_entropy(model(x), y)).backward()
+            optimizer.synchronize()
+            with optimizer.skip_synchronize():
+                if refused and step == 6:
+                    (group,) = optimizer.param_groups
+                    group["lr"] = 1e-3 + RANK
+                    with pytest.raises(DesyncError, match="learning rate of group 0"):
+                        scaler.step(optimizer)
+                    group["lr"] = 1e-3
+                scaler.step(optimizer)
+            scaler.update()
+        found.append(weights(model))
+    assert torch.equal(*found) or SIZE > 2
+    assert_replicas_equal(model)
+
+
 def test_the_scales_of_gradscalers_stay_together():
     model = Net()
     optimizer = wrap(model, warmup_steps=2)

@@ -62,6 +62,32 @@ def folder(tmp_path):
     return Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
 
 
+@pytest.mark.parametrize("bad", [0, 5])
+def test_a_step_whose_closure_finds_nan_late_is_taken_back(bad):
+    """LBFGS has moved the weights by then."""
+    model = Net()
+    optimizer = local(model, torch.optim.LBFGS, schedule=onebit.Local(every=4), lr=0.02, max_iter=3)
+    for step in range(8):
+        x, y = batch(step)
+        calls, before = 0, weights(model)
+
+        def closure(x=x, y=y, step=step):
+            nonlocal calls
+            calls += 1
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            if step == bad and calls == 2:
+                model.first.weight.grad.fill_(torch.nan)
+            return loss
+
+        optimizer.step(closure)
+        if step == bad:
+            assert calls == 2
+            assert torch.equal(before, weights(model))
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize(
     ("kind", "arguments"),
     [

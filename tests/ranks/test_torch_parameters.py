@@ -2,9 +2,11 @@
 not: copied, pickled, or traced by a compiler."""
 
 import copy
+import gc
 import pickle
 import sys
 import threading
+import weakref
 
 import pytest
 import torch
@@ -226,6 +228,29 @@ def test_a_compiled_training_step():
         assert optimizer.phase is Phase.COMPRESSED
         found.append(weights(model))
     assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("options", [{"warmup_steps": 3}, {"warmup_steps": 99}, {"schedule": onebit.Local(every=2)}])
+def test_parameters_that_were_taken_out_are_let_go_of(options):
+    model = Net()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(optimizer, list(model.named_parameters()), **options)
+    (group,), left = optimizer.param_groups, []
+    for stage in range(3):
+        train(model, optimizer, 6, start=6 * stage)
+        optimizer.flush()
+        old = model.first.weight
+        new = torch.nn.Parameter(old.detach().clone())
+        group["params"] = [new if p is old else p for p in group["params"]]
+        optimizer.state[new] = optimizer.state.pop(old)
+        model.first.weight = new
+        left.append(weakref.ref(old))
+        del old, new
+    train(model, optimizer, 6, start=18)
+    optimizer.flush()
+    gc.collect()
+    assert [one() is None for one in left] == [True] * 3
+    assert_replicas_equal(model)
 
 
 def test_an_optimizer_cannot_be_copied():
