@@ -390,7 +390,10 @@ class NumpyOptimizer(RunState):
 
     def follow(self) -> Task[bool]:
         yield from ()
-        return not self._bound
+        rounds = self.driver.rounds
+        if not self._bound or rounds.under_way:
+            return not self._bound
+        return any(not np.array_equal(t.weight, t.anchor) for t in rounds.tensors)  # somebody has set weights
 
     def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
         yield from self._meet(call, steps=what)

@@ -67,6 +67,8 @@ def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
     return found
 
 
+PIECE = 2**26
+"""Bytes of bits that arrive together, from all workers, at most: Horovod counts them in 32 bits."""
 Moves = dict[int, NDArray[np.intp]]
 """By number of the tensor, elements that have rested and are wanted."""
 
@@ -88,12 +90,21 @@ def wanted(
     answers.compare(RESTING)
     found: Moves = {}
     for number, one in own.items() if answers.any("holds") else ():
-        rows = yield collectives.allgather(one.bits, f"{name}.rest.{number}")
+        bits = yield from _of_any(one.bits, collectives, f"{name}.rest.{number}")
         traffic.add((collectives.size - 1) * one.bits.size, 0)
-        bits = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
         if bits.any():
             elements = np.flatnonzero(~alive(context.kernels.host(tensors[number].variance)))
             found[number] = elements[np.unpackbits(bits, count=one.resting).astype(bool)]
+    return found
+
+
+def _of_any(bits: NDArray[np.uint8], collectives: Collectives, name: str) -> Task[NDArray[np.uint8]]:
+    """Those that are set on some worker. Collective."""
+    found, length = np.zeros_like(bits), max(1, PIECE // collectives.size)
+    for start in range(0, bits.size, length):
+        piece = bits[start : start + length]
+        rows = yield collectives.allgather(piece, f"{name}.{start}")
+        found[start : start + length] = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
     return found
 
 

@@ -68,7 +68,7 @@ class AutoWarmup(Warmup):
     now and ``1 / (1 - beta2)`` steps ago differ by less than 4 %. In the first ``2 / (1 - beta2)`` steps the distance
     is half the steps taken, so that short runs get there too. Checked at every tenth step, from step 20 on. The
     learning rate is past its warm-up when its maximum is at least 10 steps back; compression starts at the latest
-    ``most`` steps after that maximum, because waiting longer for the second moment gains nothing (study 6).
+    ``most`` steps after that maximum was seen, because waiting longer for the second moment gains nothing (study 6).
     """
 
     threshold: float = 0.96
@@ -162,7 +162,7 @@ def make(warmup_steps: int | float | str, total_steps: int | None = None) -> War
                 f"warmup_steps={warmup_steps!r} is a share of total_steps, and total_steps is {total_steps!r}: "
                 "expected the number of optimizer steps of the whole run"
             )
-        return FixedWarmup(math.ceil(warmup_steps * total_steps))
+        return FixedWarmup(math.ceil(round(warmup_steps * total_steps, 6)))  # 0.07 * 100 is more than 7
     if isinstance(warmup_steps, int) and not isinstance(warmup_steps, bool) and warmup_steps >= 1:
         found: Warmup = FixedWarmup(warmup_steps)
     elif warmup_steps == "auto":

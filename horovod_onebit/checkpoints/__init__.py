@@ -126,7 +126,7 @@ def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
 def save(face: Face, folder: Any, extra: Any) -> None:
     """Save to ``folder``; raises ``CheckpointError`` on all workers if that fails on one. Collective."""
 
-    def begin() -> tuple[Path, str]:
+    def begin() -> tuple[Path, str, int]:
         face.check_arguments()
         place = checks.folder(folder).absolute()
         face.check_saving()
@@ -134,10 +134,11 @@ def save(face: Face, folder: Any, extra: Any) -> None:
             archive.check(extra, "extra", face.converter)
         else:
             lock.release(place)  # it was worker 0 before other workers came
-        return place, os.urandom(8).hex()
+        return place, os.urandom(8).hex(), face.steps()
 
     begun = _together(face, "save", "arguments", begin)
     place, key = begun[face.rank][0], begun[0][1]
+    _check_steps([steps for _, _, steps in begun])
     face.flush()
     _together(face, "save", "folder", lambda: _open(face, place))
     try:
@@ -149,6 +150,15 @@ def save(face: Face, folder: Any, extra: Any) -> None:
         face.gather(None)  # nothing of it is left anywhere when the error is raised
         raise
     lock.remember(place, key, key)
+
+
+def _check_steps(taken: Sequence[int]) -> None:
+    """Raise unless all workers have ``taken`` as many steps: with local steps, only some would have to flush."""
+    if other := next((worker for worker, steps in enumerate(taken) if steps != taken[0]), None):
+        raise CheckpointError(
+            f"cannot save the checkpoint; worker 0 has taken {taken[0]} steps, worker {other} {taken[other]}: expected "
+            "as many on all workers. Give all workers the same number of batches"
+        )
 
 
 def _open(face: Face, place: Path) -> None:
@@ -199,13 +209,13 @@ def load(face: Face, folder: Any, *, previous: bool) -> Any:
     begun = _together(face, "load", "arguments", begin)
     place, history = begun[face.rank][0], begun[0][1]
 
-    def choose() -> Complete:
+    def choose() -> Complete | None:
         chosen = _choose(place, history, previous)
         if other := _of_another_framework(place, chosen, face.framework):
             raise ConfigurationError(other)
-        return chosen
+        return None if face.rank else chosen
 
-    chosen: Complete = _together(face, "load", "choice", choose)[0]
+    chosen: Any = _together(face, "load", "choice", choose)[0]
     same = chosen.workers == face.workers
     mine: list[Any] = []
 

@@ -72,17 +72,13 @@ def acquire(place: Path, owner: object, model: str) -> None:
 
 def _acquire(known: _Folder, place: Path, path: Path) -> None:
     if known.lock is not None and _same_file(known.lock, path):
-        last = files.last_key(place)
-        if last is not None and known.last is not None and last != known.last:
-            raise RuntimeError(
-                f"another job has saved a checkpoint in {place} since this one did: its checkpoint is left as it is. "
-                "Give each job a folder of its own"
-            )
+        _check_last(known, place)
         return
     release(place)
     descriptor = _open(path)
     try:
         locked = _lock(descriptor, path)
+        _check_last(known, place)
     except BaseException:
         os.close(descriptor)
         raise
@@ -93,6 +89,16 @@ def _acquire(known: _Folder, place: Path, path: Path) -> None:
         text = json.dumps({"host": socket.gethostname(), "process": os.getpid(), "since": time.ctime()})
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, text.encode(), 0)
+
+
+def _check_last(known: _Folder, place: Path) -> None:
+    """Raise if the last checkpoint of ``place`` is none that this job has saved, or found when it loaded."""
+    last = files.last_key(place)
+    if last is not None and known.last is not None and last != known.last:
+        raise RuntimeError(
+            f"another job has saved a checkpoint in {place} since this one saved or loaded: its checkpoint is left as "
+            "it is. Give each job a folder of its own"
+        )
 
 
 def release(place: Path) -> None:

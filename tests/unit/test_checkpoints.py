@@ -115,6 +115,18 @@ def test_a_fork_does_not_keep_the_folder_and_a_killed_job_neither(tmp_path, monk
     lock.release(tmp_path)
 
 
+def test_the_first_save_after_loading_replaces_no_checkpoint_of_another_job(tmp_path):
+    optimizer = Optimizer()
+    save(tmp_path, KEYS[0])
+    lock.remember(tmp_path, KEYS[0], KEYS[0])  # this job has loaded it
+    save(tmp_path, KEYS[1])  # another one saves, and ends
+    with pytest.raises(RuntimeError, match="another job has saved a checkpoint"):
+        lock.acquire(tmp_path, optimizer, "")
+    lock.remember(tmp_path, KEYS[1], KEYS[1])
+    lock.acquire(tmp_path, optimizer, "")
+    lock.release(tmp_path)
+
+
 def test_a_checkpoint_of_before_is_refused_and_left_as_it_is(tmp_path):
     save(tmp_path, KEYS[0])
     latest = tmp_path / "latest.json"

@@ -162,6 +162,14 @@ def test_a_run_is_the_same_again_whenever_messages_arrive(exchange):
         np.testing.assert_array_equal(weight, runs[0])
 
 
+def test_bits_may_travel_in_pieces(monkeypatch):
+    whole = simulation.run(lambda collectives: Embedding(collectives).train(160), 2)[0]
+    monkeypatch.setattr(rest, "PIECE", 7)
+    pieces = simulation.run(lambda collectives: Embedding(collectives).train(160), 2)[0]
+    assert whole.moved(LATE) > 0
+    np.testing.assert_array_equal(whole.weight, pieces.weight)
+
+
 def test_rules_without_a_second_moment_move_all():
     def worker(collectives):
         return Embedding(collectives, SGD(0.5, momentum=0.9)).train(100).moved(NEVER)

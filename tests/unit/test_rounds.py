@@ -7,8 +7,9 @@ import json
 import numpy as np
 import pytest
 
-from horovod_onebit import ConfigurationError, NonFiniteError, Recipe, simulation
+from horovod_onebit import CheckpointError, ConfigurationError, NonFiniteError, Recipe, simulation
 from horovod_onebit.averages import own_share, second_moments
+from horovod_onebit.checkpoint import save_checkpoint
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules import Context, Tensor
@@ -508,6 +509,37 @@ def bad(weights, rng, value):
     grads = gradients(weights, rng)
     grads["odd"][7] = value
     return grads
+
+
+@pytest.mark.parametrize("rule", [Adam(lr=1e-5), SGD(lr=1e-5)])
+def test_weights_that_are_set_between_rounds_are_where_the_next_one_begins(rule):
+    """As ``load_weights`` sets them."""
+
+    def worker(collectives):
+        optimizer, weights = make(collectives, rule=rule)
+        for step in range(24):
+            if step == 16:
+                for weight in weights.values():
+                    weight[:] = np.arange(weight.size) % 7
+            optimizer.step(gradients(weights, np.random.default_rng(step)))
+        optimizer.flush()
+        return max(np.abs(weight - np.arange(weight.size) % 7).max() for weight in weights.values())
+
+    assert max(simulation.run(worker, 2)) < 0.01
+
+
+def test_workers_that_have_taken_different_numbers_of_local_steps_save_no_checkpoint(tmp_path):
+    """Only some of them would have to end a round."""
+
+    def worker(collectives):
+        optimizer, weights = make(collectives, schedule=Local(every=4, doubling=0, freeze=0))
+        for step in range(8 + collectives.rank):
+            optimizer.step(gradients(weights, np.random.default_rng(step)))
+        with pytest.raises(CheckpointError, match="worker 0 has taken 8 steps, worker 1 9"):
+            save_checkpoint(tmp_path, optimizer)
+        return True
+
+    assert all(simulation.run(worker, 2, timeout=60))
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])

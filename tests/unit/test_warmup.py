@@ -29,6 +29,7 @@ def run(warmup, norms, rates, beta2=0.999):
 def test_what_users_may_give():
     assert warmups.make(100) == FixedWarmup(100)
     assert warmups.make(0.15, 1001) == FixedWarmup(151)
+    assert warmups.make(0.07, 100) == FixedWarmup(7)  # 0.07 * 100 is 7.000000000000001
     assert isinstance(warmups.make("auto"), AutoWarmup)
     for wrong in (0, -3, True, 1.0, 2.5, "soon", None, float("nan")):
         with pytest.raises(ConfigurationError, match="warmup_steps="):
