@@ -382,10 +382,9 @@ class Gradients:
         """What is under way is dropped: by all workers, which refuse the step that was begun and keep their gradients;
         or by this one, which has loaded another state. Local."""
         self._cancel(by_all=by_all, restore=by_all)
-        if by_all:  # those whose states were edited since have no residuals
-            parameters = self._parameters
-            gone = [p for p in parameters.exact_steps if p not in parameters.bindings]
-            self._engine.feedback.reset([parameters.names[p] for p in gone])
+        if by_all:  # of what was sent, those whose states were edited since have no residuals
+            gone = [b.tensor.name for b in self._bindings if b.p not in self._parameters.bindings]
+            self._engine.feedback.reset(gone)
         self._clear()
 
     @torch.no_grad()

@@ -526,10 +526,10 @@ class _Step:
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """The weights are those of before. What LBFGS has learned of the curvature is not: it begins anew."""
+        """Undo what LBFGS has moved in this step, if it has; its memory of the curvature is cleared."""
         for p, before in self._before.items():
             p.copy_(before)
-        if isinstance(self._parameters.optimizer, torch.optim.LBFGS):
+        if self._before:
             self._parameters.optimizer.state.clear()
 
 

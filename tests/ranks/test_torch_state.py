@@ -56,6 +56,24 @@ def test_a_resumed_run_continues_bit_for_bit(kind, arguments, at, recipe, tmp_pa
     assert torch.equal(weights(model), weights(again))
 
 
+def test_residuals_that_were_loaded_before_the_state_is_broadcast_are_kept():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5)
+    train(model, optimizer, 10)
+    again = Net(seed=1)
+    resumed, feedback = wrap(again, warmup_steps=5), optimizer.feedback_state_dict()
+    assert any(value.any() for value in feedback.values())
+    if RANK == 0:
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(optimizer.state_dict())
+    resumed.load_feedback_state_dict(feedback)
+    onebit.broadcast_parameters(again.state_dict(), root_rank=0)
+    onebit.broadcast_optimizer_state(resumed, root_rank=0)
+    found = resumed.feedback_state_dict()
+    assert found.keys() == feedback.keys()
+    assert all(torch.equal(found[name], value) for name, value in feedback.items())
+
+
 def test_a_plain_state_loads_and_warms_up():
     model = Net()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
