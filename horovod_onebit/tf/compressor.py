@@ -689,10 +689,12 @@ class Compressor(RunState):
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave. Local; on all workers alike."""
-        self.forget()
+        self.moments.forget()
+        self.unlearn()
         self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
         self.moments.decay = counts.get("beta2")  # earlier versions save none
+        self._follow_recipe()
 
     def check_built(self) -> None:
         """Raise ``ConfigurationError`` if the optimizer does not know its variables yet."""

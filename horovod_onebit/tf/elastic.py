@@ -109,9 +109,13 @@ class KerasState(ObjectState):
             compressor.coded.forget_world()
         waiting = getattr(compressor.optimizer, "_accumulated", [])
         sums = [np.array(total, np.float32) for total in waiting]
+        here = float(bool(waiting) and int(compressor.optimizer._passes) > 0)  # before workers came
         broadcast_variables(shared(self._variables()))
-        for total, own in zip(waiting, sums, strict=True):  # of the workers that are left, in the next step's mean
-            total.assign(tf.cast(hvd.allreduce(tf.constant(own), op=hvd.Average), total.dtype))
+        if waiting:  # all have the mean of those that have some
+            count = max(1.0, float(hvd.allreduce(tf.constant(here), op=hvd.Sum, name="onebit.waiting")))
+            for i, (total, own) in enumerate(zip(waiting, sums, strict=True)):
+                found = hvd.allreduce(tf.constant(own), op=hvd.Sum, name=f"onebit.waiting.{i}") / count
+                total.assign(tf.cast(found, total.dtype))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
         if optimizer.phase is Phase.COMPRESSED:
             alone = optimizer._wrapping.local is not None  # small variables have residuals, too

@@ -161,8 +161,8 @@ class Moments:
         if now != self.decay:
             raise ConfigurationError(
                 f"optimizer.beta_2={now!r}, and {self.decay!r} when the second moments, whose bias it corrects, were "
-                f"frozen: expected it to stay. Set it back to {self.decay!r} and, if the step was traced, as in fit, "
-                "call model.compile again"
+                f"frozen: expected it to stay. Set it back to {self.decay!r} and have the step traced again: in fit by "
+                "model.compile, else by a new tf.function"
             )
 
     def count(self, steps: int, since: int, *, warm: bool) -> None:

@@ -385,12 +385,12 @@ class _DistributedOptimizer(_Wrapped):
 
     def finalize_variable_values(self, var_list: Any) -> None:
         """Of Keras, which calls it when ``fit`` ends: there the workers meet, since one that has stopped alone would
-        leave the others waiting in their next step."""
+        leave the others waiting in their next step. Collective, with a schedule and ``use_ema`` elsewhere, too."""
         process_set = self._wrapping.process_set
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
             announce("the end of fit", process_set, remark=STOPPED if model.stop_training else "")
-        if self._averages_itself:  # Keras replaces the weights by the average: not within a round
+        if self._averages_itself and process_set.included():  # Keras replaces the weights: not within a round
             self.flush()
             self._average_weights()
         super().finalize_variable_values(var_list)
