@@ -162,7 +162,7 @@ def make(warmup_steps: int | float | str, total_steps: int | None = None) -> War
                 f"warmup_steps={warmup_steps!r} is a share of total_steps, and total_steps is {total_steps!r}: "
                 "expected the number of optimizer steps of the whole run"
             )
-        return FixedWarmup(math.ceil(round(warmup_steps * total_steps, 6)))  # 0.07 * 100 is more than 7
+        return FixedWarmup(max(1, math.ceil(round(warmup_steps * total_steps, 6))))  # 0.07 * 100 is more than 7
     if isinstance(warmup_steps, int) and not isinstance(warmup_steps, bool) and warmup_steps >= 1:
         found: Warmup = FixedWarmup(warmup_steps)
     elif warmup_steps == "auto":

@@ -144,6 +144,7 @@ def save(face: Face, folder: Any, extra: Any) -> None:
     try:
         written = _together(face, "save", "files", lambda: _write(face, place, key, extra))
         digests = {name: digest for one in written for name, digest in one.items()}
+        lock.saving(place, key)
         _together(face, "save", "end", lambda: _complete(face, place, key, digests))
     except CheckpointError:
         files.remove(_own_files(face, place, key))

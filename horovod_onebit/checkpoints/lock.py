@@ -32,6 +32,7 @@ class _Folder:
 
     lock: int | None = None  # the locked file's descriptor
     last: str | None = None  # the key of the checkpoint that this job saved last, or found when it loaded
+    saving: str | None = None  # of the one that it may have saved, if workers were lost meanwhile
     good: str | None = None  # of the one that it loaded or saved
     owner: weakref.ref | None = None  # the optimizer that saves here,
     model: str = ""  # and which parameters it has
@@ -47,7 +48,12 @@ def _known(place: Path) -> _Folder:
 def remember(place: Path, last: str, good: str) -> None:
     """This job continues from ``good``, in a folder whose last checkpoint is ``last``."""
     known = _known(place)
-    known.last, known.good = last, good
+    known.last, known.saving, known.good = last, None, good
+
+
+def saving(place: Path, key: str) -> None:
+    """This job is about to complete the checkpoint ``key``."""
+    _known(place).saving = key
 
 
 def good(place: Path) -> str | None:
@@ -94,7 +100,7 @@ def _acquire(known: _Folder, place: Path, path: Path) -> None:
 def _check_last(known: _Folder, place: Path) -> None:
     """Raise if the last checkpoint of ``place`` is none that this job has saved, or found when it loaded."""
     last = files.last_key(place)
-    if last is not None and known.last is not None and last != known.last:
+    if last is not None and known.last is not None and last not in (known.last, known.saving):
         raise RuntimeError(
             f"another job has saved a checkpoint in {place} since this one saved or loaded: its checkpoint is left as "
             "it is. Give each job a folder of its own"

@@ -50,9 +50,9 @@ def save_checkpoint(
 
     Raises:
         CheckpointError: on all workers, naming the worker and the reason, if one of them cannot write, or calls it
-            between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; or if
-            worker 0 does not see all workers' files. The earlier checkpoints are unchanged then, and nothing of this
-            one is left.
+            between ``backward()`` and ``step()``; if ``extra`` has something else; if another job saves there; if
+            the workers have taken different numbers of steps; or if worker 0 does not see all workers' files. The
+            earlier checkpoints are unchanged then, and nothing of this one is left.
     """
     _meet(optimizer)
     checkpoints.save(_Torch(model, optimizer), folder, extra or {})
