@@ -99,7 +99,7 @@ on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR hol
 | 18 | DiLoCo and PowerSGD at their best? | 19 and 10 % above exact Adam; `Local()` 0.9 %, for 107 times fewer bytes |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Clipping? float16? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |
-| 21 | By the clock, at 10 Mbit/s? | `Local()` first at every loss; one bit ahead of float16, not of PowerSGD |
+| 21 | By the clock, at 10 Mbit/s? | `Local()` first at every loss; one bit passes float16, not PowerSGD |
 """
 
 

@@ -121,10 +121,11 @@ def run() -> str:
         ]
         text.append(report.table(head, rows(ways)))
     text.append(
-        "`Local()` is the first at every loss that any way reaches, 1.1 to 2.0 times as fast as the next one. In every "
-        "step, one bit is ahead of float32 and float16, but in a run as short as this behind PowerSGD and DiLoCo: each "
-        "of its first ten steps is exact and takes 23 seconds here, more than half of the time in all, and a step in "
-        "three bits takes 4.6. After them a step takes 1.9 seconds (`warmup_steps=20`), as one of PowerSGD does."
+        "`Local()` is the first at every loss that any way reaches, 1.1 to 2.0 times as fast as the next one. Of the "
+        "ways that exchange in every step, one bit is ahead of float32, and of float16 once its ten exact steps are "
+        "over, which take 23 seconds each, more than half of the time in all. In a run as short as this, PowerSGD and "
+        "DiLoCo are ahead of it. A step in three bits takes 4.6 seconds, one in one bit 1.9 (`warmup_steps=20`), as "
+        "one of PowerSGD does."
     )
     text.append(_curves(found))
     return "\n\n".join(text) + "\n"
