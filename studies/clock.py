@@ -86,12 +86,12 @@ def rows(found: Found) -> Iterator[list[str]]:
 
 
 def _curves(found: dict[str, Found]) -> str:
-    figure, all_axes = report.axes(ncols=len(found), figsize=(6 * len(found), 4), sharey=True, squeeze=False)
+    figure, all_axes = report.axes(ncols=len(found), figsize=(8 * len(found), 4), sharey=True, squeeze=False)
     for axes, (link, ways) in zip(all_axes[0], found.items(), strict=True):
         for way, one in ways.items():
             axes.plot(np.array(one["seconds"]) / 60, one["losses"], label=WAYS[way].replace("`", ""))
         axes.set(title=link.replace("mbit", " Mbit/s"), xlabel="minutes of training", ylabel="test loss, nats a token")
-        axes.legend()
+        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return report.save(figure, "clock")
 
 
