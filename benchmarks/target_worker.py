@@ -59,14 +59,14 @@ def horovod(compression: Any) -> Make:
     return make
 
 
-def powersgd_1(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    return Trained(module, powersgd(module, 1, start=EXACT), optimizer)
+def low_rank(rank: int, start: int = EXACT) -> Make:
+    return lambda module, optimizer, name: Trained(module, powersgd(module, rank, start=start), optimizer)
 
 
-def every_step(**options: Any) -> Make:
+def every_step(*, warmup_steps: int | str = EXACT, **options: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
         optimizer = onebit.DistributedOptimizer(
-            optimizer, named(name, module), warmup_steps=EXACT, process_set=hvd.global_process_set, **options
+            optimizer, named(name, module), warmup_steps=warmup_steps, process_set=hvd.global_process_set, **options
         )
         return Trained(module, module, optimizer)
 
@@ -84,14 +84,17 @@ def local(every: int, **options: Any) -> Make:
     return make
 
 
-def diloco(every: int) -> Make:
-    return lambda module, optimizer, name: Trained(module, module, DiLoCo(optimizer, every, over_horovod(name)), every)
+def diloco(every: int, **outer: float) -> Make:
+    def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
+        return Trained(module, module, DiLoCo(optimizer, every, over_horovod(name), **outer), every)
+
+    return make
 
 
 WAYS: dict[str, Make] = {
     "horovod fp32": horovod(hvd.Compression.none),
     "horovod fp16": horovod(hvd.Compression.fp16),
-    "ddp powersgd 1": powersgd_1,
+    "ddp powersgd 1": low_rank(1),
     "diloco 16": diloco(16),
     "onebit": every_step(recipe=Recipe(warmup="exact")),
     "onebit three bits": every_step(recipe=Recipe(warmup="three_bit"), compression=hvd.Compression.fp16),

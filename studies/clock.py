@@ -23,7 +23,7 @@ MINUTES = {"10mbit": 7.0}
 """How long each way trains, by link."""
 LOOK = 20.0
 """Seconds between two test losses."""
-ROWS, TEST_ROWS, RATE, RISE, SEED = 8, 128, 1e-3, 10, 0
+ROWS, RATE, RISE, SEED = 8, 1e-3, 10, 0
 """Rows of each worker's batch; the rate rises, and then stays."""
 WAYS = {
     "float32": "Horovod, float32",

@@ -12,12 +12,20 @@ from typing import Any
 import horovod.torch as hvd
 import torch
 
-import horovod_onebit.torch as onebit
 from benchmarks.link_job import received, take_core
-from benchmarks.link_worker import named, start_gloo
+from benchmarks.link_worker import start_gloo
 from benchmarks.measure import Workers
-from benchmarks.peers import DiLoCo, over_horovod, powersgd
-from benchmarks.target_worker import Make, Trained, horovod, local, loss_of, undisturbed
+from benchmarks.target_worker import (
+    Make,
+    diloco,
+    every_step,
+    horovod,
+    local,
+    loss_of,
+    low_rank,
+    test_loss,
+    undisturbed,
+)
 from jobs.options import parse
 from studies import clock, large
 from studies.magnitudes import networks
@@ -26,40 +34,15 @@ FIRST = 2
 """Exact steps that PyTorch's PowerSGD begins with: the fewest that it takes."""
 
 
-def powersgd_4(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    return Trained(module, powersgd(module, 4, start=FIRST), optimizer)
-
-
-def diloco(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-    """With the outer rate and momentum that are the best ones of study 18."""
-    return Trained(module, module, DiLoCo(optimizer, 16, over_horovod(name), lr=1.0, momentum=0.0), 16)
-
-
-def one_bit(**options: Any) -> Make:
-    options |= {"compression": hvd.Compression.fp16, "process_set": hvd.global_process_set}
-
-    def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
-        return Trained(module, module, onebit.DistributedOptimizer(optimizer, named(name, module), **options))
-
-    return make
-
-
 MAKE: dict[str, Make] = {
     "float32": horovod(hvd.Compression.none),
     "float16": horovod(hvd.Compression.fp16),
-    "powersgd 4": powersgd_4,
-    "diloco 16": diloco,
-    "onebit": one_bit(),
-    "onebit 20": one_bit(warmup_steps=20),
+    "powersgd 4": low_rank(4, start=FIRST),
+    "diloco 16": diloco(16, lr=1.0, momentum=0.0),  # the best ones of study 18
+    "onebit": every_step(warmup_steps="auto", compression=hvd.Compression.fp16),
+    "onebit 20": every_step(warmup_steps=20, compression=hvd.Compression.fp16),
     "local": local(8),
 }
-
-
-@torch.no_grad()
-def test_loss(module: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
-    """The mean of what each worker finds on its share of the test examples; the same on all. Collective."""
-    found = [loss_of(module, *part) for part in zip(x.split(8), y.split(8), strict=True)]
-    return float(hvd.allreduce(torch.stack(found).mean(), name="test_loss"))
 
 
 def timed(work: Callable[[], None]) -> float:
@@ -82,8 +65,7 @@ def train(way: str, minutes: float) -> dict[str, Any]:
     optimizer = torch.optim.AdamW(module.parameters(), lr=clock.RATE, weight_decay=0.1)
     trained = MAKE[way](module, optimizer, way)
     options = parse(["--seed", str(clock.SEED), "--batch-size", str(clock.ROWS)])
-    test = [torch.from_numpy(a[: clock.TEST_ROWS][rank::workers]) for a in (task.test_x, task.test_y)]
-    found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, *test)]}
+    found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, task)]}
     done, count = 0, trained.every
 
     def steps() -> None:
@@ -101,7 +83,7 @@ def train(way: str, minutes: float) -> dict[str, Any]:
         found["received"].append(found["received"][-1] + received() - before)
         found["seconds"].append(found["seconds"][-1] + seconds)
         found["steps"].append(done := done + count)
-        found["losses"].append(test_loss(module, *test))
+        found["losses"].append(test_loss(module, task))
         count = trained.every * max(1, round(clock.LOOK / seconds * count / trained.every))
     return found | {"parameters": sum(p.numel() for p in module.parameters())}
 
