@@ -35,9 +35,8 @@ def save_checkpoint(folder: str | os.PathLike[str], optimizer: NumpyOptimizer, *
 
     Raises ``CheckpointError`` on all workers, which names the worker and the reason, if one of them cannot write; if
     ``extra`` has something else; if another job saves there; if the workers have taken different numbers of steps;
-    or if worker 0 does not see all workers' files. The
-    checkpoints before are then still there, and nothing of this one. Raises ``CheckpointArgumentError``, on this worker
-    alone, if ``optimizer`` is something else.
+    or if worker 0 does not see all workers' files. The checkpoints before are then still there, and nothing of this
+    one. Raises ``CheckpointArgumentError``, on this worker alone, if ``optimizer`` is something else.
     """
     face = _Numpy(optimizer)
     face.meet()

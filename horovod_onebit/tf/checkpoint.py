@@ -40,8 +40,8 @@ def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra
 
     Raises ``CheckpointError`` on all workers, which names the worker and the reason, if one of them cannot write; if
     ``extra`` has something else; if another job saves there; if the workers have taken different numbers of steps;
-    or if worker 0 does not see all workers' files. The
-    checkpoints before are then still there, and nothing of this one.
+    or if worker 0 does not see all workers' files. The checkpoints before are then still there, and nothing of this
+    one.
     """
     face = _Keras(model)
     announce(CALL)

@@ -156,14 +156,15 @@ class Moments:
         if compressor.adapter.moments is None:
             return
         now = float(compressor.options.beta_2)
-        if self.decay is None or not compressor.adapter.freezes(self._optimizer):
-            self.decay = now
-        if now != self.decay:
+        if now == self.decay:
+            return
+        if self.decay is not None and compressor.adapter.freezes(self._optimizer):
             raise ConfigurationError(
                 f"optimizer.beta_2={now!r}, and {self.decay!r} when the second moments, whose bias it corrects, were "
                 f"frozen: expected it to stay. Set it back to {self.decay!r} and have the step traced again: in fit by "
                 "model.compile, else by a new tf.function"
             )
+        self.decay = now
 
     def count(self, steps: int, since: int, *, warm: bool) -> None:
         """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer

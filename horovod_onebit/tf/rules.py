@@ -15,6 +15,7 @@ from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Stepwise
+from horovod_onebit.warmup import Phase
 
 
 class Options:
@@ -83,7 +84,7 @@ class Adapter:
 
     def freezes(self, optimizer: Any) -> bool:
         """Whether the next step leaves the second moments as they are. Eager."""
-        return optimizer._wrapping.compresses and int(optimizer._exact_steps) >= int(optimizer._warmup_steps)
+        return bool(optimizer.phase is Phase.COMPRESSED)
 
     @property
     def velocities(self) -> bool:
