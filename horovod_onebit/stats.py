@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, fields
 from typing import Any
 
 try:
@@ -62,13 +62,11 @@ def allreduce_bytes(nbytes: int, workers: int) -> int:
 
 @dataclass
 class Times:
-    """Seconds of wall time: the last step's, and in all. ``exchange`` is time spent waiting for messages."""
+    """Seconds of wall time of the last step. ``exchange`` is time spent waiting for messages."""
 
     encode: float = 0.0
     exchange: float = 0.0
     decode: float = 0.0
-    total: dict[str, float] = field(default_factory=lambda: {"encode": 0.0, "exchange": 0.0, "decode": 0.0})
-
     closed: bool = False
 
     def end_step(self) -> None:
@@ -90,7 +88,6 @@ class Times:
             self.encode = self.exchange = self.decode = 0.0
             self.closed = False
         setattr(self, what, getattr(self, what) + spent)
-        self.total[what] += spent
 
 
 @dataclass(frozen=True)

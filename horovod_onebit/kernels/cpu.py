@@ -47,7 +47,6 @@ __all__ = [
     "apply",
     "batch",
     "copy",
-    "decode_mean",
     "encode",
     "host",
     "mean",
@@ -315,15 +314,6 @@ def _mean_of_block(total, rows, words, start, end):
         add_values(total, rows[i, start:end], words[i, word] / n)
 
 
-def _decode(out, rows, words, at, record, block_size, first, last):
-    total = np.empty(8 * ((min(block_size, out.size) + 7) // 8), f32)
-    for k in range(first, last):
-        lo = k * block_size
-        hi = min(lo + block_size, out.size)
-        mean_of_block(total[: 8 * ((hi - lo + 7) // 8)], rows, words, at + k * record, at + (k + 1) * record)
-        out[lo:hi] = total[: hi - lo]
-
-
 def _recode(residual, new_residual, rows, words, at, record, row, own, out, again, guard, block_size, first, last):
     total = np.empty(8 * ((min(block_size, residual.size) + 7) // 8), f32)
     for k in range(first, last):
@@ -502,18 +492,6 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
         loop(p, *arrays, moves, residual, kept, row, words, at, record, coding.block_size, first, last)
 
     _over_blocks(residual.size, coding.block_size, work)
-
-
-def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
-    """See ``reference.decode_mean``."""
-    loop, out = _compiled(_decode, coding.codec), np.empty(size, f32)
-    record, words = coding.record, rows.view(f32)
-
-    def work(first: int, last: int) -> None:
-        loop(out, rows, words, at, record, coding.block_size, first, last)
-
-    _over_blocks(size, coding.block_size, work)
-    return out
 
 
 def recode(

@@ -121,7 +121,7 @@ def programs():
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
     found += [Program("move", kernels._widened, kernels._Scalars), Program("mean")]
     found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]
-    return [*found, *(Program("decode", codec=codec) for codec in [*CODECS, THREE]), Program("pick")]
+    return [*found, Program("pick")]
 
 
 @cache

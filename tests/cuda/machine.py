@@ -398,8 +398,8 @@ def _described(name, row):
     block_size = int(row[Column.BLOCK_SIZE])
     if loop in ("encode", "recode"):
         widths[Column.OUT] = last.size(size, block_size)
-    elif loop in ("decode", "sums"):
-        widths[Column.OUT] = 4 * size if loop == "decode" else 16 * num_blocks(size, CHUNK)
+    elif loop == "sums":
+        widths[Column.OUT] = 16 * num_blocks(size, CHUNK)
     places = {column: (row[column], row[column] + width) for column, width in widths.items() if row[column]}
     starts = [row[Column.ROWS] + i * row[Column.STRIDE] for i in range(row[Column.WORKERS])]
     messages = [(start, start + first.size(size, block_size)) for start in starts]

@@ -162,7 +162,7 @@ def test_apply_is_the_reference(size, workers, seed, block_size, case, codec, at
         kernels.apply(formula, p, inputs.all()._replace(gradient=None), rows, at, how)
         for array, old in zip((inputs.variance, inputs.grad, inputs.error), before, strict=True):
             np.testing.assert_array_equal(array, old)
-        results.append((inputs.momentum, inputs.weight, kernels.decode_mean(rows, at, size, how)))
+        results.append((inputs.momentum, inputs.weight))
     for x, y in zip(*results, strict=True):
         np.testing.assert_array_equal(x, y)
 
@@ -206,7 +206,7 @@ def test_recode_is_the_reference_and_loses_nothing(size, workers, seed, codec, a
         new, row = np.zeros(size, f32), np.zeros(4 + then.codec.size(size, 16), np.uint8)
         kernels.recode(rows, 0, how, error, new, row, 4, then)
         out.append((True, row, new))
-        mean, decoded = kernels.decode_mean(rows, 0, size, how), kernels.decode_mean(row[None], 4, size, then)
+        mean, decoded = reference.decode_mean(rows, 0, size, how), reference.decode_mean(row[None], 4, size, then)
         np.testing.assert_allclose(decoded + new, mean + error, atol=1e-6)
     assert_same(*out, size, then)
 
@@ -216,7 +216,7 @@ def test_recode_is_the_reference_and_loses_nothing(size, workers, seed, codec, a
 def test_what_is_sent_and_what_is_kept_is_what_there_was(kernels, codec):
     inputs, how = Inputs(5000), coding(codec=codec)
     _, row, error = inputs.encode(kernels, of_adam(), how)
-    decoded, u = kernels.decode_mean(row[None], 4, 5000, how), inputs.contribution(of_adam())
+    decoded, u = reference.decode_mean(row[None], 4, 5000, how), inputs.contribution(of_adam())
     decoded[inputs.variance == 0] = 0  # they rest
     scale = np.abs(u) + np.abs(inputs.error) + np.abs(decoded)
     assert (np.abs((decoded + error) - (u + inputs.error)) <= 4e-7 * scale).all()
@@ -378,7 +378,7 @@ def test_a_block_of_zeros_moves_nothing(kernels, codec):
     error, row = zeros.copy(), np.ones(how.codec.size(64, 64), np.uint8)
     assert kernels.encode(adam.update, of_adam(eps=0.0), Arrays(zeros, zeros, zeros, zeros), error, row, 0, how)
     assert scales_of(row, 64, how, 0) == 0
-    assert not kernels.decode_mean(row[None], 0, 64, how).any()
+    assert not reference.decode_mean(row[None], 0, 64, how).any()
     assert not error.any()
 
 
@@ -431,7 +431,7 @@ def test_one_element_with_rms_is_lossless():
     _, row, error = inputs.encode(cpu, of_adam(), how)
     assert error[0] == 0
     m = f32(0.9) * inputs.momentum + f32(0.1) * inputs.grad
-    np.testing.assert_array_equal(cpu.decode_mean(row[None], 4, 1, how), m)
+    np.testing.assert_array_equal(reference.decode_mean(row[None], 4, 1, how), m)
 
 
 @pytest.mark.parametrize("update_space", [False, True])

@@ -50,7 +50,7 @@ def test_what_moved_is_sent_or_owed_and_can_be_taken_back(kernels):
     (x, arrays), how = moved(3000), coding()
     finite, row, residual = encode(kernels, FORMULAS[0], x, arrays, how)
     assert finite
-    sent = kernels.decode_mean(row[None], 4, 3000, how)
+    sent = reference.decode_mean(row[None], 4, 3000, how)
     displaced = x.weight - f32(0.99) * x.grad
     sent[x.variance == 0] = displaced[x.variance == 0] = 0  # they rest
     np.testing.assert_allclose(sent + residual, displaced + x.error, rtol=1e-5, atol=1e-4)

@@ -493,16 +493,6 @@ def _applier(of: Any, codec: Codec) -> Any:
     return _by_parts(work)
 
 
-def _decoding(codec: Codec) -> Any:
-    mean = _averager(codec)
-
-    @inlined
-    def work(row, i, end, vectors):
-        store4(row[OUT], i, end, vectors, mean(row, i, end, vectors))
-
-    return _by_parts(work)
-
-
 @inlined
 def _row_mean(row, i, end, vectors):
     total = _load(row[ROWS], i, end, vectors)
@@ -577,7 +567,6 @@ def _function(program: Program) -> Any:
         "encode": lambda: _compressor(_loaded(formula, kind), codec, **kept),
         "restore": lambda: _restorer(_loaded(formula, kind), codec, **kept),
         "recode": lambda: _compressor(_averager(codec), again),
-        "decode": lambda: _decoding(codec),
         "apply": lambda: _applier(_reader(formula, kind), codec),
         "move": lambda: _mover(_loaded(formula, kind)),
         "sums": lambda: _summer(_loaded(formula, kind)),
