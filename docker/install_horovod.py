@@ -9,6 +9,7 @@ made of everything that it depends on, so that the next environment gets it in s
 from __future__ import annotations
 
 import argparse
+import atexit
 import hashlib
 import json
 import os
@@ -291,7 +292,7 @@ def edits_of(args: argparse.Namespace, env: dict[str, str], versions: dict[str, 
     return (*edits, WITHOUT_CUDA)
 
 
-def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
+def use_nccl(env: dict[str, str], rpath: str) -> str:
     """Lay the wheels' NCCL out as Horovod's build looks for it; where its extensions are to look for libraries."""
     if env.get("HOROVOD_NCCL_HOME") or env.get("HOROVOD_NCCL_INCLUDE"):
         return rpath
@@ -305,9 +306,9 @@ def use_nccl(cache: Path, env: dict[str, str], rpath: str) -> str:
     # PyTorch, whose answer Horovod's build takes as well, looks for it in its own way.
     env["HOROVOD_CUDA_HOME"] = env["CUDA_HOME"] = str(cuda)
     header, library = found
-    home = cache / "nccl"
-    shutil.rmtree(home, ignore_errors=True)
-    (home / "lib").mkdir(parents=True)
+    home = Path(tempfile.mkdtemp(prefix="horovod-onebit-nccl-"))
+    atexit.register(shutil.rmtree, home, ignore_errors=True)
+    (home / "lib").mkdir()
     (home / "include").symlink_to(header.parent)
     for name in ("libnccl.so", library.name):
         (home / "lib" / name).symlink_to(library)
@@ -457,8 +458,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__)
     option = parser.add_argument
     option("--frameworks", type=frameworks, default=list(FRAMEWORKS), help="default: torch,tensorflow")
-    of_nccl = "needs CUDA; NCCL is that of PyTorch's wheels, or HOROVOD_NCCL_HOME's"
-    option("--gpu-operations", choices=("NCCL", "MPI"), help=of_nccl)
+    of_nccl = "needs CUDA; NCCL is that of PyTorch's wheels, or HOROVOD_NCCL_HOME's; default: $HOROVOD_GPU_OPERATIONS"
+    option("--gpu-operations", choices=("NCCL", "MPI"), default=os.environ.get("HOROVOD_GPU_OPERATIONS"), help=of_nccl)
     option("--cache-dir", type=Path, default=default_cache, help="default: %(default)s")
     option("--jobs", type=int, default=default_jobs(), help="compilers at a time, default: %(default)s")
     option("--rebuild", action="store_true", help="build even if the cache has a wheel")
@@ -477,13 +478,16 @@ def main() -> int:
         cache = args.cache_dir.absolute() / "wheels" / key
         cache.mkdir(parents=True, exist_ok=True)
         if args.gpu_operations == "NCCL":
-            mpi = mpi._replace(rpath=use_nccl(cache, env, mpi.rpath))
+            mpi = mpi._replace(rpath=use_nccl(env, mpi.rpath))
         source = provide(cache, key, mpi, env, args, edits)
     except (Failure, subprocess.CalledProcessError) as error:
         print(f"install_horovod: {error}", file=sys.stderr)
         return 1
     except OSError as error:
-        print(f"install_horovod: {error}. --cache-dir names another place for the cache.", file=sys.stderr)
+        print(
+            f"install_horovod: {error}. --cache-dir, or XDG_CACHE_HOME, names another place for the cache.",
+            file=sys.stderr,
+        )
         return 1
     except KeyboardInterrupt:
         return 130

@@ -61,7 +61,8 @@ def loss_of(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> tuple[t
 
 def device_for(options: Options) -> torch.device:
     """This worker's: a GPU each, or shared if there are fewer of them than workers on a host."""
-    if options.device == "cpu" or (options.device == "auto" and not torch.cuda.is_available()):
+    usable = torch.cuda.is_available() and world.carries_gpus
+    if options.device == "cpu" or (options.device == "auto" and not usable):
         return torch.device("cpu")
     if not torch.cuda.is_available():
         raise ConfigurationError(

@@ -26,6 +26,11 @@ class Horovod:
         self.local_rank, self.local_size = hvd.local_rank, hvd.local_size
         self.allreduce = hvd.allreduce
 
+    @property
+    def carries_gpus(self) -> bool:
+        """Whether tensors on GPUs can be exchanged: built where no CUDA toolkit is, Horovod knows nothing of them."""
+        return bool(self._hvd.cuda_built() or self._hvd.rocm_built())
+
     def averaged(
         self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, *, half: bool
     ) -> tuple[torch.nn.Module, Any]:
@@ -37,6 +42,8 @@ class Horovod:
 
 class Torchrun:
     """The workers that torchrun has started."""
+
+    carries_gpus = True
 
     def init(self) -> None:
         a_gpu_each = torch.cuda.device_count() >= self.local_size()

@@ -95,12 +95,13 @@ def cached(**options: Any) -> Callable[[Callable[..., Any]], Any]:
         dispatcher = njit(**options)(function)
         dispatcher.sources = _sources(function)
         try:
+            stamp = _stamp(dispatcher.sources)
             dispatcher.enable_caching()
-        except RuntimeError as error:  # no folder can be written to
+        except (RuntimeError, OSError) as error:  # no folder can be written to, or it is of a notebook, and in no file
             logger.debug("kernels are compiled again in every process: %s", error)
             return dispatcher
         with suppress(AttributeError):  # inside of Numba
-            _tell_apart(dispatcher._cache._cache_file, _stamp(dispatcher.sources))
+            _tell_apart(dispatcher._cache._cache_file, stamp)
         dispatcher._cache = _ForgivingCache(dispatcher._cache)
         return dispatcher
 

@@ -82,7 +82,7 @@ def _add_plan(add: Any) -> None:
     option(
         "--no-process-sets",
         action="store_true",
-        help="no hierarchical: in PyTorch without hvd.init(process_sets='dynamic'), and for 0/1 Adam",
+        help="no hierarchical: in PyTorch over Horovod without hvd.init(process_sets='dynamic'), and for 0/1 Adam",
     )
     option("--local", type=int, default=1, metavar="H", help="local steps: one exchange every H steps (1)")
     option("--delay", type=int, default=0, metavar="N", help="local steps: N of the next round hide the exchange (0)")

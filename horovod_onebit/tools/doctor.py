@@ -5,28 +5,31 @@ from __future__ import annotations
 import importlib.util
 import json
 import platform
+import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from horovod_onebit.kernels import INSTALL
+
 PACKAGES = ("numpy", "numba", "horovod", "torch", "tensorflow", "keras", "mpi4py", "numba-cuda")
 OTHER_NAMES = {"tensorflow": ("tensorflow-cpu", "tensorflow-gpu", "tf-nightly")}
 PROBE = """
 import json, sys, horovod.{face} as hvd
-built = [name for name in ("mpi", "gloo", "nccl") if getattr(hvd, name + "_built")()]
+built = [name for name in ("mpi", "gloo", "nccl", "cuda", "rocm") if getattr(hvd, name + "_built")()]
 print("RESULT " + json.dumps({{"built": built}}))
 """
 GPUS = """
 import json, torch
-from horovod_onebit.kernels import backend, has_gpu
+from horovod_onebit.kernels import backend, missing
 gpus = torch.cuda.device_count()
-print("RESULT " + json.dumps({"gpus": gpus, "fault": backend("cuda").fault() if gpus and has_gpu() else ""}))
+print("RESULT " + json.dumps({"gpus": gpus, "fault": (missing() or backend("cuda").fault()) if gpus else ""}))
 """
 BUILD = "build it with docker/install_horovod.py"
 
@@ -64,7 +67,8 @@ def probe(face: str) -> dict[str, Any] | str:
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    return (done.stderr.strip().splitlines() or [f"status {done.returncode}"])[-1]
+    said = done.stderr.strip().splitlines() or [f"status {done.returncode}"]
+    return next((line for line in reversed(said) if re.match(r"[\w.]+(Error|Exception): ", line)), said[-1])
 
 
 def patched() -> bool:
@@ -98,13 +102,13 @@ def examine(
     for face in faces:
         answer = ask(face)
         if isinstance(answer, str):
-            findings.append(Finding("error", f"Horovod does not work with {face}: {answer}", BUILD))
+            level = "error" if face == faces[-1] and not controllers else "note"  # if no face works
+            findings.append(Finding(level, f"Horovod does not work with {face}: {answer}", BUILD))
             continue
         controllers |= set(answer["built"])
         findings += _of_face(face, answer)
-        if face == "torch" and isinstance(gpus, dict) and gpus["gpus"] and "nccl" not in answer["built"]:
-            text = f"{gpus['gpus']} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
-            findings.append(Finding("note", text, "build Horovod with HOROVOD_GPU_OPERATIONS=NCCL"))
+        if face == "torch" and isinstance(gpus, dict) and gpus["gpus"]:
+            findings += _of_horovod_and_gpus(gpus["gpus"], answer["built"])
     findings += _of_launching(found, controllers)
     if "torch" in faces and not patched():
         text = (
@@ -162,12 +166,21 @@ def _of_gpus(answer: dict[str, Any] | str) -> list[Finding]:
     if not answer["gpus"]:
         return []
     if importlib.util.find_spec("numba_cuda") is None:
-        advice = "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
-        return [Finding("note", "GPUs, and no numba-cuda: the host compresses", advice)]
+        return [Finding("note", "GPUs, and no numba-cuda: the host compresses", INSTALL)]
     if answer["fault"]:
         advice = "the host compresses; install what horovod-onebit[cuda] asks for, such as NumPy before 2.5"
         return [Finding("note", answer["fault"], advice)]
     return [Finding("ok", f"the CUDA kernels work on the first of {answer['gpus']} GPUs")]
+
+
+def _of_horovod_and_gpus(gpus: int, built: Sequence[str]) -> list[Finding]:
+    advice = f"{BUILD} --gpu-operations NCCL, or train with torchrun"
+    if not {"cuda", "rocm"} & set(built):
+        return [Finding("note", f"{gpus} GPUs, and Horovod without CUDA: a tensor on a GPU is an error", advice)]
+    if "nccl" not in built:
+        text = f"{gpus} GPUs, and Horovod without NCCL: its exact steps travel through the host's memory"
+        return [Finding("note", text, advice)]
+    return []
 
 
 def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]:

@@ -146,5 +146,5 @@ def text(link: Link, parameters: int | None = None) -> str:
         taken = costs.cheapest(ways, link.rate)
         lines += [f'With it, exchange="auto" takes "{taken}" for {parameters:,} parameters on CPUs.']
         if taken == "hierarchical":
-            lines += ['In PyTorch, that needs hvd.init(process_sets="dynamic").']
+            lines += ['In PyTorch over Horovod, that needs hvd.init(process_sets="dynamic").']
     return "\n".join(lines)

@@ -137,7 +137,8 @@ class Plan:
     def advice(self) -> str:
         """What to write into the recipe, if ``"auto"`` would not take the best way of itself."""
         best = self.best
-        needs = ' In PyTorch it needs hvd.init(process_sets="dynamic").' if best.way == WAYS["hierarchical"] else ""
+        grouped = ' In PyTorch over Horovod it needs hvd.init(process_sets="dynamic").'
+        needs = grouped if best.way == WAYS["hierarchical"] else ""
         slow = f"{self.unaware.way}, {1e3 * self.unaware.step:.0f} ms"
         if self.unaware.step <= 1.05 * best.step:
             return needs

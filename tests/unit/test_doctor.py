@@ -2,9 +2,12 @@
 
 import importlib.util
 import json
+import subprocess
+import sys
 
 import pytest
 
+from horovod_onebit import kernels
 from horovod_onebit.tools import doctor
 from horovod_onebit.tools.cli import main
 
@@ -38,6 +41,22 @@ def test_what_keeps_a_job_from_running_is_an_error(found, answer, expected):
     assert any(level == "error" and expected in what for level, what in levels(found, answer))
 
 
+@pytest.mark.parametrize("works", ["torch", "tensorflow"])
+def test_a_horovod_for_one_framework_runs_its_jobs(works, monkeypatch):
+    answers = {"gpus": {"gpus": 0}, works: {"built": ["gloo"]}}
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    _, findings = doctor.examine(HERE | {"tensorflow": "2.21"}, lambda what: answers.get(what, "ImportError: none"))
+    assert any(finding.level == "note" and "does not work with" in finding.what for finding in findings)
+    assert all(finding.level != "error" for finding in findings)
+
+
+def test_the_cause_is_the_line_that_names_the_exception(monkeypatch):
+    said = "Traceback ...\nImportError: Extension has not been built.\nIf this is not expected, reinstall."
+    failed = subprocess.CompletedProcess([], 1, "", said)
+    monkeypatch.setattr("subprocess.run", lambda *args, **options: failed)
+    assert doctor.probe("tensorflow") == "ImportError: Extension has not been built."
+
+
 def test_pytorch_runs_without_horovod():
     for more, level in (({}, "ok"), ({"tensorflow": "2.21"}, "note")):
         _, findings = doctor.examine({"python": "3.11.7", "torch": "2.13.0", **more}, lambda what: {"gpus": 0})
@@ -64,9 +83,11 @@ def test_a_host_that_does_not_know_its_own_name(monkeypatch):
 
 
 def test_gpus_without_nccl_are_worth_a_note():
-    told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo"]}, gpus=8)
-    assert ("ok", "Horovod works with torch, built with gloo") in told
+    told = levels(HERE | {"keras": "3.15"}, {"built": ["gloo", "cuda"]}, gpus=8)
+    assert ("ok", "Horovod works with torch, built with gloo, cuda") in told
     assert any(level == "note" and "8 GPUs, and Horovod without NCCL" in what for level, what in told)
+    without = levels(HERE, {"built": ["gloo"]}, gpus=8)
+    assert ("note", "8 GPUs, and Horovod without CUDA: a tensor on a GPU is an error") in without
     assert not [what for level, what in told if level == "error" and "horovodrun" not in what]
 
 
@@ -98,3 +119,11 @@ def test_processes_that_compile_what_they_import_are_worth_a_note(monkeypatch, w
     monkeypatch.setattr("sys.dont_write_bytecode", without)
     told = levels(HERE, {"built": ["gloo"]})
     assert without == any(level == "note" and "writes no bytecode" in what for level, what in told)
+
+
+def test_a_numba_cuda_that_does_not_work_is_as_good_as_none(monkeypatch):
+    """Without its libraries of CUDA, say: whatever it raises."""
+    there = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name == "numba_cuda" or there(name))
+    monkeypatch.setitem(sys.modules, "horovod_onebit.kernels.toolchain", None)
+    assert "numba-cuda does not work here, ModuleNotFoundError" in kernels.missing.__wrapped__()

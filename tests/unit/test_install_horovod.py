@@ -37,7 +37,7 @@ def packages(script, tmp_path, monkeypatch):
 def test_nccl_of_the_wheels_is_laid_out_as_horovod_looks_for_it(script, packages, tmp_path):
     library, header = packages
     env = {"PATH": os.environ["PATH"], "HOROVOD_CUDA_HOME": str(tmp_path / "cuda")}
-    rpath = script.use_nccl(tmp_path, env, "/mpi")
+    rpath = script.use_nccl(env, "/mpi")
     home = Path(env["HOROVOD_NCCL_HOME"])
     assert (home / "lib" / "libnccl.so").resolve() == library
     assert (home / "include" / "nccl.h").resolve() == header
@@ -46,7 +46,7 @@ def test_nccl_of_the_wheels_is_laid_out_as_horovod_looks_for_it(script, packages
 
 def test_a_nccl_of_ones_own_is_left_alone(script, tmp_path):
     env = {"PATH": os.environ["PATH"], "HOROVOD_NCCL_HOME": "/opt/nccl"}
-    assert script.use_nccl(tmp_path, env, "/mpi") == "/mpi"
+    assert script.use_nccl(env, "/mpi") == "/mpi"
     assert env["HOROVOD_NCCL_HOME"] == "/opt/nccl"
 
 
@@ -54,7 +54,7 @@ def test_what_is_missing_is_named(script, packages, tmp_path, monkeypatch):
     env = {"PATH": "", "HOROVOD_CUDA_HOME": str(tmp_path / "cuda")}
     packages[1].unlink()
     with pytest.raises(script.Failure, match="nvidia-nccl"):
-        script.use_nccl(tmp_path, env, "")
+        script.use_nccl(env, "")
     monkeypatch.setattr(script.Path, "exists", lambda path: False)
     with pytest.raises(script.Failure, match="nvcc"):
         script.find_cuda(env)

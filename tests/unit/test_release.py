@@ -66,7 +66,11 @@ def test_two_hosts_of_the_compose_file_share_image_network_and_keys():
     one, two = compose["services"]["one"], compose["services"]["two"]
     for key in ("image", "command", "volumes", "networks"):
         assert one[key] == two[key]
-    assert (ROOT / "docker" / one["build"]["context"] / one["build"]["dockerfile"]).resolve().exists()
+    dockerfile = (ROOT / "docker" / one["build"]["context"] / one["build"]["dockerfile"]).resolve()
+    for volume in one["volumes"]:  # a new one has the owner of the folder that the image has there, or is root's
+        assert f"install --directory --owner horovod --group horovod --mode 700 {volume.partition(':')[2]}" in (
+            dockerfile.read_text()
+        )
 
 
 def test_an_mpi_job_asks_for_as_many_processes_as_it_has_workers():

@@ -48,7 +48,6 @@ __all__ = [
     "apply",
     "batch",
     "copy",
-    "decode_mean",
     "encode",
     "fault",
     "host",
@@ -56,7 +55,6 @@ __all__ = [
     "move",
     "recode",
     "restore",
-    "set_num_threads",
     "sums",
     "synchronize",
     "twin",
@@ -71,7 +69,6 @@ TILE_THREADS = 32 if SIMULATED else 256  # the simulator starts a thread for eac
 TENSORS = (Column.GRADIENT, Column.MOMENTUM, Column.VARIANCE, Column.WEIGHT, Column.ANCHOR)
 
 batch = launcher.batch
-set_num_threads = cpu.set_num_threads
 
 
 def use_stream(stream: Callable[[], int]) -> None:
@@ -202,16 +199,6 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, a
     sent = _set_tensors(line, *_numbered(arrays), (Column.RESIDUAL, residual))
     program = Program("restore", formula, type(p), coding.codec)
     return _by_tile(program, line, sent + _set_rows(line, _own_rows(row), at, coding))
-
-
-def decode_mean(rows: Any, at: int, size: int, coding: Coding, out: Any = None) -> Any:
-    """See ``reference.decode_mean``; into ``out`` in device memory, if it is given."""
-    if out is None:
-        return cpu.decode_mean(rows, at, size, coding)
-    line = _row(coding)
-    _set_tensors(line, (Column.OUT, out))
-    _by_tile(Program("decode", codec=coding.codec), line, _set_rows(line, rows, at, coding))
-    return out
 
 
 def recode(
@@ -359,7 +346,7 @@ class Twin:
     def __init__(self, size: int, blocks: int) -> None:
         self.host: NDArray[np.uint8] = _pinned(size, np.uint8)
         self.array: Any = np.zeros(size, np.uint8) if SIMULATED else cuda.to_device(self.host)
-        self.row = Buffer(address_of(self.array), size, "uint8", self)
+        self.row = Buffer(address_of(self.array), size, "uint8", self.array)
         self.scales: NDArray[np.float32] = _pinned(blocks, np.float32)
         self._picked: Any = None  # where the scales are on the device, and the scales side by side
         self._event: Any = None if SIMULATED else cuda.event(timing=False)

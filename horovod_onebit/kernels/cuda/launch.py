@@ -293,7 +293,8 @@ class Launcher(threading.local):
         known = packed in self._tables
         kept = self._tables.pop(packed, None)
         if known and kept is None:
-            kept = np.frombuffer(packed, np.uint8) if SIMULATED else cuda.to_device(np.frombuffer(packed, np.uint8))
+            numbers = np.frombuffer(packed, np.uint8)
+            kept = numbers if SIMULATED else cuda.to_device(numbers, stream=self.current())
         self._tables[packed] = kept
         if len(self._tables) > TABLES_KEPT:
             self._tables.popitem(last=False)
