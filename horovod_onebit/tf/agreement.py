@@ -94,7 +94,12 @@ class Agreement:
         def facts() -> Facts:
             return self._facts(call, last[0])
 
-        return meet(compressor.collectives, record, inputs, call, facts, compressor.heard)
+        def heard(verdict: handshake.Verdict) -> None:
+            compressor.heard(verdict)
+            if wrapping.local is None:
+                compressor.check_recipe(last[0].counts["exact"], last[0].counts["wanted"])
+
+        return meet(compressor.collectives, record, inputs, call, facts, heard)
 
     def _check_passes(self, trained: Collection[int]) -> None:
         """Raise if the step, which is of the variables ``trained``, leaves out gradients of backward passes before the

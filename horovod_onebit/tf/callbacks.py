@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.tf.functions import broadcast_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
 from horovod_onebit.tf.graph import cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
@@ -64,6 +64,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         common = [v for v in shared(variables) if not any(_storage(v) is local for local in self._local)]
         with tf.device(self.device):
             broadcast_variables(common, self.root_rank)
+        if tf.executing_eagerly():
+            follow_variables(self.model)
 
     def _broadcast_once(self) -> None:
         """As a part of the step, which may be traced several times before it runs."""
@@ -93,6 +95,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not self.done:
             self.model.optimizer._compressor.before_step = None
             self.done = True
+            if follow_variables(self.model):  # the step has the constants of before
+                self.model.make_train_function(force=True)
 
 
 def _storage(variable: Any) -> Any:
@@ -240,6 +244,8 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
         self.verbose = verbose
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        if epoch + 1 == self.end_epoch:  # with steps_per_execution, the last call in it was about earlier batches
+            self.model.optimizer.learning_rate = self.initial_lr
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and hvd.rank() == 0:
             rate = float(self.model.optimizer.learning_rate)
@@ -264,6 +270,22 @@ class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
             super().on_train_batch_end(batch, logs)
 
 
+class _Every:
+    """Whether ``every`` more batches are over: with ``steps_per_execution``, Keras calls once for several."""
+
+    def __init__(self, every: int) -> None:
+        self.every, self.batches, self.last = every, 0, -1
+
+    def begin_epoch(self) -> None:
+        self.last = -1
+
+    def passed(self, batch: int) -> bool:
+        """After ``batch``, the last one of those that Keras calls for."""
+        before = self.batches
+        self.batches, self.last = before + batch - self.last, batch
+        return self.batches // self.every > before // self.every
+
+
 class StatsCallback(keras.callbacks.Callback):
     """Write ``optimizer.stats()`` and the batch's logs every ``every`` batches, on worker 0.
 
@@ -282,16 +304,21 @@ class StatsCallback(keras.callbacks.Callback):
             raise ConfigurationError("expected log_dir, jsonl, or both")
         if every is not None:
             whole("every", every, "None or a whole number of batches")
-        self.log_dir, self.jsonl, self.every, self.append = log_dir, jsonl, every, append
+        self.log_dir, self.jsonl, self.append = log_dir, jsonl, append
+        self.every = None if every is None else _Every(every)
         self.monitor: Monitor | None = None
 
     def on_train_begin(self, logs: Any = None) -> None:
         self.monitor = Monitor(
-            self.model.optimizer, jsonl=self.jsonl, tensorboard=self.log_dir, every=self.every or 1, append=self.append
+            self.model.optimizer, jsonl=self.jsonl, tensorboard=self.log_dir, every=1, append=self.append
         )
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        if self.every:
+            self.every.begin_epoch()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.monitor and self.every:
+        if self.monitor and self.every and self.every.passed(batch):
             self.monitor.step(**(logs or {}))
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
@@ -313,13 +340,14 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
 
     def __init__(self, every: int = 100) -> None:
         super().__init__()
-        self.every = whole("every", every, "a whole number of batches")
-        self.batches = 0
+        self.every = _Every(whole("every", every, "a whole number of batches"))
         self.due = False
 
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        self.every.begin_epoch()
+
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.batches += 1
-        self.due |= self.batches % self.every == 0
+        self.due |= self.every.passed(batch)
         if self.due and check_ours(self.model.optimizer)._compressor.together:
             self.due = False
             check_replicas(self.model.optimizer)

@@ -21,7 +21,7 @@ from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.functions import broadcast_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Residuals
@@ -204,17 +204,7 @@ class _Keras(checkpoints.Face):
 def _assign(model: Any, variables: Mapping[str, Any], values: Mapping[str, Any]) -> None:
     for name, value in values.items():
         variables[name].assign(value)
-    for layer in _layers(model):
-        if isinstance(layer, keras.layers.Normalization):  # computes with constants that it makes of its variables
-            layer.finalize_state()
-
-
-def _layers(model: Any) -> list[Any]:
-    """The model, its layers, and theirs."""
-    found: list[Any] = [model]
-    for layer in found:
-        found += [one for one in getattr(layer, "layers", []) if all(one is not known for known in found)]
-    return found
+    follow_variables(model)
 
 
 def _named(model: Any, optimizer: Any = None) -> dict[str, Any]:

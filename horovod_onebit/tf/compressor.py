@@ -44,7 +44,7 @@ from horovod_onebit.tf.moments import Moments
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter, Options
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import FOREVER, AutoWarmup, Phase, unbiased
+from horovod_onebit.warmup import FOREVER, AutoWarmup, FixedWarmup, Phase, unbiased
 from horovod_onebit.world import Residuals
 
 T = TypeVar("T")
@@ -138,6 +138,7 @@ class Compressor(RunState):
     Attributes:
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
+        takes_frozen: whether the steps that are traced now are local ones after the freeze of second moments.
         options: of the optimizer, in the last step; see ``options_now``.
         place: where the last step was taken, if that is not the host's memory.
         apart: steps since the workers last had the same weights.
@@ -145,6 +146,7 @@ class Compressor(RunState):
 
     in_one_piece = False
     in_host_memory = False
+    takes_frozen = False
     apart = 0
     place: Place | None = None
     what = "variables"
@@ -214,7 +216,7 @@ class Compressor(RunState):
         taken with those of its tracing."""
         if self._option_names is None:
             with tf.init_scope():
-                self._option_names = sorted(self.optimizer.wrapped_config().keys() - NOT_OPTIONS)
+                self._option_names = sorted(self.optimizer.option_names() - NOT_OPTIONS)
         return Options(self.optimizer, self._option_names)
 
     @property
@@ -340,6 +342,20 @@ class Compressor(RunState):
         loaded a state, and have sent it to the others."""
         if verdict.fresh:
             self.unlearn()
+
+    def check_recipe(self, exact: int, wanted: int) -> None:
+        """Raise ``ConfigurationError`` where ``_follow_recipe`` was passed over: TensorFlow has assigned the variables.
+
+        These say that ``exact`` exact steps of ``wanted`` were taken, which all workers have agreed on.
+        """
+        wrapping = self.optimizer._wrapping
+        other = exact < wanted != wrapping.warmup.steps and isinstance(wrapping.warmup, FixedWarmup)
+        if (wanted == FOREVER) == wrapping.compresses or other:
+            raise ConfigurationError(
+                "the optimizer's variables are of a run with another warmup_steps, or of one with recipe='exact' where "
+                "this one compresses, or the other way round. tf.train.Checkpoint restores variables and nothing else: "
+                "build the optimizer as it was, or use save_checkpoint, and load_checkpoint or load_weights"
+            )
 
     def _follow_recipe(self) -> None:
         """The state may be of a run with other arguments. A warm-up that is not over is as long as this run says. Of

@@ -21,7 +21,9 @@ Horovod's own ``KerasState`` fails under Keras 3.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -36,12 +38,17 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
-from horovod_onebit.tf.functions import broadcast_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Residuals
 
 __all__ = ["KerasState", "run"]
+
+logger = logging.getLogger("horovod_onebit")
+
+OPERATION = re.compile("Horovod(Grouped)?(All(gather|reduce|toall)|Broadcast|Reducescatter|Join)|Horovod has been")
+"""What messages have of Horovod's operations; folders may be called Horovod, too."""
 
 
 class KerasState(ObjectState):
@@ -87,6 +94,7 @@ class KerasState(ObjectState):
         compressor.settle()
         for variable, value in zip(self._variables(), self._values, strict=True):
             variable.assign(value)
+        follow_variables(self.model)
         compressor.take_counts(self._counts)
         compressor.load_residuals(self._residuals)
         self._left = None  # newer than what was restored
@@ -111,6 +119,7 @@ class KerasState(ObjectState):
         sums = [np.array(total, np.float32) for total in waiting]
         here = float(bool(waiting) and int(compressor.optimizer._passes) > 0)  # before workers came
         broadcast_variables(shared(self._variables()))
+        follow_variables(self.model)
         if waiting:  # all have the mean of those that have some
             count = max(1.0, float(hvd.allreduce(tf.constant(here), op=hvd.Sum, name="onebit.waiting")))
             for i, (total, own) in enumerate(zip(waiting, sums, strict=True)):
@@ -140,6 +149,7 @@ def _lost_workers() -> Iterator[None]:
         yield
     except tf.errors.OpError as error:
         if of_horovod(error):
+            logger.warning("an operation of Horovod failed; the state of the last commit is restored: %s", error)
             raise HorovodInternalError(str(error)) from error
         raise
 
@@ -147,7 +157,7 @@ def _lost_workers() -> Iterator[None]:
 def of_horovod(error: tf.errors.OpError) -> bool:
     """Whether an operation of Horovod failed. The message has the kind of an eager operation; one of a graph has the
     name that we gave it, and tells where it was made."""
-    return any(mark in str(error) for mark in ("Horovod", mpi_ops.__file__))
+    return OPERATION.search(str(error)) is not None or mpi_ops.__file__ in str(error)
 
 
 def _reset() -> None:

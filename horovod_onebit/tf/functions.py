@@ -22,6 +22,7 @@ def broadcast_variables(
 
     For custom loops, once after the model and the optimizer are built: ``model.variables`` and
     ``optimizer.variables``. It may be called inside of ``tf.function``. ``process_set`` are the workers that take part.
+    States of random generators stay each worker's own, as in the callback: workers drop different units.
     Raises ``DesyncError`` on all workers if they do not call it together, with as many variables of the same shapes
     and types.
     """
@@ -33,7 +34,7 @@ def broadcast_variables(
             raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
     if not process_set.included():
         return
-    targets = [variable.value if hasattr(variable, "path") else variable for variable in listed]
+    targets = [variable.value if hasattr(variable, "path") else variable for variable in shared(listed)]
     kinds = [(tuple(target.shape), target.dtype.name) for target in targets]
     with in_order():
         agreed = announce(f"broadcast from worker {root_rank}", process_set, str(kinds))
@@ -63,6 +64,15 @@ def shared(variables: Iterable[Any]) -> list[Any]:
     """Those of ``variables`` that all workers are to have alike: not the states of random generators, by which workers
     drop other units."""
     return [v for v in variables if keras.backend.is_float_dtype(v.dtype) or "seed" not in v.name]
+
+
+def follow_variables(model: Any) -> bool:
+    """The variables of ``model`` were assigned: layers that compute with constants that they make of theirs do it
+    anew. Whether there are any; graphs that were traced before have the old ones. Local; not in a graph."""
+    found = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
+    for layer in found:
+        layer.finalize_state()
+    return bool(found)
 
 
 OF_HOROVOD = (tf.float16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8)

@@ -92,7 +92,7 @@ class LocalAdapter(AnyAdapter):
 
 def _adam(optimizer: Any) -> AdamAdapter | None:
     try:
-        adapter = adapter_for(optimizer)
+        adapter = adapter_for(optimizer, own=("update_step",))
         adapter.check(optimizer)
     except UnsupportedError:
         return None
@@ -109,7 +109,6 @@ class LocalSteps(Compressor):
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         self.rounds: Rounds = self.driver.rounds
-        self.takes_frozen = False  # whether the steps that are traced now are those after the freeze
         self.second: tuple[int, list[Any]] = 0, []  # see ``freeze``
         self.edits: list[int] = []  # variables whose frozen moments somebody has set
         self.lost = False  # the last round

@@ -25,6 +25,27 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
 
     distributed = True
 
+    def scale_loss(self, loss: Any) -> Any:
+        """``loss`` times the scale of now, also in a graph that is traced before the optimizer is built: as variables
+        are made outside of it, TensorFlow does not trace it again, and Keras would leave the first scale in it."""
+        scale = self.dynamic_scale if self.built else self._made_early()["dynamic_scale"]
+        return keras.ops.multiply(loss, scale)
+
+    def _made_early(self) -> dict[str, Any]:
+        early: dict[str, Any] = self.__dict__.setdefault("_early", {})  # which TensorFlow is not to track
+        if not early:
+            made = ("step_counter", "int", 0), ("dynamic_scale", "float32", self.initial_scale)
+            with outside(), keras.name_scope(self.name, caller=self):
+                for name, dtype, value in made:
+                    start = keras.initializers.Constant(value)
+                    early[name] = super().add_variable(shape=(), dtype=dtype, initializer=start, name=name)
+        return early
+
+    def add_variable(self, *args: Any, **options: Any) -> Any:
+        """As Keras's; its ``build`` gets the variables that were made before it."""
+        early = self.__dict__.get("_early", {})
+        return early.pop(options["name"]) if options.get("name") in early else super().add_variable(*args, **options)
+
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""

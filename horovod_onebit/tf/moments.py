@@ -264,8 +264,9 @@ class Moments:
             if last is not None and before < number:
                 since = number - before
                 # Each step may round down, and what is tiny to nothing.
-                smallest = 1e-4 if optimizer._trainable_variables[i].dtype == "float16" else 1e-30
-                least = last * np.float32((beta2 * (1 - 2e-3)) ** since)
+                dtype = optimizer._trainable_variables[i].dtype
+                smallest, rounding = 1e-4 if dtype == "float16" else 1e-30, 8e-3 if dtype == "bfloat16" else 2e-3
+                least = last * np.float32((beta2 * (1 - rounding)) ** since)
                 if (np.isfinite(last) & (last > smallest) & (now < least)).any():
                     replaced.append((i, since))
             self._probes[i] = number, now

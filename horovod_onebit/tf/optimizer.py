@@ -259,7 +259,7 @@ class _DistributedOptimizer(_Wrapped):
             self._seen.assign_add(counts)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        if getattr(self._compressor, "takes_frozen", False):
+        if self._compressor.takes_frozen:
             update(self, gradient, variable, learning_rate)
         else:
             super().update_step(gradient, variable, learning_rate)
@@ -368,9 +368,10 @@ class _DistributedOptimizer(_Wrapped):
         if self.built:
             return
         before = dict(self.__dict__)
-        super().build(variables)
-        self._lineage.built = {k for k, v in self.__dict__.items() if k not in before or before[k] is not v}
-        self._add_variables()
+        with outside():  # MultiOptimizer, say, builds in the graph of its first step
+            super().build(variables)
+            self._lineage.built = {k for k, v in self.__dict__.items() if k not in before or before[k] is not v}
+            self._add_variables()
 
     def _add_variables(self) -> None:
         """Create what this project needs besides the wrapped optimizer's variables, which are there."""
@@ -491,6 +492,13 @@ class _DistributedOptimizer(_Wrapped):
     def wrapped_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration."""
         return super().get_config()
+
+    def option_names(self) -> set[str]:
+        """Of what is in ``wrapped_config``. Nothing is asked of the learning rate: a schedule needs no configuration,
+        unless the whole model is saved."""
+        bare = object.__new__(self.plain_class())
+        vars(bare).update(vars(self), _learning_rate=0.0)
+        return set(bare.get_config())
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""

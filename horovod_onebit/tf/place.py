@@ -21,7 +21,7 @@ import tensorflow as tf
 
 from horovod_onebit.checks import one_of
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.kernels import Kernels, backend, has_gpu
+from horovod_onebit.kernels import Kernels, backend, has_gpu, missing
 
 logger = logging.getLogger("horovod_onebit")
 T = TypeVar("T")
@@ -155,11 +155,9 @@ class Placement:
         if not (simulated or any(map(_on_gpu, devices))):
             return None
         place, fault = None, "compressed variables are on several devices"
-        if len(devices) == 1:
-            fault = "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
-            if has_gpu():
-                place = Place(backend("cuda"), devices[0])
-                fault = place.fault()
+        if len(devices) == 1 and not (fault := missing()):
+            place = Place(backend("cuda"), devices[0])
+            fault = place.fault()
         if fault and self._kernels == "cuda":
             raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
         if fault:

@@ -159,7 +159,7 @@ class AnyAdapter(Adapter):
         check_kind(optimizer)
         self._known: Adapter | None = None
         with suppress(UnsupportedError):
-            self._known = adapter_for(optimizer) if wraps is None else None
+            self._known = adapter_for(optimizer, own=("update_step",)) if wraps is None else None
         super().__init__(wraps or (Wraps("any", Delta, momentum="") if self._known is None else self._known.wraps))
 
     def check(self, optimizer: Any) -> None:
@@ -198,17 +198,22 @@ ADAPTERS = {
 """For those whose state or options are not just what the rule has."""
 
 
+OWN = ("update_step", "apply", "_backend_update_step", "_clip_gradients", "_apply_weight_decay")
+"""What a subclass must not override, as compressed steps do not call it."""
+
+
 def kinds() -> list[Any]:
     """All classes of Keras that have a rule, subclasses included."""
     return [resolve_name(f"{wraps.module}.{name}") for wraps in wrapped("keras") for name in wraps.names]
 
 
-def adapter_for(optimizer: Any, schedule: Stepwise | None = None) -> Adapter:
-    """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one."""
+def adapter_for(optimizer: Any, schedule: Stepwise | None = None, own: Sequence[str] = OWN) -> Adapter:
+    """The adapter of an optimizer, or ``UnsupportedError`` that lists those that have one. ``own``: the methods that a
+    subclass must not override."""
     name, kind = check_kind(optimizer), type(optimizer)
     for wraps in wrapped("keras"):
         wrapped_kind = resolve_name(wraps.optimizer)
-        if isinstance(optimizer, wrapped_kind) and kind.update_step is wrapped_kind.update_step:
+        if isinstance(optimizer, wrapped_kind) and all(getattr(kind, m) is getattr(wrapped_kind, m) for m in own):
             adapter = ADAPTERS.get(wraps.optimizer, Adapter)(wraps)
             if schedule is None:
                 return adapter
@@ -217,7 +222,7 @@ def adapter_for(optimizer: Any, schedule: Stepwise | None = None) -> Adapter:
             raise UnsupportedError(f"schedule={schedule!r} is for Adam and AdamW, and the optimizer is {kind.__name__}")
     raise UnsupportedError(
         f"{name} has no 1-bit form. Optimizers that have one: {listed('keras')} (a subclass must not override "
-        "update_step). With recipe='exact', schedule=horovod_onebit.tf.Gradients() or "
+        f"{', '.join(OWN)}). With recipe='exact', schedule=horovod_onebit.tf.Gradients() or "
         "schedule=horovod_onebit.tf.Local(...), any optimizer works"
     )
 

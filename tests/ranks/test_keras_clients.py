@@ -11,6 +11,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import contextlib
 import dataclasses
 import itertools
+import json
 import time
 from collections.abc import Callable
 from typing import Any
@@ -23,10 +24,11 @@ import tensorflow as tf
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, UnsupportedError, face
+from horovod_onebit.tf import elastic
 from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
 from tests.long import LONG
-from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, weights, wrap
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
 
 layers = keras.layers
 ROWS = 8  # of a batch
@@ -671,6 +673,72 @@ def test_what_a_worker_decides_alone_is_an_error_on_all(what, tmp_path):
     with pytest.raises((DesyncError, tf.errors.OpError), match=text):
         call(tmp_path)
     assert time.monotonic() - start < 60
+
+
+class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """Without a configuration, as in many tutorials: that is needed only to save the whole model."""
+
+    def __call__(self, step):
+        return 1e-3 * tf.minimum(1.0, tf.cast(step + 1, tf.float32) / 10)
+
+
+@pytest.mark.parametrize(
+    "options", [{"warmup_steps": 3}, {"recipe": "exact"}, {"schedule": onebit.Local(every=2)}], ids=str
+)
+def test_a_schedule_without_a_configuration(options):
+    model = build()
+    model.compile(optimizer=onebit.DistributedOptimizer(keras.optimizers.AdamW(OwnSchedule()), **options), loss=LOSS)
+    model.fit(*batch(0), epochs=6, verbose=0)
+    assert int(model.optimizer.iterations) == 6
+    assert_replicas_equal(model)
+
+
+@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="since Keras 3.13")
+def test_a_multi_optimizer_that_builds_its_own_in_the_first_step():
+    model = build()
+    head, rest = (onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), warmup_steps=2) for _ in range(2))
+    pattern = f".*{model.layers[-1].name}.*"
+    names = keras.optimizers.OptimizerMap(default_optimizer=rest, optimizer_map={pattern: head})
+    model.compile(optimizer=keras.optimizers.MultiOptimizer(names), loss=LOSS)
+    model.fit(*batch(0), epochs=5, verbose=0)
+    assert head.phase == rest.phase == "compressed"
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["callback", "elastic"])
+def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
+    x = np.random.default_rng(0).normal(3.0, 2.0, (64, 32)).astype(np.float32)
+    keras.utils.set_random_seed(0)
+    norm = layers.Normalization()
+    model = keras.Sequential([layers.Input((32,)), norm, layers.Dense(64, activation="relu"), layers.Dense(10)])
+    if RANK == 0:
+        norm.adapt(x)
+    model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3)), loss=LOSS)
+    if how == "callback":
+        callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0)]
+        model.fit(x, x[:, :10].argmax(1), verbose=0, callbacks=callbacks)
+    else:
+        model.optimizer.build(model.trainable_variables)
+        elastic.KerasState(model).sync()
+    found = np.array(norm(x))
+    assert abs(found.mean()) < 0.01
+    assert found.std() == pytest.approx(1, rel=0.05)
+
+
+def test_callbacks_count_batches_where_several_are_one_execution(tmp_path):
+    model, x = build(), np.random.default_rng(RANK).standard_normal((96, 32)).astype(np.float32)
+    model.compile(optimizer=wrap(keras.optimizers.Adam(0.1)), loss=LOSS, steps_per_execution=4)
+    rise = onebit.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2)
+    path = tmp_path / "run.jsonl"
+    replicas = onebit.callbacks.ReplicaCheckCallback(6)
+    stats = onebit.callbacks.StatsCallback(jsonl=str(path), every=6)
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), rise, replicas, stats]
+    model.fit(x, x[:, :10].argmax(1), batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.1)
+    assert replicas.every.batches == 36
+    if RANK == 0:
+        steps = [json.loads(line)["step"] for line in path.read_text().splitlines()]
+        assert steps == [8, 12, 20, 24, 32, 36]
 
 
 def test_a_nan_that_all_workers_have_ends_the_run_of_all():

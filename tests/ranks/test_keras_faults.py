@@ -11,6 +11,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
+from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
@@ -344,6 +345,47 @@ def test_a_model_of_many_buckets(exchange, graph):
         np.testing.assert_array_equal(weights(model), weights(whole))
 
 
+class Centralized(keras.optimizers.AdamW):
+    """What compressed steps would pass over."""
+
+    def apply(self, grads, trainable_variables=None):
+        super().apply([g - tf.reduce_mean(g) for g in grads], trainable_variables)
+
+
+def test_a_subclass_with_an_apply_of_its_own_is_refused_unless_it_is_called():
+    with pytest.raises(UnsupportedError, match="must not override update_step, apply"):
+        wrap(Centralized(1e-3))
+    model = build()
+    train(model, onebit.DistributedOptimizer(Centralized(1e-3), recipe="exact"), 3)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(("first", "then"), [("auto", 3), (3, "exact"), ("exact", 3), (30, 20)])
+@pytest.mark.parametrize("graph", [True, False])
+def test_variables_of_a_run_with_other_arguments_are_refused(first, then, graph, tmp_path):
+    """TensorFlow assigns them, and tells nobody."""
+
+    def wrapped(steps):
+        if steps == "exact":
+            return onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), recipe="exact")
+        return wrap(keras.optimizers.Adam(1e-3), warmup_steps=steps)
+
+    path = broadcast_object(str(tmp_path / "state"), root_rank=0, name="path")
+    model = build()
+    optimizer = wrapped(first)
+    train(model, optimizer, 6)
+    if RANK == 0:
+        tf.train.Checkpoint(model=model, optimizer=optimizer).write(path)
+    broadcast_object(0, root_rank=0, name="written")
+    again = build()
+    other = wrapped(then)
+    other.build(again.trainable_variables)
+    tf.train.Checkpoint(model=again, optimizer=other).read(path).expect_partial()
+    kind = tf.errors.OpError if graph else ConfigurationError
+    with pytest.raises(kind, match=r"tf\.train\.Checkpoint restores variables and nothing else"):
+        train(again, other, 2, graph=graph)
+
+
 @pytest.mark.parametrize("where", ["eager", "graph", "host"])
 def test_elastic_tells_errors_of_horovod_from_others(where):
     collectives = onebit_collectives.HorovodCollectives()
@@ -365,3 +407,4 @@ def test_elastic_tells_errors_of_horovod_from_others(where):
         with pytest.raises(tf.errors.OpError) as caught:
             (call if where == "eager" else tf.function(call))(tf.constant(0.0))
         assert elastic.of_horovod(caught.value) is ours
+    assert not elastic.of_horovod(tf.errors.InternalError(None, None, 'File "/home/me/Horovod/train.py", line 3'))

@@ -540,3 +540,16 @@ def test_the_file_of_a_run_that_never_compressed_begins_with_rounds(folder):
     onebit.save_checkpoint(folder / "checkpoint", rounds)
     train(rounds, rounds.optimizer, 4, 13)
     assert_replicas_equal(rounds)
+
+
+def test_what_bfloat16_rounds_off_is_no_edit(caplog):
+    """Second moments of elements whose gradient is there once fall a little faster than their decay."""
+    variable = keras.Variable(np.ones((8, 64), np.float32), dtype="bfloat16")
+    optimizer = local(keras.optimizers.AdamW(1e-3, beta_2=0.99), onebit.Local(every=4, doubling=0, freeze=24))
+    optimizer.build([variable])
+    first = np.random.default_rng(0).uniform(0.5, 2.0, (8, 64))
+    for step in range(32):
+        gradient = tf.cast(first if step == 0 else np.zeros((8, 64)), tf.bfloat16)
+        optimizer.apply([gradient], [variable])
+    assert not [record for record in caplog.records if "was set or reset" in record.getMessage()]
+    assert int(optimizer._frozen.value) == 24

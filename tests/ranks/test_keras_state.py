@@ -280,6 +280,38 @@ def test_a_loss_scale_optimizer_skips_alike_on_all_workers(how, tmp_path):
         assert float(again.optimizer.dynamic_scale) == 64.0
 
 
+def sum_of(weight, optimizer):
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = optimizer.scale_loss(tf.reduce_sum(weight.value))
+        optimizer.apply_gradients([(tape.gradient(loss, weight.value), weight)])
+
+    return step
+
+
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=2)])
+def test_the_loss_is_multiplied_by_the_scale_of_now(schedule):
+    """Also in a graph that is traced before the optimizer is built, as Keras does."""
+    found = []
+    for wrapped in (False, True):
+        weight = keras.Variable(np.zeros(2048, np.float32))
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), initial_scale=256.0, dynamic_growth_steps=1
+        )
+        if wrapped:
+            options = {"recipe": "exact"} if schedule is None else {"schedule": schedule}
+            optimizer = onebit.DistributedOptimizer(optimizer, **options)
+
+        step = sum_of(weight, optimizer)
+        for _ in range(4):
+            step()
+        assert [v.name for v in optimizer._variables][-2:] == ["step_counter", "dynamic_scale"]
+        found.append((np.array(weight), float(optimizer.dynamic_scale)))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-5)
+    assert found[0][1] == found[1][1] == 4096.0
+
+
 def test_mixed_precision():
     policy = keras.config.dtype_policy()
     keras.config.set_dtype_policy("mixed_float16")
