@@ -43,14 +43,15 @@ def compile_steps(
     ``"all"``, steps write the new weights and momenta elsewhere, with ``"all but momenta"`` the weights. Numba compiles
     for that apart.
     """
+    # Hierarchical is made of the others.
     ways = ("direct", "two_stage") if workers >= TWO_STAGE_FROM else ("direct",)
     start = time.monotonic()
     for rule in rules:
-        for exchange in ways if recipe.exchange == "auto" else (recipe.exchange,):
+        for exchange in ways if recipe.exchange in ("auto", "hierarchical") else (recipe.exchange,):
             formulas = type(rule), *map(bool, vars(rule).values())
             codecs = recipe.codec, recipe.server_codec
             how = *formulas, exchange, *codecs, recipe.space, recipe.clip is None, divides, lent
-            if how not in _done and exchange != "hierarchical":  # which is made of the others
+            if how not in _done:
                 _done.add(how)
                 one = replace(recipe, exchange=exchange, on_nonfinite="skip")
                 simulation.run(partial(_step, one, rule, divides, lent), 1)

@@ -591,8 +591,15 @@ class Engine:
         for index in self._in_turn(range(len(self.layout.buckets))):
             if index not in self._sent:
                 self.send(index, grads, plan)
-        self._leave(self._sent.values())
+        self.leave(plan)
         self._progress()
+
+    def leave(self, plan: Plan) -> None:
+        """Wait until all that was encoded is here, and let it leave: before this worker waits for others, whose GPUs
+        may wait for its messages. Local."""
+        self._leave(self._sent.values())
+        if self.layout is not None:
+            self._leave_in_turn(self.layout, plan.number)
 
     def progress(self) -> bool:
         """Do what messages under way wait for this worker to do, and wait for none; whether all are here. Local."""
@@ -602,8 +609,10 @@ class Engine:
 
     def _progress(self) -> None:
         """Do what others wait for where that is due."""
-        for stage in range(self.exchange.stages):
-            for arriving in (True, False):  # what is written on a GPU leaves before anybody waits for others
+        last = self.exchange.stages  # what is received after that, nobody waits for here
+        for stage in range(last + 1):
+            # What is written on a GPU leaves before anybody waits for others.
+            for arriving in (True, False) if stage < last else (True,):
                 for item in self._sent.values():
                     if item.stage == stage and item.arriving == arriving and item.waiting.ready():
                         item.advance(item.waiting.wait())
@@ -700,7 +709,7 @@ class Engine:
         start, decoded = time.perf_counter(), self.times.decode
         try:
             yield from self.travel(list(self._sent), land)
-        except Exception:
+        except BaseException:
             # Others may have taken this step: their count of steps is then another, which the next agreement finds.
             self.cancel()
             raise

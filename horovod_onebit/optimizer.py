@@ -453,7 +453,9 @@ class NumpyOptimizer(RunState):
         for tensor in self._tensors:
             assert tensor.variance is not None
             value = tensor.variance * np.float32(rule.correction(tensor))
-            found.append(Moment(tensor, value, self._grads[tensor.name], 1.0))
+            grad = self._grads[tensor.name]  # weight decay is in what the second moment has seen, and is no noise
+            last = grad + np.float32(rule.l2) * tensor.weight if rule.l2 else grad
+            found.append(Moment(tensor, value, last, 1.0))
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:

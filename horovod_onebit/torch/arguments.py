@@ -14,6 +14,9 @@ from horovod_onebit import face
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.transport import Op, Transport
 
+COMPILED = "_orig_mod."
+"""What ``torch.compile`` puts before the names of a module's parameters and state."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Arguments(face.Arguments):
@@ -89,6 +92,9 @@ def names_of(
             f"Parameter names in named_parameters must be unique. Found duplicates: {', '.join(duplicates)}"
         )
     # A tied parameter may be listed under several names: the first in alphabetical order is the same everywhere.
+    short = {name: name.replace(COMPILED, "") for name, _ in pairs}
+    if len({(short[name], p) for name, p in pairs}) == len(set(short.values())):  # no two have one name then
+        pairs = [(short[name], p) for name, p in pairs]
     by_parameter = {p: name for name, p in sorted(pairs, key=lambda pair: pair[0], reverse=True)}
     unnamed = [i for i, p in enumerate(own) if p not in by_parameter]
     if unnamed:

@@ -11,7 +11,7 @@ import torch
 from horovod_onebit.checks import one_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.feedback import ErrorFeedback
-from horovod_onebit.kernels import Kernels, backend, has_gpu, reference
+from horovod_onebit.kernels import Kernels, backend, missing, reference
 from horovod_onebit.rules import Tensor
 from horovod_onebit.torch.plain import coarsen
 from horovod_onebit.torch.rules import Adapter
@@ -115,8 +115,8 @@ class Placement:
     def _cannot(self, p: torch.Tensor) -> str:
         """Why the kernels cannot work on ``p``; nothing if they can."""
         if self._cuda is None:
-            if not has_gpu():
-                return "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
+            if lacking := missing():
+                return lacking
             self._cuda = backend("cuda")
         if p.is_cuda and self._cuda.SIMULATED:
             return "Numba simulates"

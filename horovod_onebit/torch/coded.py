@@ -90,6 +90,11 @@ class Coded:
                     flat[number] = self._gradient(self._averaged[number])
                 self._mean.engine.send(bucket, flat, self._plan)
 
+    def leave(self) -> None:
+        """See ``Engine.leave``."""
+        if self._plan is not None:
+            self._mean.engine.leave(self._plan)
+
     def _begin(self, now: Sequence[torch.Tensor]) -> None:
         if not self._same(now):
             return
@@ -139,7 +144,7 @@ class Coded:
         gradients = [self._gradient(p) for p in each]
         if not (yield from self._mean.mean(units, gradients, beside, certain=certain)):
             for p in each:
-                p.grad = torch.full_like(p, math.inf)
+                gradient_of(p).fill_(math.inf)
             return
         factor = self._factor
         for p, unit in zip(each, units, strict=True):
@@ -190,7 +195,7 @@ class Coded:
         grad, place = grad.detach().reshape(-1), self._parameters.placement.of(p)
         if place is None:
             return grad.to("cpu", torch.float32).numpy()
-        return place.array(grad if grad.dtype in place.dtypes else grad.to(torch.float32))
+        return place.array((grad if grad.dtype in place.dtypes else grad.to(torch.float32)).contiguous())
 
 
 def _nonzero(grads: Sequence[torch.Tensor]) -> list[bool]:

@@ -32,6 +32,8 @@ class Gathered:
     """A ``wire.Remote``: what was gathered on a GPU."""
 
     def __init__(self, gathered: torch.Tensor) -> None:
+        if gathered.is_cuda:  # Horovod has allocated it for another stream
+            gathered.record_stream(torch.cuda.current_stream())
         self._gathered = gathered
         self.size = gathered.numel()
 

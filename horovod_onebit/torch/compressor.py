@@ -32,7 +32,8 @@ from horovod_onebit.torch import averaging
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import gradient_of
-from horovod_onebit.torch.hooks import Gradients, Where, all_finite, unscale
+from horovod_onebit.torch.hooks import Gradients, Scaling, Where, all_finite, unscale
+from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
 from horovod_onebit.warmup import Phase
@@ -154,8 +155,14 @@ class Steps(RunState):
         Collective then."""
         if self.left is not None:
             sizes = {self.parameters.names[p]: p.numel() for p in self.with_residuals()}
+            # A new worker's layers are frozen, or not, as they were when the job began.
+            root = min(self.transport.ranks, default=0)
+            sizes = self.transport.broadcast_object(sizes, root, f"{self.engine.name}.residuals")
             yield from self.engine.share_out(self.left, sizes)
             self.left = None
+
+
+NO_SCALING = Scaling()
 
 
 @dataclass
@@ -164,7 +171,8 @@ class _Now:
 
     Attributes:
         exact_step: the wrapped optimizer's own.
-        loss_scale, scaled, settled: see ``Compressor.step``; whether gradients were synchronized before.
+        scaling: by a GradScaler.
+        settled: whether gradients were synchronized before.
         finite: whether this worker's gradients are, as far as it is known.
         said: what the others are told, and ``told`` whether they have been.
         compresses: whether gradients are sent in one bit.
@@ -172,8 +180,7 @@ class _Now:
     """
 
     exact_step: Callable[[], None] | None = None
-    loss_scale: float | None = None
-    scaled: bool = False
+    scaling: Scaling = NO_SCALING
     settled: bool = False
     finite: bool = True
     said: tuple[Any, ...] = ()
@@ -305,7 +312,7 @@ class Compressor(Steps):
         grads = [p.grad for p in self.parameters.exact_steps if p.grad is not None]
         totals: dict[torch.device, Any] = {}
         for g in grads:
-            totals[g.device] = totals.get(g.device, 0) + g.detach().double().square().sum()
+            totals[g.device] = totals.get(g.device, 0) + sum_of_squares(g)
         squares = float(sum(map(float, totals.values())))
         norm = math.sqrt(squares)
         if self.parameters.phase is Phase.COMPRESSED:
@@ -319,19 +326,10 @@ class Compressor(Steps):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(
-        self,
-        exact_step: Callable[[], None],
-        *,
-        loss_scale: float | None = None,
-        scaled: bool = False,
-    ) -> bool:
-        """Take one step; whether it was taken, or skipped by all workers alike.
-
-        ``loss_scale``: what gradients still have to be divided by. ``scaled``: by a GradScaler, which lives with Inf.
-        """
+    def step(self, exact_step: Callable[[], None], scaling: Scaling) -> bool:
+        """Take one step; whether it was taken, or skipped by all workers alike."""
         settled = self.gradients.where.settled  # before progress that was broadcast since is adopted
-        self._now = _Now(exact_step, loss_scale, scaled, settled)
+        self._now = _Now(exact_step, scaling, settled)
         try:
             return run(self.driver.step())
         except NonFiniteError:
@@ -351,14 +349,15 @@ class Compressor(Steps):
         self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
-        now.finite = not self._stepwise or all_finite(list(self.parameters.exact_steps))
-        if now.scaled:
+        checked = not self._stepwise or all_finite(list(self.parameters.exact_steps))
+        now.finite = checked and not now.scaling.overflowed
+        if now.scaling.used:
             self.gradients.send_late("a GradScaler is used")
         warm = self.parameters.phase is Phase.WARMUP
         # In warm-up the average has been taken of scaled gradients: the scales must be the same.
-        options: dict[str, object] = {"whether a GradScaler is used": now.scaled}
+        options: dict[str, object] = {"whether a GradScaler is used": now.scaling.used}
         if warm:
-            options["the GradScaler's scale"] = now.loss_scale
+            options["the GradScaler's scale"] = now.scaling.scale
         elif self._stepwise:
             options["what this step sends, by the schedule,"] = self.driver.sends
         values = ""
@@ -370,13 +369,15 @@ class Compressor(Steps):
         # When all is encoded, it is known whether all gradients are finite.
         now.told = not self.parameters.prepared or warm or self._stepwise
         if now.told:
+            if warm and self.coded is not None:
+                self.coded.leave()
             sent = self.gradients.sent_finite if warm else Finite.UNKNOWN
             self.agreement.start("step", sent if now.finite else Finite.NO, *now.said)
 
     def agreed(self) -> Task[Verdict]:
         now = self._now
         if not now.told:
-            self.agreement.start("step", self.engine.sent_finite, *now.said)
+            self.agreement.start("step", self.engine.sent_finite if now.finite else Finite.NO, *now.said)
         verdict = yield from self.agreement.answer()
         self._compares = self.parameters.just_started = False  # or what was refused is compared again
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
@@ -386,9 +387,9 @@ class Compressor(Steps):
         if self.gradients.automatic and not self._now.settled:
             yield from self.gradients.average(again=bool(verdict.edited), certain=verdict.certain)
         exact = self._exact()
-        if self._now.loss_scale is not None:
-            unscale(exact, self._now.loss_scale)
-        return all_finite(exact)  # of averages, so that all workers see the same
+        if self._now.scaling.scale is not None:
+            unscale(exact, self._now.scaling.scale)
+        return verdict.finite and all_finite(exact)  # of averages, so that all workers see the same
 
     def _exact(self) -> list[torch.Tensor]:
         """What is averaged in this step."""
@@ -397,14 +398,14 @@ class Compressor(Steps):
         return exact
 
     def skip(self) -> None:
-        if self._now.scaled:
+        if self._now.scaling.used:
             self.engine.skipped += 1
         else:
             self.engine.say_skipped("the mean gradient")
 
     def prepare(self, sends: Sends) -> Task[Plan]:
         parameters = self.parameters
-        plan = parameters.plan(sends, self._now.loss_scale or 1.0)
+        plan = parameters.plan(sends, self._now.scaling.scale or 1.0)
         if not parameters.prepared:
             yield from self.agreement.answer()  # before a handshake of those only who believe that it is due
             bindings = parameters.bindings.values()
@@ -418,7 +419,7 @@ class Compressor(Steps):
         self._now.compresses = True
         means, now = self.gradients.means, self._now
         # Unscaled before: scales may differ. The gradients themselves are not, in case the workers refuse the step.
-        return means.fused(self._exact(), self.gradients.generation, now.loss_scale)
+        return means.fused(self._exact(), self.gradients.generation, now.scaling.scale, whole=now.scaling.used)
 
     def own_gradients(self) -> Mapping[int, Array]:
         return self.parameters.gradients()

@@ -27,6 +27,7 @@ from typing import Any
 import horovod.torch.elastic as hvd_elastic
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
+from horovod.torch.elastic import run as _run  # by name: `horovod_onebit.install` replaces it in Horovod's module
 from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_handler_registry
 
 from horovod_onebit import tasks
@@ -54,16 +55,23 @@ class _OptimizerHandler(StateHandler):
         self._residuals = self.value._compressor.residuals()
 
     def restore(self) -> None:
-        self.value.load_state_dict(self._state)
+        self._drop_gradients()
+        self.value.load_state_dict(copy.deepcopy(self._state))  # which takes over tensors as they are
         self.value._compressor.load_residuals(self._residuals)
 
     def sync(self) -> None:
         """After Horovod was restarted: worker 0's state, and all residuals. Collective."""
         compressor = self.value._compressor
+        self._drop_gradients()
         compressor.leave_world()
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
         tasks.run(compressor.share_out())
-        self.save()
+
+    def _drop_gradients(self) -> None:
+        """Those of a step that came to nothing: all passes of the next one begin anew, on new workers, too."""
+        for p in self.value._parameters.ordered():
+            if p.grad is not None:
+                p.grad.detach_().zero_()
 
 
 set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_registry()])
@@ -72,14 +80,15 @@ set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_r
 def run(function: Callable[..., Any]) -> Callable[..., Any]:
     """``horovod.torch.elastic.run``: call ``function(state, ...)`` again whenever the workers have changed, each time
     after ``state.sync()``."""
-    return hvd_elastic.run(always_synchronizing(function, HostsUpdatedInterrupt))
+    return _run(always_synchronizing(function, HostsUpdatedInterrupt))
 
 
 class TorchState(hvd_elastic.TorchState):
     """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam, ``Local``) are
     brought together before they are saved. If workers join or leave in the middle of a round, the changes that the
-    others have made in it are kept. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as
-    keywords, which become attributes."""
+    others have made in it are kept. After ``sync``, ``restore`` goes back to what it gave, until the
+    next ``commit``. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as keywords, which
+    become attributes."""
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]
@@ -93,3 +102,5 @@ class TorchState(hvd_elastic.TorchState):
         for optimizer in self._optimizers():
             optimizer._compressor.fold()
         super().sync()
+        for handler in self._handlers.values():  # all at once, and a new worker's, too: Horovod keeps its first weights
+            handler.save()

@@ -22,6 +22,8 @@ from horovod_onebit.torch.arrays import gradient_of
 
 FUSED = 25 * 2**20
 """Bytes of gradients that travel together, where they have to leave in one order."""
+WHOLE = object()
+"""The context of what was not compressed, whatever the arguments say."""
 
 
 class ByName:
@@ -78,10 +80,12 @@ class ByName:
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
 
-    def fused(self, exact: Sequence[torch.Tensor], generation: str, loss_scale: float | None = None) -> Task[bool]:
+    def fused(
+        self, exact: Sequence[torch.Tensor], generation: str, loss_scale: float | None = None, *, whole: bool = False
+    ) -> Task[bool]:
         """Start one allreduce for each dtype and device of ``exact``, which stay so after the warm-up, of gradients
         that are divided by ``loss_scale``. The task waits; their gradients are then means, or sums. Returns whether all
-        are finite. Collective."""
+        are finite. ``whole``: not in float16, for which gradients without their scale may be too small. Collective."""
         groups: dict[Any, list[torch.Tensor]] = {}
         for p in exact:
             groups.setdefault((p.dtype, p.device), []).append(p)
@@ -90,7 +94,7 @@ class ByName:
             flat = _flat(group)
             if loss_scale is not None:
                 flat *= 1.0 / loss_scale
-            started.append((group, *self.allreduce(flat, f"exact.{generation}.{number}")))
+            started.append((group, *self.allreduce(flat, f"exact.{generation}.{number}", whole=whole)))
         return self._store(started)
 
     def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
@@ -98,7 +102,8 @@ class ByName:
         for group, handle, context in started:
             found.append(self.decompress((yield handle), context).to(group[0].dtype))
             for p, part in _parts(found[-1], group):
-                p.grad = part
+                assert p.grad is not None
+                p.grad.copy_(part)  # others may hold it
         return finite(found)
 
     def drop(self) -> None:
@@ -113,13 +118,15 @@ class ByName:
         """There will be no means in the next steps. Local."""
 
     def allreduce(
-        self, values: torch.Tensor, name: str, *, in_place: bool = True, lane: Lane | None = None
+        self, values: torch.Tensor, name: str, *, in_place: bool = True, lane: Lane | None = None, whole: bool = False
     ) -> tuple[Handle, Any]:
-        """Start it, by Horovod's arguments; its handle, and what ``decompress`` needs."""
+        """Start it, by Horovod's arguments, but for its compression if ``whole``; its handle, and what ``decompress``
+        needs."""
         arguments, transport = self._arguments, self._arguments.transport
         workers = transport.size
         # Horovod reduces no bfloat16.
-        tensor, context = arguments.compression.compress(values.float() if values.dtype is torch.bfloat16 else values)
+        known = values.float() if values.dtype is torch.bfloat16 else values
+        tensor, context = (known, WHOLE) if whole else arguments.compression.compress(known)
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
         name = f"{self._engine.name}.{name}"
@@ -127,7 +134,7 @@ class ByName:
 
     def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
         """What has arrived, as it was compressed."""
-        found: torch.Tensor = self._arguments.compression.decompress(tensor, context)
+        found: torch.Tensor = tensor if context is WHOLE else self._arguments.compression.decompress(tensor, context)
         return found
 
 

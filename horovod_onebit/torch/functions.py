@@ -36,14 +36,21 @@ class _Slot:
 
 @outside_inference
 def broadcast_optimizer_state(
-    optimizer: torch.optim.Optimizer, root_rank: int = 0, process_set: Any = None, *, process_group: Any = None
+    optimizer: torch.optim.Optimizer,
+    root_rank: int = 0,
+    process_set: Any = None,
+    *,
+    process_group: Any = None,
+    model: torch.nn.Module | None = None,
 ) -> None:
     """Give every worker the optimizer state and hyperparameters of ``root_rank``. Collective.
 
     Works for any ``torch.optim`` optimizer whose state is made of tensors, numbers and plain containers. Takes no
     hidden step. ``root_rank`` is a rank of the whole world; ``process_set`` or ``process_group`` are the workers that
-    take part, all by default.
+    take part, all by default. ``model`` is accepted, because Horovod's has it, and without effect.
     """
+    if isinstance(process_set, torch.nn.Module):  # Horovod's third argument
+        process_set = None
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
     own = optimizer._compressor.transport if isinstance(optimizer, _DistributedOptimizer) else None
@@ -81,7 +88,9 @@ def broadcast_optimizer_state(
         if isinstance(optimizer, _DistributedOptimizer):
             optimizer._parameters.loads += 1  # as on the others
     elif isinstance(optimizer, _DistributedOptimizer):
+        where = optimizer._gradients.where
         optimizer._load(structure, keep_feedback=True)
+        optimizer._gradients.where = where  # as on the root, whose gradients may be averaged already
     else:
         optimizer.load_state_dict(structure)
 

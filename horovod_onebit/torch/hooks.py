@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -48,6 +48,20 @@ SAMPLE = 16
 """Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
+
+
+class Scaling(NamedTuple):
+    """What a step is told by a ``GradScaler``.
+
+    Attributes:
+        used: whether there is one, which lives with Inf.
+        scale: by what gradients still have to be divided; None if by nothing.
+        overflowed: whether it has found Inf or NaN in this worker's gradients; they may have been clipped since.
+    """
+
+    used: bool = False
+    scale: float | None = None
+    overflowed: bool = False
 
 
 class Where(Enum):
@@ -133,6 +147,8 @@ class Gradients:
         for p in parameters:
             self._watched[p] = self.passes
             take(p, self)
+        if len({p.device for p in self._watched if p.is_cuda}) > 1:  # a hook may run for another GPU than a kernel
+            self.send_late("parameters are on several GPUs")
 
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
@@ -364,6 +380,11 @@ class Gradients:
         self.drop()
         self.forget_marks()
 
+    def used(self) -> None:
+        """A step was taken with the gradients, or passed over."""
+        if self.where.settled:
+            self.where = Where.NOWHERE
+
     def drop(self) -> None:
         """Forget gradients that were computed and not yet used."""
         self.means.drop()
@@ -385,7 +406,7 @@ class Gradients:
         if by_all:  # of what was sent, those whose states were edited since have no residuals
             gone = [b.tensor.name for b in self._bindings if b.p not in self._parameters.bindings]
             self._engine.feedback.reset(gone)
-        self._clear()
+        self._clear(settled=by_all)
 
     @torch.no_grad()
     def _cancel(self, *, by_all: bool, restore: bool) -> None:
@@ -424,10 +445,12 @@ class Gradients:
         if self.coded is not None:
             self.coded.forget([self._parameters.names[p] for p in parameters])
 
-    def _clear(self) -> None:
+    def _clear(self, *, settled: bool = False) -> None:
+        """Nothing is under way; ``settled`` gradients stay so: they are not to be averaged twice."""
         self.drop()
         self.forget_marks()
-        self.where = Where.NOWHERE
+        if not (settled and self.where.settled):
+            self.where = Where.NOWHERE
 
 
 class Watches(Protocol):

@@ -9,6 +9,7 @@ import torch
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch.norms import length
 
 REMOVED = ("factor_min", "factor_max", "factor_threshold")
 """Options of parameter groups in earlier versions."""
@@ -112,7 +113,7 @@ class LAMB(torch.optim.Optimizer):
             update = (m / first) / ((v / second).sqrt() + group["eps"])
             if group["weight_decay"]:
                 update.add_(p, alpha=group["weight_decay"])
-            w, u = p.norm(dtype=torch.float32), update.norm(dtype=torch.float32)
+            w, u = length(p), length(update)
             ratio = (w / u).clamp(group["min_coeff"], group["max_coeff"])
             coefficient = torch.where((w > 0) & (u > 0), ratio, torch.ones_like(w))
             state["layer"][0].lerp_(coefficient.to(state["layer"].device), 1 - group["coeff_beta"])
@@ -125,7 +126,7 @@ def init_state(p: torch.Tensor, state: dict[str, Any]) -> None:
         state["step"] = torch.zeros((), dtype=torch.float32)
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-        state["layer"] = torch.zeros(1, device=p.device)
+        state["layer"] = torch.zeros(1, dtype=torch.float32, device=p.device)
 
 
 def modernize(state: dict[str, Any]) -> None:

@@ -13,12 +13,10 @@ import torch
 
 from horovod_onebit.checkpoints import check_same
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.torch.arguments import COMPILED
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import HYPERPARAMETERS
-
-COMPILED = "_orig_mod."
-"""What ``torch.compile`` puts before the names of a module's state."""
 
 
 def named_as_in(model: torch.nn.Module, saved: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from typing import Any
 
+import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
@@ -35,7 +36,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Where, all_finite, densify, let_go, release, take, unscale
+from horovod_onebit.torch.hooks import Scaling, Where, all_finite, densify, let_go, release, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
@@ -133,10 +134,15 @@ class LocalParameters(Parameters):
 
     def rebind(self) -> bool:
         """Follow parameters whose memory was replaced (``p.data = ...``); whether there are any."""
-        moved = [p for p, b in self.bindings.items() if not b.is_current()]
+        moved = [p for p, b in self.bindings.items() if not b.is_current() or self._has_other_state(p, b)]
         for p in moved:
             self._bind_one(p)
         return bool(moved)
+
+    def _has_other_state(self, p: torch.Tensor, binding: Binding) -> bool:
+        """Whether the wrapped optimizer's state of ``p`` is another dict than that of the round, with moved moments."""
+        both = binding.state
+        return isinstance(both, _Both) and self._takes_frozen(p) and both.maps[0] is not self.optimizer.state.get(p)
 
     def bound(self) -> tuple[list[Binding], list[Binding]]:
         """Those that are compressed, and those that are not."""
@@ -235,13 +241,15 @@ class LocalParameters(Parameters):
 
     def learning_rates(self) -> dict[str, float]:
         """By name; those of groups that have none are left out."""
-        groups = [group for group in self.optimizer.param_groups if "lr" in group]
+        groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
         return {self.names[p]: float(group["lr"]) for group in groups for p in group["params"] if p in self.bindings}
 
     def step_frozen(self, rules: Frozen) -> None:
-        """Take a step by these rules; without a gradient there is none, as in the wrapped optimizer."""
+        """Take a step by these rules, without a gradient by one of zeros: the mean momentum of a round is that of all
+        its steps (``FrozenAdam.count_step``)."""
         context = self.engine.context
-        trained = [b for b in self.bindings.values() if b.tensor.name in rules and b.p.grad is not None]
+        trained = [b for b in self.bindings.values() if b.tensor.name in rules]
+        without = [b.p for b in trained if b.p.grad is None]
         for binding in trained:
             if not binding.in_place:
                 binding.pull()
@@ -253,6 +261,8 @@ class LocalParameters(Parameters):
                 rules[tensor.name].local_step(tensor, grad, context)
         if trained:
             add_to_all([binding.state["step"] for binding in trained], 1)
+        for p in without:
+            p.grad = None
 
     def second_moments(self) -> list[Moment]:
         """Those that are not frozen yet."""
@@ -270,6 +280,9 @@ class LocalParameters(Parameters):
             grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
             corrected = (value / (1 - beta2 ** max(steps, 1))).numpy()
             last = grad.to("cpu", torch.float32).reshape(-1).numpy()
+            rule: Any = self.adam.rule(group, 1.0)
+            if l2 := rule.l2:  # it is in what the second moment has seen, and is no noise
+                last = last + np.float32(l2) * p.detach().to("cpu", torch.float32).reshape(-1).numpy()
             share = own_share(beta2, steps - self.common_steps(p), steps)
             moments.append(Moment((group, p), corrected, last, share))
         return moments
@@ -356,7 +369,7 @@ class LocalParameters(Parameters):
 
     def _load_frozen(self, progress: Progress, whole: Mapping[str, Any] | None) -> None:
         """Second moments that are frozen; the state has them as in ``plain``."""
-        for state in self.optimizer.state.values():
+        for state in plain.entries_of(self.optimizer.state):
             state.pop(VARIANCE_STEPS, None)
         if self.adam is None:
             return
@@ -365,11 +378,11 @@ class LocalParameters(Parameters):
             for p, value in self._exported.items():
                 self.optimizer.state[p][key] = value
         saved = {} if whole is None else dict(self._saved(whole))
-        seen = self._by_position(progress.variance_steps)
+        seen, taken = self._by_position(progress.variance_steps), self._by_position(progress.taken)
         for group, _, p in self.enumerated():
             state = self.optimizer.state.get(p, {})
-            # A plain optimizer that has gone on from there has taken more steps than this run.
-            if not seen[p] or key not in state or self.taken(p) > progress.steps:
+            # A plain optimizer that has gone on from there has taken more steps.
+            if not seen[p] or key not in state or self.taken(p) > max(taken[p], progress.steps):
                 continue
             if p in saved:
                 self.adam.keep_float32(p, saved[p], state, compressed=True)
@@ -487,9 +500,9 @@ class _Step:
 
     def __init__(
         self, parameters: LocalParameters, own_step: Callable[..., Any], closure: Callable[[], Any] | None,
-        loss_scale: float | None,
+        scaling: Scaling,
     ) -> None:  # fmt: skip
-        self._parameters, self._own_step, self._closure, self._scale = parameters, own_step, closure, loss_scale
+        self._parameters, self._own_step, self._closure, self._scaling = parameters, own_step, closure, scaling
         self.result: Any = None
         self._before: dict[torch.Tensor, torch.Tensor] = {}  # the weights, of LBFGS
 
@@ -498,8 +511,10 @@ class _Step:
         parameters = self._parameters
         self._trained = parameters.trained()
         parameters.forget_frozen()
-        if self._scale is not None:
-            unscale(self._trained, self._scale)
+        if self._scaling.overflowed:
+            return False
+        if self._scaling.scale is not None:
+            unscale(self._trained, self._scaling.scale)
         try:
             if self._closure is None or rules:
                 self.result = self._compute()
@@ -590,13 +605,13 @@ class LocalSteps(Steps):
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
-    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, *, loss_scale: float | None) -> Any:
+    def step(self, own_step: Callable[..., Any], closure: Callable[[], Any] | None, scaling: Scaling) -> Any:
         """Take one step alone, ``own_step`` with ``closure`` if there is one, and end the round if it is its last one;
         returns what ``own_step`` does.
 
-        It is passed over if gradients are not finite. ``loss_scale``: what they have to be divided by.
+        It is passed over if gradients are not finite.
         """
-        step, reached = _Step(self.parameters, own_step, closure, loss_scale), False
+        step, reached = _Step(self.parameters, own_step, closure, scaling), False
 
         def take(rules: Frozen) -> bool:
             nonlocal reached
@@ -708,7 +723,7 @@ class LocalSteps(Steps):
 
     def _heal(self) -> None:
         """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""
-        for state in self.parameters.optimizer.state.values():
+        for state in plain.entries_of(self.parameters.optimizer.state):
             for value in state.values():
                 if isinstance(value, torch.Tensor) and value.is_floating_point():
                     value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)

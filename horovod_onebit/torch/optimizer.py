@@ -13,7 +13,7 @@ import torch
 
 from horovod_onebit import feedback
 from horovod_onebit.checks import flag, mapping, matching, positive, replica_interval
-from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.errors import ConfigurationError, NonFiniteError, UnsupportedError
 from horovod_onebit.face import chosen, next_name
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, Schedule
@@ -24,10 +24,11 @@ from horovod_onebit.torch.arguments import Arguments, groups_of, names_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
-from horovod_onebit.torch.hooks import Where
+from horovod_onebit.torch.hooks import Scaling, Where
 from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.plain import entries_of
 from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
 from horovod_onebit.torch.rules import Adapter, AnyAdapter, adapter_for, check_parameter
 from horovod_onebit.torch.transport import Average, Compression, choose
@@ -140,22 +141,22 @@ class _DistributedOptimizer:
                 stacklevel=2,
             )
         try:
-            with self._scaling() as (scaled, scale), torch.no_grad(), self._compressor.agreement.told("step"):
-                self._compressor.step(self._exact_step, loss_scale=scale, scaled=scaled)
-        finally:
-            if gradients.where.settled:
-                gradients.where = Where.NOWHERE
+            with self._scaling() as scaling, torch.no_grad(), self._compressor.agreement.told("step"):
+                self._compressor.step(self._exact_step, scaling)
+        except NonFiniteError:
+            gradients.used()
+            raise
+        gradients.used()  # and not those of a refused step, which may be taken again
         return loss
 
     @contextmanager
-    def _scaling(self) -> Iterator[tuple[bool, float | None]]:
-        """Whether a GradScaler is used, and by what gradients still have to be divided. It leaves both here for the
-        time of a step, and the wrapped optimizer must not act on them a second time. After an error it would not take
-        them away, and in the next step multiply by them."""
+    def _scaling(self) -> Iterator[Scaling]:
+        """What a GradScaler, if one is used, leaves here for the time of a step; the wrapped optimizer must not act on
+        it a second time. After an error it would not take it away, and in the next step multiply by it."""
         names = ("grad_scale", "found_inf")
         left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
         scale = left.get("grad_scale")
-        yield bool(left), None if scale is None else float(scale)
+        yield Scaling(bool(left), None if scale is None else float(scale), bool(left.get("found_inf", False)))
         self.__dict__.update(left)
 
     @torch.no_grad()
@@ -167,7 +168,7 @@ class _DistributedOptimizer:
         self._exact_step()
         for p, weight in zip(parameters, weights, strict=True):
             p.copy_(weight)
-        for state in self.state.values():
+        for state in entries_of(self.state):
             if "step" in state:
                 state["step"] = state["step"] * 0
 
@@ -297,7 +298,7 @@ class _DistributedOptimizer:
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        for entries in self.state.values():  # those of a state that was copied in inference mode cannot be changed
+        for entries in entries_of(self.state):  # those of a state that was copied in inference mode cannot be changed
             copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
             entries.update(copied)
         # In place: schedulers that were made before wrapping hold the old objects.
@@ -334,8 +335,8 @@ class _LocalOptimizer(_DistributedOptimizer):
             return self._exact_step(closure)
         if called_by("horovod.torch.functions", __name__):
             return self._init_state_by_a_step()
-        with self._scaling() as (_, scale), self._compressor.agreement.told("step"):
-            return self._compressor.step(self._exact_step, closure, loss_scale=scale)
+        with self._scaling() as scaling, self._compressor.agreement.told("step"):
+            return self._compressor.step(self._exact_step, closure, scaling)
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:

@@ -27,6 +27,7 @@ from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
@@ -183,6 +184,8 @@ class Parameters:
                 flag("exact", group.get("exact", False))
                 check_parameter(name, p)
                 fresh.append((group, p, name))
+        if not self.steps:
+            self._follow_model()
         for group, p, name in fresh:
             self.names[p] = name
             self._gone.pop(p, None)
@@ -193,6 +196,17 @@ class Parameters:
         if fresh:
             self._find_never()
         return [p for _, p, _ in fresh]
+
+    def _follow_model(self) -> None:
+        """Before the first step, the model may be moved, or converted: so is the state, which was made before."""
+        for group, _, p in self.enumerated():
+            state = self.optimizer.state.get(p, {}) if p in self.exact_steps and self.adapter.makes_state else {}
+            kept = [state.get(key) for key in (self.adapter.momentum_key, self.adapter.variance_key) if key]
+            found = [value for value in kept if isinstance(value, torch.Tensor)]
+            other = any((value.device, value.dtype) != (p.device, p.dtype) for value in found)
+            if other and self.seen(p) is None and not any(value.any() for value in found):
+                state.clear()
+                self._init_state(group, p)
 
     def _take_back(self, group: Group, p: torch.Tensor) -> None:
         """``p`` was compressed before, in this optimizer or another: its state is for exact steps now."""
@@ -495,14 +509,15 @@ class Parameters:
     @property
     def learning_rate(self) -> float:
         """The largest of the groups'."""
-        return max((float(group["lr"]) for group in self.optimizer.param_groups if "lr" in group), default=0.0)
+        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("lr") is not None]
+        return max(map(float, rates), default=0.0)
 
     def power(self) -> tuple[float, float, int] | None:
         """See ``driver.Together``."""
         if not (key := self.adapter.variance_key):
             return None
         states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
-        squares = sum(float(state[key].double().square().sum()) for state in states)
+        squares = sum(float(sum_of_squares(state[key])) for state in states)
         return squares, float(self.optimizer.param_groups[0]["betas"][1]), int(states[-1]["step"]) if states else 1
 
     # -- what all workers compare ---------------------------------------------------------------------------------
@@ -580,8 +595,8 @@ class Parameters:
         found = hashlib.blake2b(digest_size=8)
         own = state_dict["param_groups"][0].get(STATE_KEY) if state_dict["param_groups"] else None
         found.update(repr(own).encode())
-        for position, entries in sorted(state_dict["state"].items()):
-            for key, value in sorted(entries.items()):
+        for position, kept in sorted(state_dict["state"].items(), key=lambda item: str(item[0])):
+            for key, value in sorted(kept.items()) if isinstance(kept, dict) else [("", kept)]:
                 if isinstance(value, torch.Tensor) and value.numel() and key not in self.adapter.local_keys:
                     flat = value.detach().reshape(-1)
                     sample = flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float64)
@@ -660,7 +675,7 @@ class Parameters:
         self._marks.clear()
         self._find_never()
         self.changed()
-        for state in self.optimizer.state.values():
+        for state in plain.entries_of(self.optimizer.state):
             state.pop(VARIANCE_STEPS, None)
         self.unstarted.clear()
         if not keep_feedback:

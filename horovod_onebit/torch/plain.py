@@ -20,6 +20,11 @@ was taken. It goes wherever the state goes."""
 SPARE = 16  # units in the last place of a float32
 
 
+def entries_of(state: Mapping[Any, Any]) -> list[dict[str, Any]]:
+    """What an optimizer's ``state`` has of parameters: some keep other things in it, too, under other keys."""
+    return [entries for entries in state.values() if isinstance(entries, dict)]
+
+
 def coarsen(value: torch.Tensor) -> torch.Tensor:
     """Round ``value``, float32 and not negative, to multiples of ``SPARE`` units in the last place; in place."""
     value.view(torch.int32).add_(SPARE // 2).bitwise_and_(-SPARE)

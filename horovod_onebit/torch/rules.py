@@ -251,8 +251,16 @@ def _check_options(optimizer: torch.optim.Optimizer, wraps: Wraps) -> None:
     kind, needed = type(optimizer).__qualname__, {path.partition(".")[0] for path in wraps.options.values()}
     if missing := needed - optimizer.defaults.keys():
         raise UnsupportedError(f"{kind} has no option {', '.join(sorted(missing))}: expected one like lion-pytorch's")
-    for name in optimizer.defaults.keys() - needed - wraps.requires.keys() - COMMON:
-        if value := optimizer.defaults[name]:
+    bases = [base for base in type(optimizer).__mro__ if base.__module__ not in ("builtins", "torch.optim.optimizer")]
+    if any(base.__module__.partition(".")[0] == "bitsandbytes" for base in bases):
+        raise UnsupportedError(f"bitsandbytes' {kind} keeps its state in a form of its own: use lion-pytorch's Lion")
+    known, own = COMMON, vars(optimizer)
+    if "maximize" not in optimizer.defaults:  # only what is in the groups is taken into account
+        known = COMMON - {"maximize"}
+    names = {name for base in bases for name in inspect.signature(base).parameters}
+    arguments = {name: own[name] for name in names & own.keys()}
+    for name, value in (arguments | optimizer.defaults).items():
+        if value and name not in needed | wraps.requires.keys() | known:
             raise UnsupportedError(f"{kind}({name}={value!r}) has no 1-bit form: build the optimizer without {name}")
 
 

@@ -193,7 +193,8 @@ def test_a_program_that_knows_horovod_alone(monkeypatch):
     try:
         model = Net()
         optimizer = hvd.DistributedOptimizer(torch.optim.AdamW(model.parameters(), lr=1e-3), model.named_parameters())
-        hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        hvd.broadcast_optimizer_state(optimizer, root_rank=0, model=model)
+        hvd.broadcast_optimizer_state(optimizer, 0, model)
         for step in range(STEPS):
             optimizer.zero_grad()
             backward(model, step)
@@ -202,6 +203,7 @@ def test_a_program_that_knows_horovod_alone(monkeypatch):
         assert optimizer.phase == "compressed"
         assert_replicas_equal(model)
         assert hvd.elastic.TorchState.__module__ == "horovod_onebit.torch.elastic"
+        assert callable(hvd.elastic.run(lambda state: None))
     finally:
         uninstall()
     assert before == (hvd.DistributedOptimizer, hvd.broadcast_optimizer_state, hvd.elastic.TorchState)

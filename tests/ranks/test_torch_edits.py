@@ -16,6 +16,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.warmup import EXACT_FIRST
+from tests.long import FEW
 from tests.ranks.torch_common import DEVICE, RANK, SIZE, Lion, assert_replicas_equal, batch, weights
 from tests.ranks.world import world
 
@@ -658,7 +659,7 @@ ACTIONS = st.lists(st.one_of(STEPS, CHANGE, WRAP), max_size=8)
 
 
 @settings(
-    derandomize=True, max_examples=12, deadline=None, database=None, phases=[Phase.generate],
+    derandomize=True, max_examples=4 if FEW else 12, deadline=None, database=None, phases=[Phase.generate],
     suppress_health_check=list(HealthCheck),
 )  # fmt: skip
 @given(st.sampled_from(sorted(KINDS)), st.sampled_from(sorted(MODES)), ACTIONS)

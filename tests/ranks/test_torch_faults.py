@@ -7,6 +7,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.warmup import EXACT_FIRST
 from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import OVER_TORCH, collectives, needs_horovod, world
 
@@ -195,6 +196,90 @@ def test_a_refused_step_with_a_grad_scaler_is_taken_again_as_it_was():
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("recipe", ["robust", "exact"])
+@pytest.mark.parametrize("at", [1, 6])
+def test_an_overflow_that_was_clipped_by_value_is_skipped_by_all(recipe, at):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=3, recipe=recipe, wrapping={"overlap": False})
+    train(model, optimizer, at)
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=8.0), weights(model)
+    optimizer.zero_grad()
+    x, y = batch(at)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    if RANK == 0:
+        model.last.bias.grad[0] = torch.inf
+    scaler.unscale_(optimizer)
+    torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weights(model), before)
+    assert optimizer.stats().skipped_steps == 1
+    assert scaler.get_scale() == (4.0 if RANK == 0 else 8.0)
+    train(model, optimizer, 3, start=at + 1)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["clip_grad_norm_", "GradScaler"])
+def test_sums_of_a_refused_step_are_not_summed_again(how):
+    found = []
+    for refused in (False, True):
+        model = Net()
+        optimizer = wrap(model, torch.optim.SGD, lr=0.01, warmup_steps=50, wrapping={"op": world.Sum})
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0, enabled=how == "GradScaler")
+        train(model, optimizer, 2)
+        optimizer.zero_grad()
+        x, y = batch(2)
+        scaler.scale(cross_entropy(model(x), y)).backward()
+        if how == "clip_grad_norm_":
+            optimizer.clip_grad_norm_(0.5)
+        if refused:
+            (group,) = optimizer.param_groups
+            group["lr"] = 0.01 + RANK
+            with pytest.raises(DesyncError, match="learning rate of group 0"):
+                scaler.step(optimizer)
+            group["lr"] = 0.01
+        scaler.step(optimizer)
+        train(model, optimizer, 2, start=3)
+        found.append(weights(model))
+    torch.testing.assert_close(*found)
+    assert_replicas_equal(model)
+
+
+def test_gradients_that_a_program_holds_stay_where_they_are():
+    """One buffer, say, that is cleared in one call."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=EXACT_FIRST + 5)
+    trained = [p for p in model.parameters() if p.requires_grad]
+    buffer = torch.zeros(sum(p.numel() for p in trained))
+    for p, part in zip(trained, buffer.split([p.numel() for p in trained]), strict=True):
+        p.grad = part.view_as(p)
+    grads = [p.grad for p in trained]
+    for step in range(EXACT_FIRST + 9):
+        buffer.zero_()
+        x, y = batch(step)
+        if step in (1, EXACT_FIRST + 2) and RANK == 0:
+            spoil(model.first.weight, "nan")
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        assert all(p.grad is grad for p, grad in zip(trained, grads, strict=True))
+    assert optimizer.phase == "compressed"
+    assert_replicas_equal(model)
+
+
+def test_small_gradients_are_not_lost_in_float16_when_their_scale_is_gone():
+    p, small = (torch.nn.Parameter(torch.zeros(n)) for n in (4096, 8))
+    plain = torch.optim.SGD([p, small], lr=1.0)
+    named = [("p", p), ("small", small)]
+    optimizer = onebit.DistributedOptimizer(plain, named, compression=onebit.Compression.fp16, warmup_steps=2)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**16)
+    for step in range(6):
+        optimizer.zero_grad()
+        scaler.scale((p * 1e-3).sum() + (small * 1e-9).sum()).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        assert float(small.max()) == pytest.approx(-1e-9 * (step + 1), rel=0.01)
+
+
 def test_the_scales_of_gradscalers_stay_together():
     model = Net()
     optimizer = wrap(model, warmup_steps=2)
@@ -238,6 +323,14 @@ def of_lion_pytorch(p):
     return optimizer
 
 
+class LionOfAttributes(Lion):
+    """With options that are in no group."""
+
+    def __init__(self, params, cautious=False, maximize=False):
+        super().__init__(params)
+        self.cautious, self.maximize = cautious, maximize
+
+
 @pytest.mark.parametrize(
     ("build", "message"),
     [
@@ -247,6 +340,8 @@ def of_lion_pytorch(p):
         (lambda p: Lion(p, cautious_factor=0.5), "with cautious_factor=1.0"),
         (lambda p: of_lion_pytorch(p), "without decoupled_wd"),
         (lambda p: Lion(p, use_gc=True), "without use_gc"),
+        (lambda p: LionOfAttributes(p, cautious=True), "without cautious"),
+        (lambda p: LionOfAttributes(p, maximize=True), "without maximize"),
         (
             lambda p: torch.optim.RMSprop(p),
             "torch.optim.Adam, AdamW, SGD; horovod_onebit.torch.LAMB; classes named Lion",

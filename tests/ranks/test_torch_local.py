@@ -41,6 +41,7 @@ class Own(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 if p.grad is not None:
+                    self.state["calls"] = self.state.get("calls", 0) + 1  # of no parameter
                     if p not in self.state:
                         self.state[p] = {"count": 0, "momentum": 0.5}
                     self.state[p]["count"] += 1
@@ -957,3 +958,127 @@ def test_optimizers_without_a_rule_are_told_of_local_steps():
         match=r"torch.Gradients\(\), or schedule=horovod_onebit.torch.Local\(...\), any optimizer works",
     ):
         onebit.DistributedOptimizer(torch.optim.RMSprop(Net().parameters()))
+
+
+def test_a_parameter_that_few_steps_use_moves_as_far_after_the_freeze():
+    """A head for each of 8 tasks, say: its gradient is there in one of 8 steps, and is a whole gradient of Adam's."""
+    torch.manual_seed(0)
+    used, always = (torch.nn.Parameter(torch.zeros(64, 64)) for _ in range(2))
+    plain = torch.optim.AdamW([used, always], lr=1e-3, weight_decay=0.0)
+    optimizer = onebit.DistributedOptimizer(
+        plain, [("used", used), ("always", always)], schedule=onebit.Local(every=8, doubling=0, freeze=16)
+    )
+    moved = []
+    for step in range(96):
+        optimizer.zero_grad()
+        always.grad = torch.ones_like(always)
+        if step % 8 == 3:
+            used.grad = torch.ones_like(used)
+        optimizer.step()
+        assert (used.grad is None) == (step % 8 != 3)
+        moved.append(-float(used.mean()))
+    assert optimizer._compressor.parameters.seen(used) is not None
+    first, last = moved[15] - moved[7], moved[95] - moved[87]  # a round before the freeze, and one after
+    assert last == pytest.approx(first, rel=0.2)
+
+
+@pytest.mark.parametrize("maximize", [False, True])
+def test_weight_decay_in_the_gradient_is_no_noise_at_the_freeze(maximize):
+    """Of all workers alike, while their gradients are opposite: the mean gradient is the decay's."""
+    p = torch.nn.Parameter(torch.full((64, 64), 0.5))
+    plain = torch.optim.Adam([p], lr=1e-6, weight_decay=0.1, maximize=maximize)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p)], schedule=onebit.Local(every=4, doubling=0, freeze=16))
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(24):
+        optimizer.zero_grad()
+        noise = 0.01 * torch.randn(64, 64, generator=generator)
+        p.grad = noise if RANK % 2 else -noise
+        optimizer.step()
+    second = plain.state[p]["exp_avg_sq"] / (1 - 0.999 ** optimizer._compressor.parameters.seen(p))
+    assert float(second.mean()) == pytest.approx(0.05**2, rel=0.1)
+
+
+class OfItsOwnRate(Own):
+    """As transformers' Adafactor is by default."""
+
+    def __init__(self, params):
+        super().__init__(params, lr=None)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is not None:
+                    p.sub_(p.grad, alpha=0.05)
+
+
+def test_a_group_without_a_learning_rate():
+    model = Net()
+    named = list(model.named_parameters())
+    optimizer = onebit.DistributedOptimizer(OfItsOwnRate(model.parameters()), named, schedule=FOURS[0])
+    first = train(model, optimizer, 1)
+    assert train(model, optimizer, 23, start=1) < first
+    assert_replicas_equal(model)
+
+
+def test_state_in_other_memory_and_another_dict_goes_on():
+    results = []
+    for moves in (False, True):
+        model = Net()
+        optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=8))
+        train(model, optimizer, 14)
+        if moves:
+            for p, state in list(optimizer.state.items()):
+                optimizer.state[p] = {k: v.clone() if torch.is_tensor(v) else v for k, v in state.items()}
+        train(model, optimizer, 12, start=14)
+        optimizer.flush()
+        state = optimizer.state[model.first.weight]
+        results.append((weights(model), state["exp_avg"].clone(), state["step"].clone()))
+    for one, other in zip(*results, strict=True):
+        assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("at", [14, 16])
+def test_a_run_that_has_begun_with_a_plain_state_continues_bit_for_bit(at, folder):
+    def begun():
+        model = Net()
+        plain = torch.optim.AdamW(model.parameters(), lr=3e-3)
+        for step in range(20):  # all workers alike
+            plain.zero_grad()
+            x, y = batch(step, rank=0)
+            cross_entropy(model(x), y).backward()
+            plain.step()
+        named = list(model.named_parameters())
+        schedule = onebit.Local(every=4, doubling=0, freeze=8)
+        return model, onebit.DistributedOptimizer(plain, named, schedule=schedule)
+
+    model, optimizer = begun()
+    train(model, optimizer, at)
+    onebit.save_checkpoint(folder, model, optimizer)
+    again, resumed = begun()
+    onebit.load_checkpoint(folder, again, resumed)
+    seen = [optimizer._compressor.parameters.seen(p) for p in model.parameters()]
+    assert [resumed._compressor.parameters.seen(p) for p in again.parameters()] == seen
+    for of, with_ in ((model, optimizer), (again, resumed)):
+        train(of, with_, 8, start=at)
+        with_.flush()
+    assert torch.equal(weights(model), weights(again))
+
+
+@pytest.mark.parametrize("clip", [False, True])
+def test_a_worker_whose_gradients_overflowed_takes_no_step_although_they_were_clipped(clip):
+    model = Net()
+    optimizer = local(model, schedule=FOURS[0])  # whose round is not over in the third step
+    train(model, optimizer, 2)
+    scaler, before = torch.amp.GradScaler("cpu", init_scale=8.0), weights(model)
+    optimizer.zero_grad()
+    x, y = batch(2)
+    scaler.scale(cross_entropy(model(x), y)).backward()
+    model.last.bias.grad[0] = torch.inf
+    scaler.unscale_(optimizer)
+    if clip:
+        torch.nn.utils.clip_grad_value_(model.parameters(), 1.0)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(weights(model), before)
+    assert scaler.get_scale() == 4.0

@@ -8,7 +8,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, Recipe, UnsupportedError
+from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.torch import functions
 from horovod_onebit.torch.transport import choose
 from horovod_onebit.warmup import Phase
@@ -392,6 +392,64 @@ def test_horovods_own_elastic_state_keeps_error_feedback():
     assert_replicas_equal(model)
 
 
+def with_schedule(model, schedule):
+    options = {"warmup_steps": 2} if schedule is None else {"schedule": schedule}
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    return onebit.DistributedOptimizer(optimizer, list(model.named_parameters()), **options)
+
+
+@needs_horovod
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=4)])
+def test_what_elastic_workers_have_after_a_sync_is_what_they_go_back_to(schedule):
+    """Worker 1 has just joined, with weights of its own; the older one is lost before the next commit."""
+    from horovod_onebit.torch.elastic import TorchState
+
+    model = Net()
+    if RANK == 1:
+        with torch.no_grad():
+            for p in model.parameters():
+                p.normal_()
+    optimizer = with_schedule(model, schedule)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    state.sync()
+    assert_replicas_equal(model)
+    train(model, optimizer, 8)
+    before = weights(model)
+    state.sync()
+    assert torch.equal(weights(model), before)
+    train(model, optimizer, 6, start=8)
+    assert model.first.weight.grad is not None
+    state.restore()
+    assert torch.equal(weights(model), before)
+    assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # of a step that came to nothing
+    assert optimizer.stats().step == 8
+    train(model, optimizer, 6, start=8)
+    state.restore()  # once more: it has kept a copy
+    assert torch.equal(weights(model), before)
+    assert optimizer.stats().step == 8
+    state.sync()
+    train(model, optimizer, 6, start=8)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+@needs_horovod
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=4)])
+def test_a_new_elastic_worker_that_trains_other_layers(schedule):
+    """They were unfrozen, or frozen, since the job began: an error on all workers says so; none waits."""
+    from horovod_onebit.torch.elastic import TorchState
+
+    model = Net()
+    optimizer = with_schedule(model, schedule)
+    train(model, optimizer, 6)
+    if RANK == 1:
+        model.first.weight.requires_grad_(False)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    state.sync()
+    with pytest.raises(DesyncError, match=r"first\.weight"):
+        train(model, optimizer, 6)
+
+
 def test_a_broadcast_between_different_groups_is_refused_everywhere():
     model = Net()
     extra = torch.nn.Parameter(torch.zeros(5))
@@ -527,8 +585,8 @@ def test_a_state_that_is_loaded_after_a_group_has_left():
     assert_replicas_equal(model)
 
 
-@needs_horovod  # whose own broadcast says nothing of gradients
-def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast():
+@pytest.mark.parametrize("broadcast", [world.broadcast_optimizer_state, onebit.broadcast_optimizer_state])
+def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast(broadcast):
     model = Net()
     optimizer = wrap(model, warmup_steps=50, wrapping={"op": world.Sum})
     train(model, optimizer, 2)
@@ -537,10 +595,36 @@ def test_gradients_that_were_summed_are_not_summed_again_after_a_broadcast():
     cross_entropy(model(x), y).backward()
     optimizer.clip_grad_norm_(1e9)
     summed = model.first.weight.grad.clone()
-    world.broadcast_optimizer_state(optimizer, root_rank=0)
+    broadcast(optimizer, root_rank=0)
     optimizer.step()
     assert torch.equal(model.first.weight.grad, summed)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize(("kind", "arguments"), [OPTIMIZERS[1], OPTIMIZERS[3], OPTIMIZERS[6]])
+def test_a_model_that_is_converted_before_the_first_step(kind, arguments):
+    model = Net()
+    optimizer = wrap(model, kind, warmup_steps=3, **arguments)
+    model.bfloat16()
+    for step in range(6):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        cross_entropy(model(x.bfloat16()).float(), y).backward()
+        optimizer.step()
+    assert optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
+def test_a_compiled_model_has_the_names_of_its_own(tmp_path):
+    results = []
+    for compiled in (False, True):
+        model = Net()
+        named = (torch.compile(model) if compiled else model).named_parameters()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        optimizer = onebit.DistributedOptimizer(optimizer, named, warmup_steps=2, exact=["first.weight"])
+        train(model, optimizer, 5)
+        results.append(optimizer.feedback_state_dict().keys())
+    assert results[0] == results[1]
 
 
 def test_an_optimizer_that_one_worker_could_not_build_at_first():

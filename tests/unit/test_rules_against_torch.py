@@ -92,3 +92,22 @@ def test_all_hyperparameters_of_pytorchs_own_optimizers_are_compared():
     optimizer = Own([torch.nn.Parameter(torch.zeros(4, 4))])
     found = AnyAdapter(optimizer).hyperparameters(optimizer.param_groups[0])
     assert found.keys() == {"lr", "eps", "weight_decay", "momentum"}
+
+
+def test_lamb_does_not_depend_on_the_number_of_threads():
+    """Workers of one processor may have different ones; sums are then made of other parts."""
+    found, threads = [], torch.get_num_threads()
+    try:
+        for number in (1, 2, 3):
+            torch.set_num_threads(number)
+            generator = torch.Generator().manual_seed(0)
+            p = torch.nn.Parameter(torch.randn(700, 700, generator=generator))
+            optimizer = TorchLAMB([p], lr=0.01, weight_decay=0.1)
+            for _ in range(3):
+                p.grad = torch.randn(700, 700, generator=generator)
+                optimizer.step()
+            found.append(p.detach())
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[0], found[1])
+    assert torch.equal(found[0], found[2])
