@@ -70,8 +70,7 @@ JOBS = [
     pytest.param(2, "gloo", TORCH, OF_TWO, marks=LONG),
     (4, "mpi", TORCH, OF_FOUR),
     pytest.param(4, "gloo", TORCH, "nan_on_one or sets or (resumed and AdamW and robust and 10)", marks=LONG),
-    (4, "mpi", HIERARCHY, "neighbours and not first_batch"),
-    (2, "gloo", OVERLAP, "before_the_backward"),  # needs two threads
+    (4, "mpi", [*HIERARCHY, *OVERLAP], "(neighbours and not first_batch) or before_the_backward"),  # needs two threads
     pytest.param(2, "gloo", KERAS, TWO_GLOO_KERAS, marks=LONG),
 ]
 
@@ -192,8 +191,7 @@ def of(folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize("link", ["auto", "none"])
-@pytest.mark.parametrize("end", ["SIGINT", "SIGTERM", "SIGKILL"])
+@pytest.mark.parametrize(("link", "end"), [("auto", "SIGINT"), ("none", "SIGTERM"), ("auto", "SIGKILL")])
 def test_a_demo_that_is_ended_leaves_no_process_behind(link, end, tmp_path):
     process = demo(tmp_path, "--link", link)
     deadline = time.monotonic() + 120

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from tests.faults.elastic_jobs import HOSTS, Job
+from tests.long import LONG
 
 pytestmark = pytest.mark.horovodrun
 
@@ -12,9 +13,9 @@ pytestmark = pytest.mark.horovodrun
     ("script", "exchange"),
     [
         ("elastic_torch.py", "two_stage"),
-        ("elastic_torch.py", "local"),
+        pytest.param("elastic_torch.py", "local", marks=LONG),
         ("elastic_torch.py", "frozen"),
-        ("elastic_torch.py", "three_bit"),
+        pytest.param("elastic_torch.py", "three_bit", marks=LONG),
         ("elastic_keras.py", "direct"),
     ],
 )

@@ -1,4 +1,5 @@
-"""``python alone.py WHAT``, in two processes that no launcher ends: one does something else in its sixth step."""
+"""``python alone.py WHAT ...``, in two processes that no launcher ends: one does something else in its sixth step, each
+time with a new model."""
 
 import os
 import signal
@@ -34,8 +35,9 @@ def main(what):
 
 
 if __name__ == "__main__":
-    start = time.monotonic()
-    try:
-        main(sys.argv[1])
-    except OnebitError as error:
-        sys.stdout.write(f"{type(error).__name__} after {time.monotonic() - start:.0f} s: {error}\n")
+    for each in sys.argv[1:]:
+        start = time.monotonic()
+        try:
+            main(each)
+        except OnebitError as error:
+            sys.stdout.write(f"{type(error).__name__} after {time.monotonic() - start:.0f} s: {error}\n")
