@@ -26,6 +26,7 @@ from benchmarks.target_worker import (
     test_loss,
     undisturbed,
 )
+from horovod_onebit import Recipe
 from jobs.options import parse
 from studies import clock, large
 from studies.magnitudes import networks
@@ -37,9 +38,12 @@ FIRST = 2
 MAKE: dict[str, Make] = {
     "float32": horovod(hvd.Compression.none),
     "float16": horovod(hvd.Compression.fp16),
+    "powersgd 1": low_rank(1, start=FIRST),
     "powersgd 4": low_rank(4, start=FIRST),
     "diloco 16": diloco(16, lr=1.0, momentum=0.0),  # the best ones of study 18
+    "diloco 64": diloco(64, lr=1.0, momentum=0.0),
     "onebit": every_step(warmup_steps="auto", compression=hvd.Compression.fp16),
+    "onebit two": every_step(warmup_steps="auto", compression=hvd.Compression.fp16, recipe=Recipe(warmup="two_bit")),
     "onebit 20": every_step(warmup_steps=20, compression=hvd.Compression.fp16),
     "local": local(8),
 }
@@ -57,7 +61,7 @@ def timed(work: Callable[[], None]) -> float:
 def train(way: str, minutes: float) -> dict[str, Any]:
     """By look: the seconds, steps and received bytes until then, and the test loss. Collective.
 
-    The clock stands still during looks, of which there is one after each ``clock.LOOK`` seconds or round.
+    The clock stands still during looks, of which there are ``clock.LOOKS``, or one after each round.
     """
     rank, workers, task = hvd.rank(), hvd.size(), large.data()
     torch.manual_seed(clock.SEED)
@@ -66,7 +70,7 @@ def train(way: str, minutes: float) -> dict[str, Any]:
     trained = MAKE[way](module, optimizer, way)
     options = parse(["--seed", str(clock.SEED), "--batch-size", str(clock.ROWS)])
     found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, task)]}
-    done, count = 0, trained.every
+    done, count, between = 0, trained.every, 60 * minutes / clock.LOOKS
 
     def steps() -> None:
         for step in range(done, done + count):
@@ -84,7 +88,7 @@ def train(way: str, minutes: float) -> dict[str, Any]:
         found["seconds"].append(found["seconds"][-1] + seconds)
         found["steps"].append(done := done + count)
         found["losses"].append(test_loss(module, task))
-        count = trained.every * max(1, round(clock.LOOK / seconds * count / trained.every))
+        count = trained.every * max(1, round(between / seconds * count / trained.every))
     return found | {"parameters": sum(p.numel() for p in module.parameters())}
 
 
