@@ -115,8 +115,8 @@ def run() -> str:
         f"the same time, at a constant rate of {RATE:g} after {RISE} steps, with batches of {ROWS} rows of "
         f"{large.LENGTH} tokens on each worker. DiLoCo has the outer rate of 1 without momentum that study 18 found "
         "best; PowerSGD begins after the two exact steps that PyTorch requires; one bit sends its exact steps in "
-        f"float16. A loss counts as reached where it is first seen: some {LOOKS} times in a run, or where a round ends, "
-        "in the last one also after the time is over. One seed.",
+        f"float16. A loss counts as reached where it is first seen: some {LOOKS} times in a run, or where a round "
+        "ends, in the last one also after the time is over. One seed.",
     ]
     for link, ways in found.items():
         to = [f"s to {loss:g}" for loss in losses(ways)]
@@ -130,11 +130,11 @@ def run() -> str:
         ]
         text.append(report.table(head, rows(ways)))
     text.append(
-        "At 10 Mbit/s, `Local()` is the first at every loss that any way reaches, 1.1 to 2.0 times as fast as the next "
-        "one. Of the ways that exchange in every step, one bit is ahead of float32, and of float16 once its ten exact steps are "
-        "over, which take 23 seconds each, more than half of the time in all. In a run as short as this, PowerSGD and "
-        "DiLoCo are ahead of it. A step in three bits takes 4.6 seconds, one in one bit 1.9 (`warmup_steps=20`), as "
-        "one of PowerSGD does."
+        "At 10 Mbit/s, `Local()` is the first at every loss that any way reaches, 1.1 to 2.0 times as fast as the "
+        "next one. Of the ways that exchange in every step, one bit is ahead of float32, and of float16 once its ten "
+        "exact steps are over, which take 23 seconds each, more than half of the time in all. In a run as short as "
+        "this, PowerSGD and DiLoCo are ahead of it. A step in three bits takes 4.6 seconds, one in one bit 1.9 "
+        "(`warmup_steps=20`), as one of PowerSGD does."
     )
     text.append(
         "At 100 Mbit/s, where most of a step is computation, `Local()` and one bit are not the first. PowerSGD of rank "
