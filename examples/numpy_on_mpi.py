@@ -1,6 +1,6 @@
 """NumPy on MPI, with neither Horovod nor a framework (pip install .[mpi]):
 
-mpirun -np 2 python examples/numpy_on_mpi.py
+mpirun -np 2 python -m mpi4py examples/numpy_on_mpi.py
 """
 
 import numpy as np

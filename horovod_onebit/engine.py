@@ -605,7 +605,7 @@ class Engine:
         """Do what messages under way wait for this worker to do, and wait for none; whether all are here. Local."""
         self._progress()
         last = self.exchange.stages
-        return all(item.stage == last and item.waiting.ready() for item in self._sent.values())
+        return all(item.stage == last and not item.arriving and item.waiting.ready() for item in self._sent.values())
 
     def _progress(self) -> None:
         """Do what others wait for where that is due."""
@@ -614,8 +614,11 @@ class Engine:
             # What is written on a GPU leaves before anybody waits for others.
             for arriving in (True, False) if stage < last else (True,):
                 for item in self._sent.values():
-                    if item.stage == stage and item.arriving == arriving and item.waiting.ready():
-                        item.advance(item.waiting.wait())
+                    if item.stage == stage and item.arriving == arriving:
+                        if item.waiting.ready():
+                            item.advance(item.waiting.wait())
+                        elif arriving:
+                            break  # one that was asked for later may be there by now, and would leave before it
 
     def _leave(self, items: Iterable[_Sent]) -> None:
         """Wait until what ``items`` have written on a GPU is here, and let it leave. Local."""

@@ -1,11 +1,12 @@
 """The collectives over mpi4py: the core on real MPI ranks, with NumPy arrays and no framework.
 
-    mpirun -np 3 python program.py
+    mpirun -np 3 python -m mpi4py program.py
 
     from horovod_onebit.mpi import MPICollectives
     optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=MPICollectives(), warmup_steps=100)
 
-Install with ``pip install horovod-onebit[mpi]``. MPI pairs collectives by the order of calls and not by name, so all
+Install with ``pip install horovod-onebit[mpi]``. Without ``-m mpi4py``, a worker that ends with an error leaves the
+others waiting for ever. MPI pairs collectives by the order of calls and not by name, so all
 ranks must make the same calls in the same order; the engine does.
 """
 
@@ -24,7 +25,8 @@ class _Handle:
         self.request, self.source, self.result = request, source, result
 
     def ready(self) -> bool:
-        return False  # MPI pairs by order: whether a worker continues must not depend on when its messages come
+        self.request.Test()  # MPI works on messages in its own calls only
+        return False  # it pairs by order: whether a worker continues must not depend on when its messages come
 
     def wait(self) -> NDArray:
         self.request.Wait()
@@ -44,7 +46,8 @@ class _Sum(_Handle):
 
 
 class MPICollectives:
-    """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default)."""
+    """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default). It makes a copy of that: build it
+    on all of them, and once for all optimizers. Collective."""
 
     takes_device_memory = False
 

@@ -34,7 +34,7 @@ from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.warmup import AfterRise, Phase
+from horovod_onebit.warmup import UNKNOWN, AfterRise, Phase
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -363,14 +363,14 @@ class NumpyOptimizer(RunState):
         self.engine.take_second_moments(seconds)
 
     def power(self) -> tuple[float, float, int] | None:
-        beta2 = getattr(self.rule, "beta2", 0.0)
-        found = [t.variance for t in self._large if t.variance is not None]
+        found = [t.variance for t in self._large if t.variance is not None and t.variance.any()]
         squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in found)
-        return (squares, beta2, self.steps) if beta2 and self._large else None
+        return (squares, getattr(self.rule, "beta2", UNKNOWN), self.steps) if found else None
 
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:
-            self._mature, self._beta2 = True, getattr(self.rule, "beta2", None)
+            self._mature = True
+            self._beta2 = self.rule.beta2 if isinstance(self.rule, Adam) else None
             for tensor in self._large:
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self.coded is not None:

@@ -18,6 +18,8 @@ NEVER = 2**62
 """Steps of a warm-up whose end is not known yet."""
 FOREVER = NEVER + 1
 """Those of one that does not end."""
+UNKNOWN = 1.0
+"""The beta2 of a second moment of which that is not known: its bias is not corrected, and it is waited for longer."""
 EXACT_FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 
@@ -151,7 +153,7 @@ class AfterRise(Warmup):
 
 def unbiased(norm: float, beta2: float, seen: int) -> float:
     """What ``observe`` wants: ``norm``, that of second moments after ``seen`` steps, with their bias corrected."""
-    return norm / (1 - beta2 ** max(seen, 1))
+    return norm if beta2 == UNKNOWN else norm / (1 - beta2 ** max(seen, 1))
 
 
 def make(warmup_steps: int | float | str, total_steps: int | None = None) -> Warmup:

@@ -203,7 +203,7 @@ def complete(
     Of those before, the last one is kept, or the one whose key is ``good``; its files move to ``previous/``, and what
     is older is removed. What else the folder has is the user's.
     """
-    before = _readable(place) or []
+    before = history(place)
     before = [one for one in before if one.key == good] or before
     kept = [one for one in before[:1] if one.key != key]
     entries = [asdict(Complete(key, workers, step, files, framework)), *map(asdict, kept)]
@@ -232,23 +232,23 @@ def sweep(place: Path, key: str | None, previous: str | None) -> None:
 
 def last_key(place: Path) -> str | None:
     """The key of the last complete checkpoint, if there is one and it can be read."""
-    found = _readable(place)
+    try:
+        found = history(place)
+    except (OSError, ValueError):
+        return None
     return found[0].key if found else None
 
 
 def sweep_leftovers(place: Path) -> None:
-    """Remove what saves that failed have left. Nothing if ``latest.json`` cannot be read: what it names is unknown."""
-    found = _readable(place)
-    if found is not None:
-        key, previous, *_ = [*(one.key for one in found), None, None]
-        sweep(place, key, previous)
-
-
-def _readable(place: Path) -> list[Complete] | None:
+    """Remove what saves that failed have left. Raises ``ValueError`` if ``latest.json`` cannot be read: what it names
+    is unknown, and is not to be replaced."""
     try:
-        return history(place)
-    except (OSError, ValueError):
-        return None
+        key, previous, *_ = [*(one.key for one in history(place)), None, None]
+    except ValueError as error:
+        raise ValueError(
+            f"{error}. Nothing is saved there, and what it names is left as it is: move it away, or give another folder"
+        ) from None
+    sweep(place, key, previous)
 
 
 def _sync(folder: Path) -> None:

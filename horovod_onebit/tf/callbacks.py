@@ -95,8 +95,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not self.done:
             self.model.optimizer._compressor.before_step = None
             self.done = True
-            if follow_variables(self.model):  # the step has the constants of before
-                self.model.make_train_function(force=True)
+            follow_variables(self.model)
 
 
 def _storage(variable: Any) -> Any:

@@ -63,16 +63,18 @@ def broadcast_variables(
 def shared(variables: Iterable[Any]) -> list[Any]:
     """Those of ``variables`` that all workers are to have alike: not the states of random generators, by which workers
     drop other units."""
-    return [v for v in variables if keras.backend.is_float_dtype(v.dtype) or "seed" not in v.name]
+    return [v for v in variables if "seed" not in v.name or keras.backend.is_float_dtype(v.dtype)]
 
 
-def follow_variables(model: Any) -> bool:
+def follow_variables(model: Any) -> None:
     """The variables of ``model`` were assigned: layers that compute with constants that they make of theirs do it
-    anew. Whether there are any; graphs that were traced before have the old ones. Local; not in a graph."""
+    anew, and so do the graphs of ``fit`` and others that were traced before. Local; not in a graph."""
     found = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
     for layer in found:
         layer.finalize_state()
-    return bool(found)
+    for name in ("train", "test", "predict") if found else ():
+        if getattr(model, f"{name}_function", None) is not None:
+            getattr(model, f"make_{name}_function")(force=True)
 
 
 OF_HOROVOD = (tf.float16, tf.float32, tf.float64, tf.int8, tf.int32, tf.int64, tf.uint8)

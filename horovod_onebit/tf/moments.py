@@ -122,7 +122,8 @@ class Moments:
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] not in (0, taken):
-                beta2 = compressor.options.beta_2
+                if (beta2 := getattr(compressor.options, "beta_2", None)) is None:
+                    continue
                 decay = beta2 if self.decay is None else self.decay
                 factor = (1 - beta2**taken) / (1 - decay ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
@@ -155,8 +156,8 @@ class Moments:
         compressor = self._compressor
         if compressor.adapter.moments is None:
             return
-        now = float(compressor.options.beta_2)
-        if now == self.decay:
+        now = getattr(compressor.options, "beta_2", None)  # an optimizer of another rule may have none
+        if now is None or (now := float(now)) == self.decay:
             return
         if self.decay is not None and compressor.adapter.freezes(self._optimizer):
             raise ConfigurationError(

@@ -103,3 +103,10 @@ def names_of(
             f"positions {unnamed} in the optimizer, shapes {[tuple(own[i].shape) for i in unnamed]}"
         )
     return {p: by_parameter[p] for p in own}
+
+
+def patterns_of(exact: Any) -> Any:
+    """The patterns ``exact`` for such names, if they are patterns."""
+    if not isinstance(exact, Iterable) or isinstance(exact, str):
+        return exact
+    return tuple(one.replace(COMPILED, "") if isinstance(one, str) else one for one in exact)

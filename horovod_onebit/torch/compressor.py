@@ -293,6 +293,7 @@ class Compressor(Steps):
             not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
         )
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
+        self.gradients.leave()
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
         return (yield from self.agreement.answer())
 
@@ -369,8 +370,7 @@ class Compressor(Steps):
         # When all is encoded, it is known whether all gradients are finite.
         now.told = not self.parameters.prepared or warm or self._stepwise
         if now.told:
-            if warm and self.coded is not None:
-                self.coded.leave()
+            self.gradients.leave()
             sent = self.gradients.sent_finite if warm else Finite.UNKNOWN
             self.agreement.start("step", sent if now.finite else Finite.NO, *now.said)
 

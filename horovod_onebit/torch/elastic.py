@@ -25,6 +25,7 @@ from collections.abc import Callable
 from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
+import torch
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import run as _run  # by name: `horovod_onebit.install` replaces it in Horovod's module
@@ -69,9 +70,8 @@ class _OptimizerHandler(StateHandler):
 
     def _drop_gradients(self) -> None:
         """Those of a step that came to nothing: all passes of the next one begin anew, on new workers, too."""
-        for p in self.value._parameters.ordered():
-            if p.grad is not None:
-                p.grad.detach_().zero_()
+        optimizer: Any = self.value
+        torch.optim.Optimizer.zero_grad(optimizer, set_to_none=False)  # in place: a program may hold them
 
 
 set_handler_registry([(_DistributedOptimizer, _OptimizerHandler), *get_handler_registry()])

@@ -148,7 +148,7 @@ class Gradients:
             self._watched[p] = self.passes
             take(p, self)
         if len({p.device for p in self._watched if p.is_cuda}) > 1:  # a hook may run for another GPU than a kernel
-            self.send_late("parameters are on several GPUs")
+            self.send_late("parameters are on several GPUs", averages=True)
 
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
@@ -257,6 +257,13 @@ class Gradients:
                 binding.pull()
             grads[number] = binding.grad()
         self._engine.send(bucket, grads, plan)
+
+    def leave(self) -> None:
+        """Let leave what was encoded, before this worker waits for the others. Local."""
+        if self.coded is not None:
+            self.coded.leave()
+        if self._plan is not None:
+            self._engine.leave(self._plan)
 
     def _surroundings(self) -> object:
         """What messages depend on besides gradients: hyperparameters, and the memory of parameters."""
@@ -449,7 +456,7 @@ class Gradients:
         """Nothing is under way; ``settled`` gradients stay so: they are not to be averaged twice."""
         self.drop()
         self.forget_marks()
-        if not (settled and self.where.settled):
+        if not (settled and self.where.settled and self._warm):  # after it, they are each worker's own
             self.where = Where.NOWHERE
 
 

@@ -7,8 +7,8 @@ import torch
 
 def sum_of_squares(values: torch.Tensor) -> torch.Tensor:
     """Of all elements, float64, of no dimension. Copies are of pieces, and small."""
-    parts = values.detach().reshape(-1).split(2**20)
-    return torch.stack([part.double().square().sum() for part in parts]).sum()
+    sums = [part.double().square().sum() for part in values.detach().reshape(-1).split(2**20)]
+    return sums[0] if len(sums) == 1 else torch.stack(sums).sum()
 
 
 def length(values: torch.Tensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from horovod_onebit.schedule import Gradients, Local, Schedule
 from horovod_onebit.stats import Stats
 from horovod_onebit.tasks import run
 from horovod_onebit.torch import averaging, hooks
-from horovod_onebit.torch.arguments import Arguments, groups_of, names_of
+from horovod_onebit.torch.arguments import Arguments, groups_of, names_of, patterns_of
 from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
@@ -438,7 +438,7 @@ def DistributedOptimizer(
     )  # fmt: skip
     settled, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
     adapter = _adapter_of(optimizer, schedule)
-    patterns = tuple(exact) if isinstance(exact, Iterable) and not isinstance(exact, str) else exact
+    patterns = patterns_of(exact)
     matching("exact", patterns, names.values())
     flag("overlap", overlap)
     replica_interval(check_replicas_every)

@@ -32,7 +32,7 @@ from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import FOREVER, Phase, Warmup
+from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -145,7 +145,7 @@ class Parameters:
     def set_seen(self, group: Group, p: torch.Tensor, steps: int) -> None:
         """The second moment of ``p`` has seen so many steps, by the beta2 of now, and is frozen."""
         self.optimizer.state[p][VARIANCE_STEPS] = steps
-        if "betas" in group:
+        if "betas" in group and self.adapter.variance_key is not None:
             self._beta2[p] = float(group["betas"][1])
 
     def overruled(self) -> dict[int, float]:
@@ -518,7 +518,9 @@ class Parameters:
             return None
         states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
         squares = sum(float(sum_of_squares(state[key])) for state in states)
-        return squares, float(self.optimizer.param_groups[0]["betas"][1]), int(states[-1]["step"]) if states else 1
+        betas = self.optimizer.param_groups[0].get("betas")
+        seen = int(states[-1].get("step", self.steps)) if states else 1
+        return squares, UNKNOWN if betas is None else float(betas[1]), seen
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 

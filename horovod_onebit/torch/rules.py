@@ -258,7 +258,7 @@ def _check_options(optimizer: torch.optim.Optimizer, wraps: Wraps) -> None:
     if "maximize" not in optimizer.defaults:  # only what is in the groups is taken into account
         known = COMMON - {"maximize"}
     names = {name for base in bases for name in inspect.signature(base).parameters}
-    arguments = {name: own[name] for name in names & own.keys()}
+    arguments = {name: own[name] for name in (names & own.keys()) - {"defaults"}}  # which PyTorch's own class has
     for name, value in (arguments | optimizer.defaults).items():
         if value and name not in needed | wraps.requires.keys() | known:
             raise UnsupportedError(f"{kind}({name}={value!r}) has no 1-bit form: build the optimizer without {name}")

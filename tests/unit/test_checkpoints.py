@@ -57,9 +57,14 @@ def test_what_is_no_latest_json(tmp_path, text):
     (tmp_path / "latest.json").write_text(text)
     with pytest.raises(ValueError, match=r"latest\.json"):
         files.history(tmp_path)
+    files.worker_file(tmp_path, KEYS[0], 0).write_text("of a checkpoint that latest.json may name")
     before = sorted(tmp_path.iterdir())
-    files.sweep_leftovers(tmp_path)
-    assert sorted(tmp_path.iterdir()) == before
+    with pytest.raises(ValueError, match=r"Nothing is saved there.*move it away"):
+        files.sweep_leftovers(tmp_path)
+    with pytest.raises(ValueError, match=r"latest\.json"):
+        save(tmp_path, KEYS[1])
+    assert {*before} <= {*tmp_path.iterdir()}
+    assert (tmp_path / "latest.json").read_text() == text
 
 
 def test_the_last_two_are_kept_and_what_failed_saves_left_is_removed(tmp_path):

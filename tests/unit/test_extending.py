@@ -45,6 +45,7 @@ PROGRAMS = {
 from horovod_onebit.rules.rmsprop import RMSprop
 for kernels in ("reference", "cpu"):
     assert near(trained(RMSprop(lr=0.005, momentum=0.9), kernels=kernels, exchange="two_stage"))
+assert near(trained(RMSprop(lr=0.005, momentum=0.9), run={}, steps=300))
 """,
     "torch": """
 import torch
