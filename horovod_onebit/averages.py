@@ -95,6 +95,7 @@ def second_moments(
     In each block of ``block_size(elements)``, r is the power of the mean gradient over the workers' mean power of
     theirs, now, which is between 1 (all have the same) and 1/n (all is noise). If the power of the mean gradient has
     always been P, the variances are (1 - own) P + own P / r: what is returned is P, from their mean over the workers.
+    In a block without a gradient now, as of rows of an embedding, r is that of all blocks that have one.
 
     None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
@@ -107,7 +108,9 @@ def second_moments(
         sent = [variance, gradient, _powers(gradient, block), np.array([share], np.float32)]
         mean, of_all, power, part = yield from start_mean(sent, collectives, f"{name}.{number}", traffic)
         known = (power > 0) & np.isfinite(power)
-        ratio = np.divide(_powers(of_all, block), power, out=np.ones_like(power), where=known)
+        signal, known_power = _powers(of_all, block), float(power[known].sum(dtype=np.float64))
+        rest = float(signal[known].sum(dtype=np.float64)) / known_power if known_power > 0 else 1.0
+        ratio = np.divide(signal, power, out=np.full_like(power, rest), where=known)
         ratio = np.clip(ratio, np.float32(1 / collectives.size), np.float32(1))
         ratio = np.asarray(ratio / (part + (1 - part) * ratio), np.float32)
         found.append(mean * np.repeat(ratio, block)[: mean.size])

@@ -163,12 +163,12 @@ class _Keras(checkpoints.Face):
             state = one.pop("state")
             for name, value in state.items():
                 if keras.backend.is_float_dtype(str(value.dtype)):
-                    sums[name] = sums.get(name, 0) + value.astype(np.float32)
+                    sums[name] = sums.get(name, 0) + value.astype(np.float64)  # what all have alike stays as it is
             workers += 1
             return one
 
         merged = super().merge(map(added, everybody))
-        return merged | {"state": {name: total / np.float32(workers) for name, total in sums.items()}}
+        return merged | {"state": {name: (total / workers).astype(np.float32) for name, total in sums.items()}}
 
     def _own_variables(self) -> dict[str, Any]:
         """By name, what each worker has of its own: the states of random generators, and gradients that wait for the

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.tf import moments
 from horovod_onebit.tf.graph import in_order
 from horovod_onebit.tf.meeting import announce, told
 
@@ -34,6 +35,7 @@ def broadcast_variables(
             raise ConfigurationError(f"variables has {strange[0]}: expected variables, such as model.variables")
     if not process_set.included():
         return
+    moments.broadcast(listed)
     targets = [variable.value if hasattr(variable, "path") else variable for variable in shared(listed)]
     kinds = [(tuple(target.shape), target.dtype.name) for target in targets]
     with in_order():

@@ -299,7 +299,8 @@ class LocalSteps(Compressor):
     def marks(self) -> int:
         """What workers must have alike besides counts of steps."""
         self.edits = self._find_edits()
-        return 4 * self.adapter.frozen(self.optimizer) + 2 * bool(self.edits) + self.rounds.freezes
+        freezes = self.rounds.freezes and self.rounds.under_way  # and not in the round before
+        return 4 * self.adapter.frozen(self.optimizer) + 2 * bool(self.edits) + freezes
 
     def _find_edits(self) -> list[int]:
         optimizer, indices = self.optimizer, self.indices
@@ -355,6 +356,12 @@ class LocalSteps(Compressor):
         super().begin_again(edited)
         self.edits = []
         if self.rounds.under_way:  # it ends by the same rules on all workers
+            self.indices = indices
+
+    def take_plain(self) -> None:
+        indices = self.indices
+        super().take_plain()
+        if self.rounds.under_way:  # as above
             self.indices = indices
 
     def average_moments(

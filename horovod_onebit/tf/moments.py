@@ -14,7 +14,8 @@ when v was frozen, so that a state that was loaded whole is known from one that 
 from __future__ import annotations
 
 import logging
-from collections.abc import Collection, Iterator, Sequence
+import weakref
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -27,6 +28,7 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call
 
 logger = logging.getLogger("horovod_onebit")
+_live: weakref.WeakSet[Moments] = weakref.WeakSet()
 PROBES = 64
 """Elements of each second moment that are looked at in the warm-up."""
 NO_SECOND_MOMENT, OF_VERSION_0_1 = -1, 1
@@ -59,6 +61,7 @@ class Moments:
 
     def __init__(self, compressor: Owner) -> None:
         self._compressor = compressor
+        _live.add(self)
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
         self.decay: float | None = None  # beta_2 of the last step that changed them, if it is known
@@ -287,6 +290,14 @@ class Moments:
         names = ", ".join(getattr(v, "path", v.name) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
         text = "the optimizer's state of %s was set or reset, or is new: the warm-up begins again"
         logger.log(level, text, names)
+
+
+def broadcast(variables: Iterable[Any]) -> None:
+    """All workers get ``variables`` of one of them: moments among these were not edited. Local; on all alike."""
+    sent = {id(v) for v in variables}
+    for moments in list(_live):
+        if any(id(v) in sent for v in moments._optimizer._variables):
+            moments.forget()
 
 
 def same(held: Any, array: Any) -> bool:

@@ -641,6 +641,11 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
             "keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(default_optimizer="
             "onebit.DistributedOptimizer(...), {pattern: onebit.DistributedOptimizer(...)}))"
         )
+    if isinstance(schedule, Local) and isinstance(optimizer, keras.optimizers.Ftrl):
+        raise UnsupportedError(
+            "Ftrl computes weights from its own state, so that those of all workers would be forgotten in the step "
+            "after a round: use schedule=horovod_onebit.tf.Gradients()"
+        )
     if isinstance(schedule, Local) and schedule.delay:
         raise UnsupportedError(
             f"Local(delay={schedule.delay}): a graph of TensorFlow ends when all its operations have, and no message "

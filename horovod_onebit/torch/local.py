@@ -504,7 +504,7 @@ class _Step:
     ) -> None:  # fmt: skip
         self._parameters, self._own_step, self._closure, self._scaling = parameters, own_step, closure, scaling
         self.result: Any = None
-        self._before: dict[torch.Tensor, torch.Tensor] = {}  # the weights, of LBFGS
+        self._before: dict[torch.Tensor, torch.Tensor] = {}  # the weights, of optimizers that move them and look again
 
     def take(self, rules: Frozen) -> bool:
         """See ``Driver.local_step``."""
@@ -515,6 +515,8 @@ class _Step:
             return False
         if self._scaling.scale is not None:
             unscale(self._trained, self._scaling.scale)
+        if self._closure is not None and not rules and _moves_first(parameters.optimizer):
+            self._before = {p: p.detach().clone() for p in parameters.bindings}
         try:
             if self._closure is None or rules:
                 self.result = self._compute()
@@ -532,20 +534,29 @@ class _Step:
 
     def _compute(self) -> Any:
         """The closure, if there is one; raises ``_NotFinite`` if gradients are not finite then."""
-        self.result = self._closure() if self._closure is not None else None
+        if self._closure is not None:
+            with torch.enable_grad():
+                self.result = self._closure()
         if not all_finite(self._trained):
             raise _NotFinite
-        if isinstance(self._parameters.optimizer, torch.optim.LBFGS) and not self._before:  # it moves, and calls again
-            self._before = {p: p.detach().clone() for p in self._parameters.bindings}
         return self.result
 
     @torch.no_grad()
     def _take_back(self) -> None:
-        """Undo what LBFGS has moved in this step, if it has; its memory of the curvature is cleared."""
-        for p, before in self._before.items():
-            p.copy_(before)
-        if self._before:
+        """Undo what was moved in this step; LBFGS's memory of the curvature is cleared."""
+        moved = [p for p, before in self._before.items() if not torch.equal(p, before)]
+        for p in moved:
+            p.copy_(self._before[p])
+        if moved and isinstance(self._parameters.optimizer, torch.optim.LBFGS):
             self._parameters.optimizer.state.clear()
+
+
+def _moves_first(optimizer: torch.optim.Optimizer) -> bool:
+    """Whether a step may move weights and then call its closure, as those of LBFGS and SAM do. PyTorch's others, and
+    LAMB's, call it first."""
+    ours = "horovod_onebit.torch."
+    step = next(c for c in type(optimizer).__mro__ if "step" in vars(c) and c.__module__ != f"{ours}optimizer")
+    return isinstance(optimizer, torch.optim.LBFGS) or not step.__module__.startswith(("torch.optim.", ours))
 
 
 class LocalSteps(Steps):

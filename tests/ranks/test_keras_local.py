@@ -553,3 +553,44 @@ def test_what_bfloat16_rounds_off_is_no_edit(caplog):
         optimizer.apply([gradient], [variable])
     assert not [record for record in caplog.records if "was set or reset" in record.getMessage()]
     assert int(optimizer._frozen.value) == 24
+
+
+def test_moments_that_are_broadcast_were_not_edited():
+    """Between two fits, say: those of worker 1 become worker 0's before the freeze, which is in one step on all."""
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), onebit.Local(every=4, doubling=0, freeze=24))
+    train(model, optimizer, 12)
+    optimizer.flush()
+    onebit.broadcast_variables([*model.variables, *optimizer.variables])
+    train(model, optimizer, 16, start=12)
+    assert int(optimizer._frozen.value) == 24
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_a_plain_state_that_is_set_in_the_middle_of_a_round():
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), SHORT)
+    train(model, optimizer, 10)
+    plain = keras.optimizers.Adam(1e-3)
+    plain.build(model.trainable_variables)
+    optimizer.set_weights([np.array(v) for v in plain.variables])
+    train(model, optimizer, 8, start=10)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_frozen_moments_are_the_same_bits_for_another_number_of_workers():
+    from horovod_onebit.tf.checkpoint import _Keras
+
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), SHORT)
+    train(model, optimizer, 12)
+    face = object.__new__(_Keras)
+    face.model, face.optimizer = model, optimizer
+    value = np.random.default_rng(0).random(4096).astype(np.float32)
+    own = {**face._compressor.residuals(), "state": {"optimizer/v": value}}
+    merged = face.merge(dict(own) for _ in range(3))
+    np.testing.assert_array_equal(merged["state"]["optimizer/v"], value)
+
+
+def test_an_optimizer_that_computes_weights_from_its_state_is_refused():
+    with pytest.raises(UnsupportedError, match="Ftrl computes weights from its own state"):
+        local(keras.optimizers.Ftrl(1e-3))

@@ -1082,3 +1082,58 @@ def test_a_worker_whose_gradients_overflowed_takes_no_step_although_they_were_cl
     scaler.update()
     assert torch.equal(weights(model), before)
     assert scaler.get_scale() == 4.0
+
+
+class Ascending(torch.optim.Optimizer):
+    """As SAM: it moves the weights, looks again, and moves them back."""
+
+    def __init__(self, params, lr=0.05):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure):
+        (group,) = self.param_groups
+        trained = [p for p in group["params"] if p.grad is not None]
+        moved = [0.01 * p.grad for p in trained]
+        for p, move in zip(trained, moved, strict=True):
+            p.add_(move)
+        with torch.enable_grad():
+            closure()
+        for p, move in zip(trained, moved, strict=True):
+            p.sub_(move).sub_(p.grad, alpha=group["lr"])
+
+
+def test_a_step_that_moves_weights_before_its_closure_is_taken_back():
+    model = Net()
+    optimizer = local(model, Ascending, schedule=FOURS[0], lr=0.05)
+    for step in range(8):
+        x, y = batch(step)
+
+        def look(x=x, y=y, bad=False):
+            optimizer.zero_grad()
+            cross_entropy(model(x), y).backward()
+            if bad:
+                model.first.weight.grad.fill_(torch.nan)
+
+        look()
+        before = weights(model)
+        optimizer.step(lambda look=look, step=step: look(bad=step == 5))
+        assert torch.equal(before, weights(model)) == (step == 5)
+    assert_replicas_equal(model)
+
+
+def test_closures_compute_gradients_after_the_freeze():
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=8))
+    for step in range(16):
+        x, y = batch(step)
+
+        def closure(x=x, y=y):
+            optimizer.zero_grad()
+            loss = cross_entropy(model(x), y)
+            loss.backward()
+            return loss
+
+        with torch.no_grad():
+            assert optimizer.step(closure) > 0
+    assert_replicas_equal(model)
