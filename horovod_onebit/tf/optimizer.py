@@ -363,6 +363,7 @@ class _DistributedOptimizer(_Wrapped):
                 variable.assign(tf.where(due, value, tf.convert_to_tensor(variable)))
         self._averaged.assign(tf.cast(now, tf.int64))
 
+    @tf.autograph.experimental.do_not_convert  # it computes with numbers, which would be tensors
     def build(self, variables: list[Any]) -> None:
         """Create the wrapped optimizer's variables, and what this project needs besides."""
         if self.built:

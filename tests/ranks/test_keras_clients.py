@@ -28,7 +28,7 @@ from horovod_onebit.tf import elastic
 from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
 from tests.long import LONG
-from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
+from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, weights, wrap
 
 layers = keras.layers
 ROWS = 8  # of a batch
@@ -693,15 +693,21 @@ def test_a_schedule_without_a_configuration(options):
     assert_replicas_equal(model)
 
 
-@pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="since Keras 3.13")
-def test_a_multi_optimizer_that_builds_its_own_in_the_first_step():
+@pytest.mark.parametrize("autograph", [True, False])
+def test_an_optimizer_that_is_built_within_a_function_of_tensorflow(autograph):
     model = build()
-    head, rest = (onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), warmup_steps=2) for _ in range(2))
-    pattern = f".*{model.layers[-1].name}.*"
-    names = keras.optimizers.OptimizerMap(default_optimizer=rest, optimizer_map={pattern: head})
-    model.compile(optimizer=keras.optimizers.MultiOptimizer(names), loss=LOSS)
-    model.fit(*batch(0), epochs=5, verbose=0)
-    assert head.phase == rest.phase == "compressed"
+    optimizer = wrap(keras.optimizers.Adam(1e-3), warmup_steps=2)
+
+    @tf.function(autograph=autograph)
+    def step(x, y):
+        if not optimizer.built:
+            optimizer.build(model.trainable_variables)
+        grads, _ = gradients(model, x, y)
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    for number in range(4):
+        step(*map(tf.constant, batch(number)))
+    assert optimizer.phase is Phase.COMPRESSED
     assert_replicas_equal(model)
 
 
