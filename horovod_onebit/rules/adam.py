@@ -216,9 +216,9 @@ R = TypeVar("R", bound=Rule)
 def with_beta2(rule: R, beta2: float | None) -> R:
     """``rule`` for a second moment that was frozen with this ``beta2``, None if it is the rule's: it does not follow
     another one, nor must the correction of its bias. Rules that are not Adam's (Lion has a beta2, too) stay."""
-    if not isinstance(rule, Adam):
+    if not isinstance(rule, Adam) or beta2 in (None, rule.beta2):
         return rule
-    return rule if beta2 in (None, getattr(rule, "beta2", None)) else replace(rule, beta2=beta2)
+    return replace(rule, beta2=beta2)
 
 
 TORCH = Wraps(

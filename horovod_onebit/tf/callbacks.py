@@ -14,7 +14,7 @@ import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
-from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
@@ -61,7 +61,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         if not optimizer.built:
             optimizer.build(self.model.trainable_variables)
         variables = [*self.model.variables, *optimizer.variables]
-        common = [v for v in shared(variables) if not any(_storage(v) is local for local in self._local)]
+        common = [v for v in variables if not any(_storage(v) is local for local in self._local)]
         with tf.device(self.device):
             broadcast_variables(common, self.root_rank)
         if tf.executing_eagerly():

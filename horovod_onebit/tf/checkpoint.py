@@ -21,7 +21,7 @@ from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Residuals
@@ -195,7 +195,7 @@ class _Keras(checkpoints.Face):
 
     def spread(self, about: Any, own: Residuals) -> None:
         variables = self._named()
-        broadcast_variables(shared(variables.values()))
+        broadcast_variables(variables.values())
         _assign(self.model, variables, own["state"])
         self._compressor.take_counts(own.get("counts") or about["counts"])
         self._compressor.load_residuals(own)

@@ -316,13 +316,17 @@ class Compressor(RunState):
         ``edited`` were set by somebody. Local; on all workers alike."""
         self.moments.make_plain(edited)
         self.warm_up_again()
-        self.indices = ()
+        self.forget_trained()
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
         self.settle()
         self.moments.take_plain()
         self.warm_up_again()
+        self.forget_trained()
+
+    def forget_trained(self) -> None:
+        """The next step looks anew at what is compressed."""
         self.indices = ()
 
     def forget(self) -> None:

@@ -38,7 +38,7 @@ from horovod.tensorflow.functions import broadcast_object
 from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
-from horovod_onebit.tf.functions import broadcast_variables, follow_variables, shared
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Residuals
@@ -118,7 +118,7 @@ class KerasState(ObjectState):
         waiting = getattr(compressor.optimizer, "_accumulated", [])
         sums = [np.array(total, np.float32) for total in waiting]
         here = float(bool(waiting) and int(compressor.optimizer._passes) > 0)  # before workers came
-        broadcast_variables(shared(self._variables()))
+        broadcast_variables(self._variables())
         follow_variables(self.model)
         if waiting:  # all have the mean of those that have some
             count = max(1.0, float(hvd.allreduce(tf.constant(here), op=hvd.Sum, name="onebit.waiting")))

@@ -352,17 +352,12 @@ class LocalSteps(Compressor):
             optimizer._frozen.assign(0)
 
     def begin_again(self, edited: Sequence[int] = ()) -> None:
-        indices = self.indices
         super().begin_again(edited)
         self.edits = []
-        if self.rounds.under_way:  # it ends by the same rules on all workers
-            self.indices = indices
 
-    def take_plain(self) -> None:
-        indices = self.indices
-        super().take_plain()
-        if self.rounds.under_way:  # as above
-            self.indices = indices
+    def forget_trained(self) -> None:
+        if not self.rounds.under_way:  # or it ends by the same rules on all workers
+            super().forget_trained()
 
     def average_moments(
         self, number: int, variances: Sequence[Any], grads: Sequence[Any], *, usable: bool

@@ -86,9 +86,9 @@ def run(function: Callable[..., Any]) -> Callable[..., Any]:
 class TorchState(hvd_elastic.TorchState):
     """``horovod.torch.elastic.TorchState``; workers whose weights differ between exchanges (0/1 Adam, ``Local``) are
     brought together before they are saved. If workers join or leave in the middle of a round, the changes that the
-    others have made in it are kept. After ``sync``, ``restore`` goes back to what it gave, until the
-    next ``commit``. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as keywords, which
-    become attributes."""
+    others have made in it are kept. After ``sync``, ``restore`` goes back to what it gave, until the next
+    ``commit``. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as keywords, which become
+    attributes."""
 
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]

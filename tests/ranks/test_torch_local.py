@@ -54,6 +54,17 @@ def local(model, kind=torch.optim.AdamW, schedule=GROWING, recipe="robust", wrap
     return onebit.DistributedOptimizer(optimizer, named, schedule=schedule, recipe=recipe, **(wrapping or {}))
 
 
+def closure_of(model, optimizer, step):
+    def closure():
+        optimizer.zero_grad()
+        x, y = batch(step)
+        loss = cross_entropy(model(x), y)
+        loss.backward()
+        return loss
+
+    return closure
+
+
 def matrices(model):
     return [p for p in model.parameters() if p.ndim == 2 and p.requires_grad]
 
@@ -361,15 +372,7 @@ def test_an_optimizer_that_calls_its_closure():
 
     start = loss_of_all()
     for step in range(12):
-        x, y = batch(step)
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
-        optimizer.step(closure)
+        optimizer.step(closure_of(model, optimizer, step))
     assert_replicas_equal(model)
     assert loss_of_all() < start
 
@@ -1126,14 +1129,6 @@ def test_closures_compute_gradients_after_the_freeze():
     model = Net()
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=8))
     for step in range(16):
-        x, y = batch(step)
-
-        def closure(x=x, y=y):
-            optimizer.zero_grad()
-            loss = cross_entropy(model(x), y)
-            loss.backward()
-            return loss
-
         with torch.no_grad():
-            assert optimizer.step(closure) > 0
+            assert optimizer.step(closure_of(model, optimizer, step)) > 0
     assert_replicas_equal(model)
