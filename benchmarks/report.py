@@ -26,13 +26,13 @@ Made by `make bench` and `python -m benchmarks.report` on {machine}. The hosts a
 of that machine, with a core for each as far as there are cores, and `tc` limits the rate of their links in both
 directions. Links have no delay of their own: the kernel of this machine cannot add one (it lacks `netem`).
 
-All methods in a table are measured in one job. In each round every method takes one turn, in an order that changes, and
-its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these ratios
-with the 95 % confidence interval in brackets. "(2 of them)" says that there were only two rounds, so that the bracket
-is their range and less sure than 95 %. Rounds are repeated until every interval is within 10 % of its median or the
-time is up. For most tables it was up: read the brackets. A run is refused, and a round is discarded, if other processes
-use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this project's own,
-and not all of them are met.
+All methods in a table are measured in one job. In each round every method takes one turn, in an order that changes,
+and its time is divided by that of the baseline in the same round. Tables show medians of times, and medians of these
+ratios with the 95 % confidence interval in brackets. "(2 of them)" says that there were only two rounds, fewer than
+such an interval needs: the bracket is then their range. Rounds are repeated until every interval is within 10 % of its
+median or the time is up. For most tables it was up: read the brackets. A run is refused, and a round is discarded, if
+other processes use more than a tenth of the cores. Times differ between machines: look at the ratios. Targets are this
+project's own, and not all of them are met.
 
 ## When not to use it
 
@@ -51,8 +51,9 @@ parameters, the workers, the link and the computing time of a step:
 
 The networks are linear layers of one width, trained by AdamW. "no communication" is `torch.optim.AdamW` on all hosts
 at once, each alone; the time is that of the slowest host, as it is for all methods. One bit can be faster than that on
-a fast link: it takes AdamW's step in its own kernel, which one core computes sooner than PyTorch's. Over Gloo, PowerSGD
-crashes with more than one bucket, so it has one. Three and four hosts share two cores.
+a fast link: it takes AdamW's step in its own kernel, which one core computes sooner than PyTorch's default one, which
+all others take. PyTorch's with `fused=True`, which was not measured here, is as fast ([the codec](#the-codec)). Over
+Gloo, PowerSGD crashes with more than one bucket, so it has one. Three and four hosts share two cores.
 
 {trainings}
 
@@ -90,7 +91,7 @@ the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the a
 {foretold}
 
 Three and four hosts share two cores here, and what that costs was measured on the same machine. On 2 cores of an AMD
-EPYC the exchanges of 2 hosts were within 24 % as well, but those of 4 hosts 14 to 53 % faster than predicted
+EPYC the exchanges of 2 hosts were within 24 % as well, but for 4 hosts the predicted times were 14 to 53 % too high
 (`python -m benchmarks.link --only 4-1gbit-25M`): steps there were 4.5 times as fast as Horovod's in float32 with one
 bit, 3.9 times with PowerSGD of rank 1, and 5.0 times without communication.
 
@@ -157,18 +158,16 @@ update space reached 73 % of the bandwidth of a copy, and decode and Adam 73 %."
 TARGETS = """## Seconds until a given test loss
 
 A small GPT (`charlm`, 64 features) learns real text on two hosts of {machine}, with the same data, learning rate and
-seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps; `onebit three
-bits` with 10, of float16, and then 10 in three bits (`Recipe(warmup="three_bit")` and
-`compression=hvd.Compression.fp16`; at 50 and 100 Mbit/s an earlier form, whose blocks had 1,024 elements and not 256).
-On another machine, which computes half as fast, the present form took 0.49 (50 Mbit/s) and 0.63 (100 Mbit/s) of
-float32's seconds, float16 0.56 and 0.59, `onebit` 0.54 and 0.67, and PowerSGD 1.26 and 1.57: there, computing takes
-most of the time.
-`onebit local 8` is `schedule=Local()`: at so few steps, its second moments are not frozen yet, and its rounds have 4
-steps. `onebit local 16` is
-`Local(every=16, freeze=0)`, whose moments stay each worker's own, with rounds of 16. DiLoCo has the published outer
-rate and momentum, which are not the best ones for short runs
-([study 18](studies.md#18-diloco-and-powersgd-at-their-best)). The clock stands still during
-evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
+seeds for all methods (`python -m benchmarks.target`). One bit and PowerSGD begin with 20 exact steps, of which
+PowerSGD needs only two; `onebit three bits` begins with 10 exact steps, sent in float16, and 10 more in three bits
+(`Recipe(warmup="three_bit")` and `compression=hvd.Compression.fp16`; at 50 and 100 Mbit/s an earlier form, whose
+blocks had 1,024 elements and not 256). On another machine, which computes half as fast, the present form took 0.49 (50
+Mbit/s) and 0.63 (100 Mbit/s) of float32's seconds, float16 0.56 and 0.59, `onebit` 0.54 and 0.67, and PowerSGD 1.26
+and 1.57: there, computing takes most of the time. `onebit local 8` is `schedule=Local()`: at so few steps, its second
+moments are not frozen yet, and its rounds have 4 steps. `onebit local 16` is `Local(every=16, freeze=0)`, whose
+moments stay each worker's own, with rounds of 16. DiLoCo has the published outer rate and momentum, which are not the
+best ones for short runs ([study 18](studies.md#18-diloco-and-powersgd-their-settings-searched-for)). The clock stands
+still during evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
 
 {tables}
 
@@ -388,13 +387,13 @@ def keras_step_rows() -> list[list[str]]:
 def steps() -> str:
     """Both frameworks' tables."""
     heading = ["", "measured", "our target, at most"]
-    text = "Two processes on one machine (`python -m benchmarks.step`). "
+    text = f"Two processes on {load('step')['machine']} (`python -m benchmarks.step`). "
     parts = [
         text + known(load("step")["step"] if "ways" in load("step")["step"] else None),
         table(heading, step_rows()),
     ]
     if there("step_keras"):
-        text = "The same in Keras (`python -m benchmarks.step --framework tf`). "
+        text = f"The same in Keras, on {load('step_keras')['machine']} (`python -m benchmarks.step --framework tf`). "
         parts += [text + known(load("step_keras")["step"]), table(heading, keras_step_rows())]
     return "\n\n".join(parts)
 

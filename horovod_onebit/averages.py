@@ -10,30 +10,40 @@ from horovod_onebit.exchange import Collectives
 from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array, num_blocks
 from horovod_onebit.stats import Traffic, allreduce_bytes
-from horovod_onebit.tasks import Handle, Task, start
+from horovod_onebit.tasks import Task, start
 
 TOGETHER = 2**26
-"""Elements that travel together as float16, at most."""
+"""Elements that travel together, at most: collectives count them in 32 bits."""
 
 
 def start_mean(arrays: Sequence[Array], collectives: Collectives, name: str, traffic: Traffic) -> Task[list[Array]]:
-    """Start one allreduce of ``arrays``, float32 of any shapes, which are the same on all workers; these have agreed.
+    """Start to add up ``arrays``, float32 of any shapes, which are the same on all workers; these have agreed.
 
     The task that is returned waits; it gives the means over the workers, in the shapes of ``arrays``. Collective.
     """
     if not arrays:
-        return _split((), None, 1)
+        return _nothing()
     fused = np.concatenate([array.reshape(-1) for array in arrays])
-    handle = collectives.allreduce(fused, name)
-    start(handle)
+    parts = np.split(fused, range(TOGETHER, fused.size, TOGETHER))
+    handles = [collectives.allreduce(part, f"{name}.{i}" if i else name) for i, part in enumerate(parts)]
+    for handle in handles:
+        start(handle)
     sent = allreduce_bytes(fused.nbytes, collectives.size)
     traffic.add(sent, sent)
 
-    return _split(arrays, handle, collectives.size)
+    def arrive() -> Task[list[Array]]:
+        sums = list[Array]()
+        for handle in handles:
+            sums.append((yield handle))
+        total = sums[0] if len(sums) == 1 else np.concatenate(sums)
+        return _cut(total / np.float32(collectives.size), arrays)
+
+    return arrive()
 
 
-def _split(arrays: Sequence[Array], handle: Handle | None, workers: int) -> Task[list[Array]]:
-    return [] if handle is None else _cut((yield handle) / np.float32(workers), arrays)
+def _nothing() -> Task[list[Array]]:
+    yield from ()
+    return []
 
 
 def start_half_mean(
@@ -42,7 +52,7 @@ def start_half_mean(
     """Like ``start_mean``, but the numbers travel as float16, half the bytes: each worker adds up a share of them in
     float32 and sends its mean to all. They are rounded twice, and infinite beyond float16's range."""
     if not arrays:
-        return _split((), None, 1)
+        return _nothing()
     size, n = sum(array.size for array in arrays), collectives.size
     share = min(TOGETHER // n, num_blocks(max(1, size), n))
     halves = np.zeros((num_blocks(max(1, size), n * share), n * share), np.float16)

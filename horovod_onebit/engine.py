@@ -548,13 +548,16 @@ class Engine:
 
     def flush(self, rules: Sequence[Rule]) -> Task[None]:
         """Bring all workers to the same weights, exactly, after local steps. Collective."""
+        waiting = list[tuple[int, Handle]]()
         for index, tensor in enumerate(self.tensors):
             moved = rules[index].pending(tensor, self.context)
             if moved is not None:
-                total = yield self.collectives.allreduce(moved, f"{self.name}.flush.{index}")
-                sent = allreduce_bytes(moved.nbytes, self.collectives.size)
-                self.traffic.add(sent, 0)
-                rules[index].settle(tensor, total / np.float32(self.collectives.size), self.context)
+                waiting.append((index, self.collectives.allreduce(moved, f"{self.name}.flush.{index}")))
+                start(waiting[-1][1])
+                self.traffic.add(allreduce_bytes(moved.nbytes, self.collectives.size), 0)
+        for index, handle in waiting:
+            total = yield handle
+            rules[index].settle(self.tensors[index], total / np.float32(self.collectives.size), self.context)
 
     @property
     def sent_finite(self) -> Finite:

@@ -234,7 +234,8 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
 
     ``facts`` are this worker's, ``name`` that of the agreement which has found that something differs.
     """
-    return DesyncError(differences(str(found), (yield from gather(packed(facts), collectives, f"{name}.facts"))))
+    rows = yield from gather(packed(facts, collectives.size), collectives, f"{name}.facts")
+    return DesyncError(differences(str(found), rows))
 
 
 def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:
@@ -246,9 +247,20 @@ def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:
     return [row[:length].tobytes() for row, length in zip(rows, lengths, strict=True)]
 
 
-def packed(facts: Facts) -> bytes:
-    """``facts`` as bytes, without trailing zeros."""
-    return json.dumps({kind: {what: str(value) for what, value in one.items()} for kind, one in facts.items()}).encode()
+MOST_FACTS = 2**18
+"""Of a kind, of all workers together, that travel in words: some 100 bytes each."""
+
+
+def packed(facts: Facts, workers: int = 1) -> bytes:
+    """``facts`` as bytes, without trailing zeros; of each kind the first ones, and a digest of those that are too many
+    for so many ``workers`` to send to all."""
+    most = max(1, MOST_FACTS // workers)
+    said = {kind: [(what, str(value)) for what, value in one.items()] for kind, one in facts.items()}
+    for one in said.values():
+        if len(rest := one[most:]) > 1:
+            others = f"what is not listed, {rest[0][0]} and {len(rest) - 1} more,"
+            one[most:] = [(others, f"{_number(repr(rest)):016x}")]
+    return json.dumps({kind: dict(one) for kind, one in said.items()}).encode()
 
 
 def differences(text: str, rows: Sequence[bytes]) -> str:

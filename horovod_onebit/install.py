@@ -17,7 +17,7 @@ import logging
 import os
 import runpy
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from importlib import import_module
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
@@ -35,20 +35,21 @@ CALLBACKS = (
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 )
-KERAS = {
-    "": ("horovod_onebit.tf", ("DistributedOptimizer",)),
-    ".callbacks": ("horovod_onebit.tf.callbacks", CALLBACKS),
-    ".elastic": ("horovod_onebit.tf.elastic", ("KerasState", "run")),
-}
-PLACES: dict[str, Mapping[str, tuple[str, tuple[str, ...]]]] = {
-    "horovod.torch": {
-        "": ("horovod_onebit.torch", ("DistributedOptimizer", "broadcast_optimizer_state")),
-        ".elastic": ("horovod_onebit.torch.elastic", ("TorchState", "run")),
-    },
+KERAS = (
+    ("", "horovod_onebit.tf", ("DistributedOptimizer",)),
+    ("", "horovod_onebit.tf.refused", ("PartialDistributedOptimizer", "load_model")),
+    (".callbacks", "horovod_onebit.tf.callbacks", CALLBACKS),
+    (".elastic", "horovod_onebit.tf.elastic", ("KerasState", "run")),
+)
+PLACES: dict[str, Sequence[tuple[str, str, tuple[str, ...]]]] = {
+    "horovod.torch": (
+        ("", "horovod_onebit.torch", ("DistributedOptimizer", "broadcast_optimizer_state")),
+        (".elastic", "horovod_onebit.torch.elastic", ("TorchState", "run")),
+    ),
     "horovod.tensorflow.keras": KERAS,
     "horovod.keras": KERAS,
 }
-"""Horovod's modules, and by submodule what of this library takes the place of which names."""
+"""Horovod's modules, and for submodules of theirs what module of this library takes the place of which names."""
 
 VARIABLES = {"recipe": "HOROVOD_ONEBIT_RECIPE", "warmup_steps": "HOROVOD_ONEBIT_WARMUP_STEPS"}
 """Environment variables for options that ``install`` is not given."""
@@ -108,9 +109,9 @@ class _Finder:
 
 
 def _replace(place: str) -> None:
-    for submodule, (ours, names) in PLACES[place].items():
+    for submodule, ours, names in PLACES[place]:
         module, source = import_module(f"{place}{submodule}"), import_module(ours)
-        for name in names:
+        for name in filter(module.__dict__.__contains__, names):
             value = getattr(source, name)
             _replaced.append((module, name, getattr(module, name)))
             setattr(module, name, _with_options(value) if name == "DistributedOptimizer" else value)

@@ -149,8 +149,12 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
 
 
 def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
-    """Cut ``bucket`` at blocks into ``workers`` shares, about equal; some are empty if there are fewer blocks."""
-    edges = [bucket.blocks * j // workers for j in range(workers + 1)]
+    """Cut ``bucket`` at blocks into ``workers`` shares of about as many elements, whatever its codec; some are empty if
+    there are fewer blocks."""
+    counts = [piece.blocks.stop - piece.blocks.start for piece in bucket.pieces]
+    ends = np.cumsum(np.repeat([piece.block_size for piece in bucket.pieces], counts))  # as if all blocks were full
+    inner = [int(ends[-1]) * j // workers if counts else 0 for j in range(1, workers)]
+    edges = [0, *np.searchsorted(ends, inner, side="right").tolist(), bucket.blocks]
     result = []
     byte = 0
     for lo, hi in pairwise(edges):

@@ -13,7 +13,7 @@ calls in the same order; the engine does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from mpi4py import MPI
@@ -45,6 +45,9 @@ class _Sum(_Handle):
         return self.result
 
 
+_H = TypeVar("_H", bound=_Handle)
+
+
 class MPICollectives:
     """One rank's view of ``comm``, a communicator of mpi4py (all ranks by default). It makes a copy of that: build it
     on all of them, and once for all optimizers. Collective."""
@@ -53,6 +56,7 @@ class MPICollectives:
 
     def __init__(self, comm: Any = None) -> None:
         self.comm = (MPI.COMM_WORLD if comm is None else comm).Dup()
+        self._open: list[_Handle] = []  # MPI writes into their arrays, whoever has given them up
         self._host: tuple[int, int] | None = None
         self._hosts: tuple[MPICollectives, MPICollectives] | None = None
 
@@ -66,11 +70,11 @@ class MPICollectives:
 
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Handle:
         result = np.empty(self.size * array.size, array.dtype)
-        return _Handle(self.comm.Iallgather(array, result), array, result)
+        return self._kept(_Handle(self.comm.Iallgather(array, result), array, result))
 
     def alltoall(self, array: NDArray, name: str) -> _Handle:
         result = np.empty_like(array)
-        return _Handle(self.comm.Ialltoall(array, result), array, result)
+        return self._kept(_Handle(self.comm.Ialltoall(array, result), array, result))
 
     def host(self) -> tuple[int, int]:
         if self._host is None:
@@ -88,4 +92,8 @@ class MPICollectives:
 
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> _Sum:
         result = np.empty_like(array)
-        return _Sum(self.comm, self.comm.Ireduce(array, result, op=MPI.SUM, root=0), array, result)
+        return self._kept(_Sum(self.comm, self.comm.Ireduce(array, result, op=MPI.SUM, root=0), array, result))
+
+    def _kept(self, handle: _H) -> _H:
+        self._open = [*(other for other in self._open if not other.request.Test()), handle]
+        return handle

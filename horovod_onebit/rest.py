@@ -88,18 +88,24 @@ def wanted(
     if answers.any("refuses"):
         return {}
     answers.compare(RESTING)
+    if not answers.any("holds"):
+        return {}
     found: Moves = {}
-    for number, one in own.items() if answers.any("holds") else ():
-        bits = yield from _of_any(one.bits, collectives, f"{name}.rest.{number}")
-        traffic.add((collectives.size - 1) * one.bits.size, 0)
-        if bits.any():
-            elements = np.flatnonzero(~alive(context.kernels.host(tensors[number].variance)))
-            found[number] = elements[np.unpackbits(bits, count=one.resting).astype(bool)]
+    held = np.packbits([one.bits.any() for one in own.values()])
+    held = np.unpackbits((yield from _of_any(held, collectives, f"{name}.rest.held", traffic)), count=len(own))
+    of_any = {number: one for (number, one), some in zip(own.items(), held, strict=True) if some}
+    bits = np.concatenate([one.bits for one in of_any.values()])
+    bits = yield from _of_any(bits, collectives, f"{name}.rest.bits", traffic)
+    ends = np.cumsum([one.bits.size for one in of_any.values()])
+    for (number, one), own_bits in zip(of_any.items(), np.split(bits, ends[:-1]), strict=True):
+        elements = np.flatnonzero(~alive(context.kernels.host(tensors[number].variance)))
+        found[number] = elements[np.unpackbits(own_bits, count=one.resting).astype(bool)]
     return found
 
 
-def _of_any(bits: NDArray[np.uint8], collectives: Collectives, name: str) -> Task[NDArray[np.uint8]]:
+def _of_any(bits: Bytes, collectives: Collectives, name: str, traffic: Traffic) -> Task[Bytes]:
     """Those that are set on some worker. Collective."""
+    traffic.add((collectives.size - 1) * bits.size, 0)
     found, length = np.zeros_like(bits), max(1, PIECE // collectives.size)
     for start in range(0, bits.size, length):
         piece = bits[start : start + length]

@@ -52,7 +52,7 @@ class Warmup:
         return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what ``state_dict`` gave."""
+        """Take over what ``state_dict`` gave; nothing of another policy."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +94,8 @@ class AutoWarmup(Warmup):
             self.norms[step] = variance_norm
             distance = min(1 / (1 - beta2), step / 2) if beta2 < 1 else step / 2
             before = self.norms.get(self.every * math.floor((step - distance) / self.every))
-            stable = before is not None and min(before, variance_norm) >= self.threshold * max(before, variance_norm)
+            least, most = (0.0, 0.0) if before is None else sorted((before, variance_norm))
+            stable = least >= self.threshold * most > 0
             stable |= math.isfinite(variance_norm) and step - self.peak_step >= self.most
         rising = self.peak_step > step - self.every and step > self.every
         if stable and not rising and step >= self.least:
@@ -105,6 +106,7 @@ class AutoWarmup(Warmup):
         return {"steps": self.steps, "norms": dict(self.norms), "peak": self.peak, "peak_step": self.peak_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = {} if "since" in state else state
         norms = state.get("norms", {})
         self.steps, self.norms = state.get("steps", NEVER), {int(step): norm for step, norm in norms.items()}  # of JSON
         self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)
@@ -147,6 +149,7 @@ class AfterRise(Warmup):
         return {"steps": self.steps, "peak": self.peak, "peak_step": self.peak_step, "since": self.since}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        state = {} if "norms" in state else state
         self.steps, self.peak = state.get("steps", NEVER), state.get("peak", math.inf)
         self.peak_step, self.since = state.get("peak_step", 0), state.get("since", 0)
 

@@ -1,6 +1,6 @@
 """Study 21: the model of study 19 on slow links, by the clock; two hosts of jobs/cluster.py. Linux and root.
 
-python -m studies.clock [--links 10mbit] [--ways float32 onebit]     makes the runs, and keeps them
+python -m studies.clock [--links 10mbit] [--ways float32 onebit] [--seed 1]     makes the runs, and keeps them
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ MINUTES = {"10mbit": 7.0, "100mbit": 4.0}
 """How long each way trains, by link."""
 LOOKS = 21
 """Test losses of a run, if it has so many rounds."""
-ROWS, RATE, RISE, SEED = 8, 1e-3, 10, 0
+ROWS, RATE, RISE = 8, 1e-3, 10
 """Rows of each worker's batch; the rate rises, and then stays."""
 WAYS = {
     "float32": "Horovod, float32",
@@ -37,7 +37,7 @@ WAYS = {
     "local": "`Local()`: rounds of 8",
 }
 OURS = ("onebit", "onebit two", "onebit 20", "local")
-NOT_AT = {"10mbit": ("powersgd 1", "diloco 64", "onebit two"), "100mbit": ()}
+NOT_AT: dict[str, tuple[str, ...]] = {"10mbit": (), "100mbit": ()}
 """Ways that were not run, by link."""
 Found = dict[str, dict[str, Any]]
 
@@ -47,18 +47,18 @@ def ways_at(link: str) -> list[str]:
     return [way for way in WAYS if way not in NOT_AT[link]]
 
 
-def measured(link: str, way: str) -> dict[str, Any]:
+def measured(link: str, way: str, seed: int) -> dict[str, Any]:
     """The curve of a way on a link, by horovodrun on two hosts with a core each."""
-    return kept(f"clock/{link}-{way.replace(' ', '-')}", lambda: _run(link, way))
+    return kept(f"clock/{link}-{way.replace(' ', '-')}-{seed}", lambda: _run(link, way, seed))
 
 
-def _run(link: str, way: str) -> dict[str, Any]:
+def _run(link: str, way: str, seed: int) -> dict[str, Any]:
     if reason := unavailable():
         raise MissingError(reason)
     large.text()
     with cluster(2, link) as hosts:
         command = ["python", "-m", "studies.clock_worker", "--hosts", ",".join(hosts.addresses)]
-        command += ["--minutes", str(MINUTES[link]), way.replace(" ", "_")]
+        command += ["--minutes", str(MINUTES[link]), "--seed", str(seed), way.replace(" ", "_")]
         timeout = 60 * MINUTES[link] + 1800
         found: dict[str, Any] = result(
             hosts.horovodrun("mpi", *command, timeout=timeout, variables={"PYTHONPATH": packages()})
@@ -152,10 +152,11 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--links", nargs="*", default=tuple(MINUTES), choices=MINUTES)
     parser.add_argument("--ways", nargs="*", choices=WAYS)
+    parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for link in options.links:
         for way in options.ways or ways_at(link):
-            measured(link, way)
+            measured(link, way, options.seed)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""One process of study 21: horovodrun ... python -m studies.clock_worker --hosts A,B --minutes M WAY"""
+"""One process of study 21: horovodrun ... python -m studies.clock_worker --hosts A,B --minutes M [--seed S] WAY"""
 
 from __future__ import annotations
 
@@ -58,17 +58,17 @@ def timed(work: Callable[[], None]) -> float:
     return float(hvd.broadcast(torch.tensor(time.perf_counter() - start), 0, name="seconds"))
 
 
-def train(way: str, minutes: float) -> dict[str, Any]:
+def train(way: str, minutes: float, seed: int) -> dict[str, Any]:
     """By look: the seconds, steps and received bytes until then, and the test loss. Collective.
 
     The clock stands still during looks, of which there are ``clock.LOOKS``, or one after each round.
     """
     rank, workers, task = hvd.rank(), hvd.size(), large.data()
-    torch.manual_seed(clock.SEED)
+    torch.manual_seed(seed)
     module = networks().CharacterModel(large.TOKENS, large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH)
     optimizer = torch.optim.AdamW(module.parameters(), lr=clock.RATE, weight_decay=0.1)
     trained = MAKE[way](module, optimizer, way)
-    options = parse(["--seed", str(clock.SEED), "--batch-size", str(clock.ROWS)])
+    options = parse(["--seed", str(seed), "--batch-size", str(clock.ROWS)])
     found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, task)]}
     done, count, between = 0, trained.every, 60 * minutes / clock.LOOKS
 
@@ -96,6 +96,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", required=True, help="the addresses of all workers, comma-separated")
     parser.add_argument("--minutes", type=float, required=True)
+    parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("way", choices=[name.replace(" ", "_") for name in MAKE])
     options = parser.parse_args()
     torch.set_num_threads(1)
@@ -105,7 +106,7 @@ def main() -> None:
     if way.startswith("powersgd"):
         start_gloo(options.hosts)
     workers = Workers(hvd)
-    found = undisturbed(lambda: train(way, options.minutes), workers, anyway=True)
+    found = undisturbed(lambda: train(way, options.minutes, options.seed), workers, anyway=True)
     if hvd.rank() == 0:
         sys.stdout.write(f"RESULT {json.dumps(found)}\n")
     workers.barrier()

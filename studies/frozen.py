@@ -43,8 +43,8 @@ INTRODUCTION = (
     "makes the step.\n"
     "- `one bit`: `robust`, which compresses these updates; with 16 workers in two stages.\n\n"
     f"Tensors of fewer than {ROBUST.min_compressed_size:,} elements continue with exact Adam in all of them. The table "
-    "shows the test loss, in brackets how far it is above exact Adam's. `bit alone` is one bit beside `frozen, "
-    "clipped`, in brackets the least and the most of the seeds."
+    "shows the test loss, in brackets how far it is above exact Adam's. `bit alone` says how far one bit ends above "
+    "`frozen, clipped`, in brackets the least and the most of the seeds."
 )
 CONCLUSION = (
     "What to see: where one bit ends below exact Adam on text, the frozen second moment does that, and without any "
@@ -213,8 +213,9 @@ def parts(row: Row, of: Losses) -> str:
         for before, after in ((of.exact, of.frozen), (of.frozen, of.clipped), (of.clipped, of.bit))
     )
     return (
-        f"With {row.workers} workers at a rate of {row.rate:g}, one bit ends {above(of.bit, of.exact)} beside exact "
-        f"Adam: the frozen second moment makes {frozen:+.1f} points of that, the clip {clip:+.1f}, the bit {bit:+.1f}."
+        f"With {row.workers} workers at a rate of {row.rate:g}, one bit ends {above(of.bit, of.exact)} from exact "
+        f"Adam: freezing the second moment changes the loss by {frozen:+.1f} points, the clip by {clip:+.1f}, the bit "
+        f"by {bit:+.1f}."
     )
 
 

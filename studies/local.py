@@ -15,6 +15,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Local
 from studies import peers, pool, report
+from studies.language import float32
 from studies.moments import mean_of
 from studies.rates import RISE, SEEDS, Cell, Hook, Result, beside, kept, network, train
 from studies.recipes import PRESETS
@@ -84,6 +85,10 @@ class Peer:
     text: str
     every: int
     outer: Callable[[], peers.Outer]
+
+    def times_fewer(self, found: Result) -> float:
+        """As ``fewer``: SparseLoCo's messages are gathered, as ours are; DiLoCo's travel in a ring."""
+        return 1 / gathered(found["bits"]) if self.outer is peers.SparseLoCo else 32 / found["bits"]
 
 
 PEERS = [
@@ -225,17 +230,23 @@ def _small(task: str) -> float:
     return sum(size for size in sizes if size < ROBUST.min_compressed_size) / sum(sizes)
 
 
+def gathered(bits: float) -> float:
+    """What each of ``WORKERS`` sends in all of a message that all others receive, compared with a ring of float32."""
+    return (WORKERS - 1) * bits / float32(WORKERS)
+
+
 def fewer(way: Way, task: str, exact_steps: float) -> float:
-    """How many times fewer bytes than float32 gradients a worker sends to one other, in a whole run."""
+    """How many times fewer bytes than for float32 gradients in a ring one of ``WORKERS`` sends in a whole run, by the
+    direct exchange. What is exact travels in a ring, too."""
     steps, small = Cell(task, WORKERS, 0.0, None, 0).kind.steps, _small(task)
-    one_bit = 32 * small + (1 + 32 / 1024) * (1 - small)
+    one_bit = small + gathered(1 + 32 / 1024) * (1 - small)
     if (schedule := way.schedule_of(task)) is not None:
         freeze = RISE + schedule.freeze if schedule.shares_moments else 0
         ends = {step for step in range(1, steps + 1) if schedule.ends_round(step, first=step <= freeze)}
         ends |= {steps}  # by flush()
-        rounds, once = len(ends | {freeze} - {0}), 2 * 32 if freeze else 0
-        return 32 * steps / (rounds * (32 if way.whole else one_bit) + once)
-    return 32 * steps / (32 * exact_steps + one_bit * (steps - exact_steps))
+        rounds, once = len(ends | {freeze} - {0}), 2 if freeze else 0
+        return steps / (rounds * (1 if way.whole else one_bit) + once)
+    return steps / (exact_steps + one_bit * (steps - exact_steps))
 
 
 def _rows(found: dict[Run, Result], task: str) -> Iterator[list[str]]:
@@ -279,7 +290,7 @@ def _peer_rows(found: dict[Run, Result]) -> Iterator[list[str]]:
     for peer in PEERS:
         best = min(PEER_RATES, key=lambda rate: of_peers[peer, rate]["loss"])
         one = of_peers[peer, best]
-        rows.append((peer.text, f"{best:g}", 32 / one["bits"], one))
+        rows.append((peer.text, f"{best:g}", peer.times_fewer(one), one))
     for text, at, times, one in sorted(rows, key=lambda row: row[2]):
         yield [text, at, f"{times:.0f}", beside(one["loss"], exact, digits=4), f"{100 * one['accuracy']:.1f} %"]
 
@@ -290,12 +301,13 @@ def run() -> str:
     text = [
         "## 9. Local steps",
         f"Adam, {WORKERS} workers, whose batches add up to that of exact Adam; means of {len(SEEDS)} seeds. The bytes "
-        "are those of a whole run, from one worker to another, its exact steps and the averages of second moments "
-        "included, compared with float32 gradients in every step. `rounds of 8` is `Local(every=8)`, and "
-        "`rounds of 1 to 16, doubled every 200 steps` is `Local(every=16, doubling=200)`. Moments are frozen "
-        f"{FREEZE[LONG]} steps after the learning rate has risen ({FREEZE['vgg']} with vgg, {FREEZE['digits']} with "
-        "digits, whose runs are shorter), and never in the rows with own moments (`freeze=0`). In the rows with "
-        "float32, the changes of the weights are averaged exactly. The text is that of study 6, in 2,000 steps.",
+        f"are those that one of {WORKERS} workers sends in a whole run with the direct exchange, its exact steps and "
+        "the averages of second moments included, compared with float32 gradients in every step by a ring allreduce. "
+        "`rounds of 8` is `Local(every=8)`, and `rounds of 1 to 16, doubled every 200 steps` is `Local(every=16, "
+        f"doubling=200)`. Moments are frozen {FREEZE[LONG]} steps after the learning rate has risen ({FREEZE['vgg']} "
+        f"with vgg, {FREEZE['digits']} with digits, whose runs are shorter), and never in the rows with own moments "
+        "(`freeze=0`). In the rows with float32, the changes of the weights are averaged exactly. The text is that of "
+        "study 6, in 2,000 steps.",
     ]
     for task in TASKS:
         head = ["", "times fewer bytes", "test loss, above exact", "right"]

@@ -149,9 +149,11 @@ def run() -> str:
     text = [
         "## 4. Gradients of different magnitude",
         f"{LAYERS} layers of {WIDTH}, noisy quadratics, {STEPS} steps with a cosine schedule, compression after "
-        f"{FREEZE}. The loss is the mean squared distance to the optimum. `cold`: 5 % of the elements get no gradient "
-        f"until {COLD_STEPS} steps after compression has started. Blocks of 128 for `robust`, since the layers are "
-        "small. SGD has no denominator that equalises magnitudes, so it is studied without spread only.",
+        f"{FREEZE}. The loss is the mean squared distance to the optimum. `layers 1e4`: gradients of the layers "
+        "differ by factors of up to 1e4; `elements 1e4`: those of single elements do. `cold`: 5 % of the elements get "
+        f"no gradient until {COLD_STEPS} steps after compression has started. `no clip` is `robust` without its clip. "
+        "Blocks of 128 for `robust`, since the layers are small. SGD has no denominator that equalises magnitudes, so "
+        "it is studied without spread only.",
         "`robust` uses the direct exchange. In `two stages`, the servers compress a second time, with two bits by "
         "default: the mean less what all workers know of it, their momentum. With one bit they send the mean itself, "
         "and what is lost is of its size, however many workers there are: it shows from 4 workers on. `paper` also "

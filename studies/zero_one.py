@@ -86,11 +86,11 @@ class Way:
 
 
 WAYS = {
-    "one": Way("one bit, 16 exact means an interval", schedule(220)),
-    "one-more": Way("one bit, 26 exact means an interval", schedule(220, 26)),
-    "one-300": Way("one bit, 16 exact means an interval, frozen after 300 steps", schedule(300)),
-    "three": Way("three bits, 16 exact means an interval", schedule(220), InFewBits),
-    "three-less": Way("three bits, 8 exact means an interval", schedule(220, 8), InFewBits),
+    "one": Way("one bit; intervals double after 16 exact means", schedule(220)),
+    "one-more": Way("one bit; intervals double after 26 exact means", schedule(220, 26)),
+    "one-300": Way("one bit; intervals double after 16 exact means, frozen after 300 steps", schedule(300)),
+    "three": Way("three bits; intervals double after 16 exact means", schedule(220), InFewBits),
+    "three-less": Way("three bits; intervals double after 8 exact means", schedule(220, 8), InFewBits),
     "renewing": Way('`warmup="three_bit"`', schedule(220, warmup="three_bit")),
     "renewing-300": Way('`warmup="three_bit"`, frozen after 300 steps', schedule(300, warmup="three_bit")),
 }

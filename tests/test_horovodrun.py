@@ -191,7 +191,10 @@ def of(folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="looks into /proc")
-@pytest.mark.parametrize(("link", "end"), [("auto", "SIGINT"), ("none", "SIGTERM"), ("auto", "SIGKILL")])
+@pytest.mark.parametrize(
+    ("link", "end"),
+    [("auto", "SIGINT"), *(pytest.param(*ended, marks=LONG) for ended in (("none", "SIGTERM"), ("auto", "SIGKILL")))],
+)
 def test_a_demo_that_is_ended_leaves_no_process_behind(link, end, tmp_path):
     process = demo(tmp_path, "--link", link)
     deadline = time.monotonic() + 120

@@ -17,8 +17,10 @@ from tests.long import LONG
 from tests.test_horovodrun import demo, horovodrun
 
 TORCHRUN = Path(sys.executable).with_name("torchrun")
-ALWAYS = ("_distributed", "_agreement", "_faults", "_overlap", "_warmup")
-MORE = ("", "_checkpoint", "_state", "_local", "_algorithms", "_parameters", "_edits")
+ALWAYS = ("_distributed", "_overlap")
+MORE = (
+    "", "_agreement", "_faults", "_warmup", "_checkpoint", "_state", "_local", "_algorithms", "_parameters", "_edits",
+)  # fmt: skip
 
 pytestmark = pytest.mark.horovodrun
 
@@ -60,6 +62,7 @@ def test_the_same_bits_as_over_horovod(tmp_path):
     assert over_torch == over_horovod
 
 
+@LONG
 def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path):
     for processes in (2, 3):
         output = torchrun(processes, "tests/ranks/resize.py", tmp_path, "two_stage")
@@ -118,7 +121,11 @@ def apart(*what):
             job.kill()
 
 
-@pytest.mark.parametrize("what", ["dies", "dies_in_backward", "dies_in_backward_in_warmup", "sleeps"])
+MISSING = ["dies", "dies_in_backward"]
+MORE_MISSING = [pytest.param(what, marks=LONG) for what in ("dies_in_backward_in_warmup", "sleeps")]
+
+
+@pytest.mark.parametrize("what", [*MISSING, *MORE_MISSING])
 def test_a_worker_that_is_missing_is_an_error_that_names_the_call(what):
     first, _ = apart(what)
     assert first.startswith("TransportError after")
@@ -133,6 +140,7 @@ def test_workers_that_disagree_have_the_same_error():
     assert first == second
 
 
+@LONG
 def test_a_short_demo_imports_no_horovod(tmp_path, monkeypatch):
     """From its first words to its picture, over a link where the machine allows it."""
     output, stub = tmp_path / "output", tmp_path / "horovod.py"

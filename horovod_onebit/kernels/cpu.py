@@ -13,7 +13,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import cache
+from functools import cache, partial
 from itertools import pairwise
 from typing import Any
 
@@ -464,8 +464,16 @@ def _over_blocks(size: int, block_size: int, work: Callable[[int, int], Any]) ->
     if parts <= 1:
         return [work(0, blocks)]
     edges = [blocks * i // parts for i in range(parts + 1)]
-    rest = [_pool.get().submit(work, lo, hi) for lo, hi in pairwise(edges[1:])]
-    return [work(edges[0], edges[1]), *(future.result() for future in rest)]
+    rest = [_begun(work, lo, hi) for lo, hi in pairwise(edges[1:])]
+    return [work(edges[0], edges[1]), *(result() for result in rest)]
+
+
+def _begun(work: Callable[[int, int], Any], first: int, last: int) -> Callable[[], Any]:
+    """``work`` in another thread; what is returned waits for its result, or does the work where no thread can."""
+    try:
+        return _pool.get().submit(work, first, last).result
+    except RuntimeError:  # the interpreter ends
+        return partial(work, first, last)
 
 
 def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import horovod.tensorflow as hvd
@@ -18,7 +18,7 @@ from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import STOPPED, check_ours
+from horovod_onebit.tf.optimizer import MULTI, STOPPED, check_ours
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -83,8 +83,15 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
             return
-        compressor = getattr(self.model.optimizer, "_compressor", None)
-        if compressor is not None and not all(layer.built for layer in self.model._flatten_layers()):
+        optimizer = self.model.optimizer
+        compressor = getattr(optimizer, "_compressor", None)
+        if compressor is None and not self.model.variables:
+            raise ConfigurationError(
+                f"BroadcastGlobalVariablesCallback: this model has no variables yet, and its optimizer is a "
+                f"{type(optimizer).__name__}: build the model before fit, by model.build(shape) or a first call"
+            )
+        built = optimizer.built or all(layer.built for layer in self.model._flatten_layers())
+        if compressor is not None and not built:
             self._pending = tf.Variable(True, trainable=False)
             compressor.before_step = self._broadcast_once
         else:
@@ -106,9 +113,9 @@ def _storage(variable: Any) -> Any:
 class MetricAverageCallback(keras.callbacks.Callback):
     """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``, arrays element by
     element. Put it before the callbacks that read metrics: ``EarlyStopping`` and ``ReduceLROnPlateau`` before it are a
-    ``ConfigurationError``."""
+    ``ConfigurationError``. ``device``, an argument of Horovod's, has no effect."""
 
-    def __init__(self, process_set: Any = hvd.global_process_set) -> None:
+    def __init__(self, device: str = "", process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
         self.process_set = process_set
 
@@ -156,11 +163,12 @@ def _check_order() -> None:
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
-    """Multiply ``initial_lr`` by ``multiplier(epoch)``. The optimizer's learning rate must be a number, not a schedule.
+    """Multiply ``initial_lr`` by ``multiplier(epoch)``. The optimizer's learning rate must be a number, not a schedule;
+    in a ``MultiOptimizer`` that of each optimizer is set.
 
     Args:
         initial_lr: the learning rate that is multiplied.
-        multiplier: a function of the epoch, or a number.
+        multiplier: a function of the epoch; or a number, to the power of the epochs since ``start_epoch``.
         start_epoch, end_epoch: the first epoch in which it acts, and the first in which it no longer does.
         staircase: False changes the rate every batch, with fractional epochs.
         momentum_correction: refused, unless it is False.
@@ -189,12 +197,26 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
         self.steps_per_epoch = steps_per_epoch
         if not callable(multiplier):
             number("multiplier", multiplier)
-        self.multiplier = multiplier if callable(multiplier) else (lambda epoch, factor=multiplier: factor)
+        self.multiplier = multiplier if callable(multiplier) else (lambda epoch: multiplier ** (epoch - start_epoch))
         self.epoch = 0
+
+    @property
+    def learning_rate(self) -> float:
+        """That of the optimizer, or of the first of several."""
+        return float(self._optimizers()[0].learning_rate)
+
+    @learning_rate.setter
+    def learning_rate(self, value: float) -> None:
+        for optimizer in self._optimizers():
+            optimizer.learning_rate = value
+
+    def _optimizers(self) -> Sequence[Any]:
+        optimizer = self.model.optimizer
+        return optimizer.optimizers if isinstance(optimizer, MULTI) else [optimizer]
 
     def _adjust(self, epoch: float) -> None:
         if epoch >= self.start_epoch and (self.end_epoch is None or epoch < self.end_epoch):
-            self.model.optimizer.learning_rate = self.initial_lr * self.multiplier(epoch)
+            self.learning_rate = self.initial_lr * self.multiplier(epoch)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         self.epoch = epoch
@@ -210,7 +232,7 @@ class LearningRateScheduleCallback(keras.callbacks.Callback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if logs is not None:
-            logs["lr"] = float(self.model.optimizer.learning_rate)
+            logs["lr"] = self.learning_rate
 
 
 class LearningRateWarmupCallback(LearningRateScheduleCallback):
@@ -244,11 +266,11 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         if epoch + 1 == self.end_epoch:  # with steps_per_execution, the last call in it was about earlier batches
-            self.model.optimizer.learning_rate = self.initial_lr
+            self.learning_rate = self.initial_lr
         super().on_epoch_end(epoch, logs)
         if self.verbose and epoch + 1 == self.end_epoch and hvd.rank() == 0:
-            rate = float(self.model.optimizer.learning_rate)
-            logger.info("epoch %d: the learning rate's warm-up is over, it is %g", epoch + 1, rate)
+            text = "epoch %d: the learning rate's warm-up is over, it is %g"
+            logger.info(text, epoch + 1, self.learning_rate)
 
 
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):

@@ -21,7 +21,8 @@ from horovod_onebit import checkpoints
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.functions import broadcast_variables, follow_variables
+from horovod_onebit.tf.functions import broadcast_variables, follow_variables, replicated
+from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.world import Residuals
@@ -177,7 +178,7 @@ class _Keras(checkpoints.Face):
         if self.optimizer._wrapping.local is not None:
             of_worker = self.optimizer.variables
         mine = {id(v) for v in of_worker}
-        mine |= {id(v) for v in self.model.variables if not keras.backend.is_float_dtype(v.dtype)}
+        mine |= {id(v) for v in self.model.variables} - {id(v) for v in replicated(self.model.variables)}
         return {name: v for name, v in self._named().items() if id(v) in mine}
 
     # -- loading --------------------------------------------------------------------------------------------------
@@ -220,9 +221,9 @@ def _named(model: Any, optimizer: Any = None) -> dict[str, Any]:
         found[free] = variable
 
     for variable in model.variables:
-        add("/".join(re.sub(r"_\d+$", "", part) for part in variable.path.split("/")[-2:]), variable)
+        add("/".join(re.sub(r"_\d+$", "", part) for part in path_of(variable).split("/")[-2:]), variable)
     if optimizer is not None:
-        trained = sorted((v.path.replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
+        trained = sorted((path_of(v).replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
         for variable in optimizer.variables:
             of = next((path for path in trained if variable.name.startswith(path)), "")
             add(f"optimizer/{variable.name.removeprefix(of).strip('_')}", variable)

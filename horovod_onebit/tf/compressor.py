@@ -40,6 +40,7 @@ from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
+from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.moments import Moments
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter, Options
@@ -246,7 +247,7 @@ class Compressor(RunState):
         A loaded optimizer knows them already: Keras gives the variables of a loaded model other paths.
         """
         if self.exact is None:
-            names = [(getattr(v, "path", v.name), v.name) for v in self.optimizer._trainable_variables]
+            names = [(path_of(v), v.name) for v in self.optimizer._trainable_variables]
             found = matching("exact", patterns, [name for both in names for name in both])
             self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
 
@@ -257,8 +258,7 @@ class Compressor(RunState):
     def compressible(self, variable: Any) -> bool:
         """Whether ``variable`` would, if the warm-up ended."""
         size = math.prod(variable.shape)
-        plain = variable.dtype == "float32" and not getattr(variable, "overwrite_with_gradient", False)
-        if not plain or size < self.engine.recipe.min_compressed_size:
+        if variable.dtype != "float32" or size < self.engine.recipe.min_compressed_size:
             return False
         return not self.exact or self.optimizer._get_variable_index(variable) not in self.exact
 

@@ -36,7 +36,7 @@ def broadcast_variables(
     if not process_set.included():
         return
     moments.broadcast(listed)
-    targets = [variable.value if hasattr(variable, "path") else variable for variable in _shared(listed)]
+    targets = [variable.value if hasattr(variable, "path") else variable for variable in replicated(listed)]
     kinds = [(tuple(target.shape), target.dtype.name) for target in targets]
     with in_order():
         agreed = announce(f"broadcast from worker {root_rank}", process_set, str(kinds))
@@ -62,7 +62,7 @@ def broadcast_variables(
             target.assign(_received(value, target.dtype))
 
 
-def _shared(variables: Iterable[Any]) -> list[Any]:
+def replicated(variables: Iterable[Any]) -> list[Any]:
     """Those of ``variables`` that all workers are to have alike: not the states of random generators, by which workers
     drop other units."""
     return [v for v in variables if "seed" not in v.name or keras.backend.is_float_dtype(v.dtype)]

@@ -22,6 +22,11 @@ from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, R
 from horovod_onebit.tf.place import Place
 
 
+def path_of(variable: Any) -> str:
+    """Keras's path of a variable; of one of TensorFlow's, its name."""
+    return str(getattr(variable, "path", variable.name))
+
+
 def cond(
     condition: Any, then: Callable[[], None], otherwise: Callable[[], None] = lambda: None, *, whole: bool = False
 ) -> None:

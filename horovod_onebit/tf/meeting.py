@@ -60,7 +60,7 @@ def meet(
             text = str(desync)
             if isinstance(desync, Mismatch):
                 own = facts() if error is None else handshake.said(FAILED, _text(error))
-                text = handshake.differences(text, _gathered(handshake.packed(own), collectives))
+                text = handshake.differences(text, _gathered(handshake.packed(own, collectives.size), collectives))
             if error is None:
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
         if error is not None:

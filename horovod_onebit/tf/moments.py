@@ -25,7 +25,7 @@ from numpy.typing import NDArray
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.tf.graph import cond, host_call
+from horovod_onebit.tf.graph import cond, host_call, path_of
 
 logger = logging.getLogger("horovod_onebit")
 _live: weakref.WeakSet[Moments] = weakref.WeakSet()
@@ -287,7 +287,7 @@ class Moments:
         """Log that the warm-up begins again."""
         level = logging.WARNING if self._compressor.collectives.rank == 0 else logging.DEBUG
         variables = [self._optimizer._trainable_variables[i] for i in edited]
-        names = ", ".join(getattr(v, "path", v.name) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
+        names = ", ".join(path_of(v) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
         text = "the optimizer's state of %s was set or reset, or is new: the warm-up begins again"
         logger.log(level, text, names)
 

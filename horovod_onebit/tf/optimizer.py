@@ -31,11 +31,12 @@ from horovod_onebit.tf.graph import (
     in_order,
     keras_callers,
     outside,
+    path_of,
     run_independently,
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import around, refuse_copy
+from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, refuse_copy
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -108,7 +109,7 @@ class _DistributedOptimizer(_Wrapped):
         unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
         if unknown:
             raise ConfigurationError(
-                f"{getattr(unknown[0], 'path', unknown[0].name)!r} is unknown to this optimizer, which was built for "
+                f"{path_of(unknown[0])!r} is unknown to this optimizer, which was built for "
                 "other variables, those of another model perhaps, and has their state: make a new optimizer for a new "
                 "model, such as type(plain).from_config(plain.get_config())"
             )
@@ -138,7 +139,7 @@ class _DistributedOptimizer(_Wrapped):
                 raise ConfigurationError(f"the gradient of {v.name!r} has shape {grad.shape}: expected {v.shape}")
         if without and not self._warned:
             self._warned = True
-            names = ", ".join(getattr(v, "path", v.name) for v in without)
+            names = ", ".join(path_of(v) for v in without)
             level = logging.WARNING if self._compressor.engine.collectives.rank <= 0 else logging.DEBUG
             logger.log(level, "no gradient for %s: not trained. Are they connected to the loss?", names)
 
@@ -273,7 +274,7 @@ class _DistributedOptimizer(_Wrapped):
             numbers, variances = [], []
 
         def look() -> None:
-            norms = tf.stack([tf.norm(tf.convert_to_tensor(v)) for v in variances]) if variances else tf.zeros([0])
+            norms = _norms([tf.convert_to_tensor(v) for v in variances])
             seen = tf.gather(tf.convert_to_tensor(self._seen.value), np.array(numbers, np.int64))
             inputs = [steps, tf.convert_to_tensor(self.learning_rate), seen, norms]
             self._warmup_steps.assign(host_value(lambda *values: compressor.observe(warmup, *values), inputs, tf.int64))
@@ -285,10 +286,10 @@ class _DistributedOptimizer(_Wrapped):
         limit = self.clipnorm or self.global_clipnorm
         if not limit:
             return tf.ones([0])
-        norms = tf.stack([tf.cast(tf.norm(mean), tf.float32) for mean in means]) / (self.loss_scale_factor or 1.0)
+        norms = _norms(means) / (self.loss_scale_factor or 1.0)
         if self.global_clipnorm:
             norms = tf.fill([len(means)], tf.norm(norms))
-        return limit / tf.maximum(norms, limit)
+        return tf.cast(limit / tf.maximum(norms, limit), tf.float32)
 
     def _scaled(self, means: list[Any], factors: Any) -> list[Any]:
         """Averages, clipped by the first of ``factors``, without the loss scale."""
@@ -352,7 +353,8 @@ class _DistributedOptimizer(_Wrapped):
             return
         now, last = tf.convert_to_tensor(self._iterations.value), tf.convert_to_tensor(self._averaged.value)
         steps = tf.cast(now - tf.cast(last, now.dtype), tf.float32)
-        keep = tf.where(last > 0, tf.pow(tf.constant(self.ema_momentum, tf.float32), steps), 0.0)
+        goes_on = tf.logical_and(last > 0, steps >= 0)  # or the steps were set back, and it begins
+        keep = tf.where(goes_on, tf.pow(tf.constant(self.ema_momentum, tf.float32), tf.maximum(steps, 0.0)), 0.0)
         pairs = zip(self._trainable_variables, self._model_variables_moving_average, strict=True)
         for variable, average in ((v, a) for v, a in pairs if a is not None):
             share = tf.cast(keep, average.dtype)
@@ -368,6 +370,7 @@ class _DistributedOptimizer(_Wrapped):
         """Create the wrapped optimizer's variables, and what this project needs besides."""
         if self.built:
             return
+        _refuse_float8(variables)
         before = dict(self.__dict__)
         with outside():  # MultiOptimizer, say, builds in the graph of its first step
             super().build(variables)
@@ -441,6 +444,8 @@ class _DistributedOptimizer(_Wrapped):
     def _take_plain(self, values: list[np.ndarray]) -> None:
         for variable, value in zip(self.plain_variables, values, strict=True):
             variable.assign(value)
+        if self._averages_itself:
+            self._averaged.assign(int(self.iterations))
         self._compressor.take_plain()
 
     # -- this project's interface ---------------------------------------------------------------------------------
@@ -616,6 +621,11 @@ def DistributedOptimizer(
     if isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError("this optimizer is a DistributedOptimizer already: wrap the plain one")
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        if type(optimizer) not in (keras.optimizers.LossScaleOptimizer, LossScaleOptimizer):
+            raise UnsupportedError(
+                f"{type(optimizer).__name__} overrides methods of keras.optimizers.LossScaleOptimizer, which this "
+                "library has to override itself: wrap a plain LossScaleOptimizer"
+            )
         return around(optimizer, DistributedOptimizer(optimizer.inner_optimizer, **arguments))
     if device_dense or device_sparse or num_groups or groups is not None or not scale_local_gradients:
         raise UnsupportedError(
@@ -654,6 +664,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         )
     adapter = _adapter_of(optimizer, schedule)
     adapter.check(optimizer)
+    _refuse_float8(optimizer._trainable_variables if optimizer.built else ())
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
     for option in ("clipnorm", "clipvalue", "global_clipnorm", "loss_scale_factor"):
@@ -693,6 +704,21 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
 
 
+def _refuse_float8(variables: Iterable[Any]) -> None:
+    for v in variables:
+        if getattr(v, "overwrite_with_gradient", False):
+            raise UnsupportedError(
+                f"{path_of(v)!r}, of a float8 layer, takes its gradient for its value, of which workers have no mean: "
+                "leave quantize('float8') out"
+            )
+
+
+def _norms(tensors: list[Any]) -> Any:
+    """The norm of each, float64: in float32 the order of the additions would show, which the number of threads decides,
+    and large and small ones would leave its range."""
+    return tf.stack([tf.norm(tf.cast(one, tf.float64)) for one in tensors]) if tensors else tf.zeros([0], tf.float64)
+
+
 _classes: dict[type, type] = {}
 
 
@@ -700,7 +726,10 @@ def _class_of(kind: type) -> type:
     """The distributed subclass of an optimizer class, registered so that saved models can name it."""
     if kind not in _classes:
         cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
-        _classes[kind] = keras.saving.register_keras_serializable(PACKAGE)(cls)
+        name = kind.__name__
+        if keras.saving.get_registered_object(f"{PACKAGE}>{name}") is not None:  # another class of that name
+            name = f"{kind.__module__}.{name}"
+        _classes[kind] = keras.saving.register_keras_serializable(PACKAGE, name)(cls)
     return _classes[kind]
 
 

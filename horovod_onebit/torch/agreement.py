@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 import weakref
 from collections import defaultdict
@@ -21,12 +22,15 @@ from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.transport import Transport
 from horovod_onebit.warmup import Phase
 
+logger = logging.getLogger(__name__)
+
 
 class _Threads:
     """Keeps the agreements of one process apart: all optimizers of a process set meet the others under one name."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._owner: int | None = None  # of the lock: a thread's identifier
         self._last: Any = None  # the last thread
         self.agreements: weakref.WeakSet[Agreement] = weakref.WeakSet()
 
@@ -39,11 +43,18 @@ class _Threads:
                 each.gradients.cancel(by_all=True)
 
     def enter(self, agreement: Agreement) -> None:
-        """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
+        """Wait for an agreement that another thread has under way. Raises if two threads take turns, or if this one is
+        in an agreement already."""
+        if self._owner == threading.get_ident():
+            raise ConfigurationError(
+                "horovod_onebit was called while another of its calls waits for the other workers, by a signal handler "
+                "perhaps. Let the handler set a flag, and make the call after the step, on all workers in the same step"
+            )
         self._lock.acquire()
+        self._owner = threading.get_ident()
         now, seen, last = threading.current_thread(), agreement.thread, self._last and self._last()
         if seen is not None and seen() is now and last not in (None, now) and last.is_alive():
-            self._lock.release()
+            self.leave()
             raise ConfigurationError(
                 f"DistributedOptimizers are used by turns in the threads {now.name!r} and {last.name!r}: the order of "
                 "their steps would not be the same on all workers. Step all optimizers from one thread"
@@ -51,19 +62,37 @@ class _Threads:
         self._last = agreement.thread = weakref.ref(now)
 
     def leave(self) -> None:
+        self._owner = None
         self._lock.release()
 
 
 _threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
 
-def meet(call: str, transport: Transport) -> None:
+def meet(call: str, transport: Transport, setup: str = "") -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
     try:
-        run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, ""))
+        run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, setup))
     except DesyncError:
         _threads[transport.number].cancel()
         raise
+
+
+@contextmanager
+def meeting(call: str, transport: Transport) -> Iterator[None]:
+    """``meet`` after this block. What a worker finds wrong in it is raised when all have been told: the others get a
+    ``DesyncError``."""
+    try:
+        yield
+    except Exception as error:
+        with suppress(DesyncError):
+            meet(call, transport, _text(error))
+        raise
+    meet(call, transport)
+
+
+def _text(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}"
 
 
 class Compared(Protocol):
@@ -155,8 +184,9 @@ class Agreement:
         except Exception as error:
             if not self._begun:
                 self._begun = True  # around this, nobody has to be told again
-                with suppress(DesyncError):
-                    run(self.meet(call, setup=f"{type(error).__name__}: {error}"))
+                logger.error("%s: %s; this worker waits until the others know", call, _text(error))
+                with suppress(Exception):  # less than what is raised here
+                    run(self.meet(call, setup=_text(error)))
                     self._threads.cancel(self)  # all workers have found the same
             raise
         self._begun = False

@@ -66,17 +66,19 @@ def groups_of(groups: Any, num_groups: int, names: dict[torch.Tensor, str]) -> i
 
 def names_of(
     optimizer: torch.optim.Optimizer, named_parameters: Iterable[tuple[str, torch.Tensor]] | None
-) -> dict[torch.Tensor, str]:
-    """Parameter -> name, for the parameters of ``optimizer``, in the order of its groups."""
+) -> tuple[dict[torch.Tensor, str], dict[torch.Tensor, str]]:
+    """Parameter -> name, for the parameters of ``optimizer``, in the order of its groups; and for those that are named
+    and not in it, which may be added later."""
     own = [p for group in optimizer.param_groups for p in group["params"]]
     if not own:
         raise ConfigurationError("the optimizer has no parameters")
     if named_parameters is None:
-        return {
-            p: f"allreduce.noname.{i}.{j}"
-            for i, group in enumerate(optimizer.param_groups)
-            for j, p in enumerate(group["params"])
-        }
+        # PyTorch's optimizers keep names that they were given.
+        given = [name for group in optimizer.param_groups for name in group.get("param_names") or ()]
+        if len(set(given)) == len(own):
+            return dict(zip(own, given, strict=True)), {}
+        places = ((i, j) for i, group in enumerate(optimizer.param_groups) for j in range(len(group["params"])))
+        return {p: f"allreduce.noname.{i}.{j}" for p, (i, j) in zip(own, places, strict=True)}, {}
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(
         isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)
@@ -102,7 +104,8 @@ def names_of(
             "named_parameters was specified, but one or more model parameters were not named: "
             f"positions {unnamed} in the optimizer, shapes {[tuple(own[i].shape) for i in unnamed]}"
         )
-    return {p: by_parameter[p] for p in own}
+    names = {p: by_parameter.pop(p) for p in own}
+    return names, by_parameter
 
 
 def patterns_of(exact: Any) -> Any:

@@ -11,7 +11,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch.private import untraced
+from horovod_onebit.torch.private import running_ddp, untraced
 
 _off: Any = weakref.WeakSet()
 """Those in which averaging is switched off in every forward pass: leaving ``no_sync()`` would switch it on again."""
@@ -25,11 +25,12 @@ class _Nothing:
 
 
 class _SwitchOff:
-    """A hook before each forward pass of ``model``: by the first one, a trainer has wrapped it. Copies of the model, in
-    a file, say, are nobody's."""
+    """A hook before each forward pass of ``model``: by the first one in which it is trained, a trainer has wrapped it,
+    and may do so again. Copies of the model, in a file, say, are nobody's."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._found: Any = None
+        self._found: Any = weakref.WeakSet()
+        self._looked = False
         model.register_forward_pre_hook(self)
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
@@ -37,8 +38,10 @@ class _SwitchOff:
 
     @untraced
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
-        if self._found is None:
-            self._found = weakref.WeakSet(_around(model.parameters()))
+        running = running_ddp()
+        if not self._looked or (running is not None and running not in self._found):
+            self._looked = True
+            self._found.update([*_around(model.parameters()), *([] if running is None else [running])])
             _off.update(self._found)
         for found in self._found:
             found.require_backward_grad_sync = False

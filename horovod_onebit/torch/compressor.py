@@ -248,6 +248,7 @@ class Compressor(Steps):
         fresh = self.parameters.find_new()
         if self.included and fresh:
             self.gradients.add(fresh)
+            self._checked_averaging = False  # DistributedDataParallel is made anew then
         self.adopt()
         # Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
         # Adam must not stay each worker's own.

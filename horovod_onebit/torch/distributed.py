@@ -67,10 +67,10 @@ class _Held:
         return False
 
     def start(self) -> None:
-        begin, self._begin = self._begin, None
-        if begin is not None:
+        if self._begin is not None:
             with _named(self._name):
-                self._work, self._result = begin()
+                self._work, self._result = self._begin()
+            self._begin = None
 
     def wait(self) -> Any:
         self.start()
@@ -322,7 +322,7 @@ def of(process_group: Any) -> Any:
             f"process_group={process_group!r}: expected None, a ProcessGroup of torch.distributed or a DeviceMesh"
         )
     whole = dist.get_world_size(group) == dist.get_world_size()
-    key = (dist.group.WORLD, dist.get_backend_config(group)) if whole else group
+    key = (dist.group.WORLD, dist.get_backend_config(group), timeout_of(group)) if whole else group
     if key not in _known:
         for old in [old for old, (world, _) in _known.items() if world != dist.group.WORLD]:
             del _known[old]  # they keep the groups of a world that was destroyed

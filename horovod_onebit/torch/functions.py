@@ -16,9 +16,9 @@ from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import ask
 from horovod_onebit.tasks import run
-from horovod_onebit.torch.agreement import meet
+from horovod_onebit.torch.agreement import meet, meeting
 from horovod_onebit.torch.collectives import outside_inference
-from horovod_onebit.torch.optimizer import _DistributedOptimizer
+from horovod_onebit.torch.optimizer import _DistributedOptimizer, unwrapped
 from horovod_onebit.torch.transport import Transport, choose
 
 LARGEST = 2**30
@@ -51,6 +51,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(process_set, torch.nn.Module):  # Horovod's third argument
         process_set = None
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
     own = optimizer._compressor.transport if isinstance(optimizer, _DistributedOptimizer) else None
@@ -114,10 +115,11 @@ def broadcast_parameters(
     if not transport.included:
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
-    meet("broadcast_parameters", transport)
-    items = sorted(params.items() if isinstance(params, Mapping) else params, key=lambda item: item[0])
-    own = [(name, *(_about(value))) for name, value in items]
-    everywhere = transport.allgather_object(own, "onebit.parameters.names")
+    with meeting("broadcast_parameters", transport):
+        items = sorted(params.items() if isinstance(params, Mapping) else params, key=lambda item: item[0])
+        own = [(name, *(_about(value))) for name, value in items]
+    same = run(ask(transport.collectives(), "onebit.parameters.names", own=repr(own))).same("own")
+    everywhere = [own] if same else transport.allgather_object(own, "onebit.parameters.names.all")
     for rank, others in enumerate(everywhere):
         differ = [here for here, there in zip_longest(everywhere[0], others) if here != there]
         if differ:

@@ -415,8 +415,8 @@ class OwnGradients:
     automatic = True
     generation = ""
 
-    def __init__(self, engine: Engine, arguments: Arguments) -> None:
-        self._engine = engine
+    def __init__(self, rounds: Rounds, arguments: Arguments) -> None:
+        self._rounds = rounds
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
 
@@ -444,7 +444,7 @@ class OwnGradients:
 
     @property
     def recallable(self) -> bool:
-        return not self._engine.under_way
+        return not self._rounds.engine.under_way
 
     def edited(self) -> bool:
         return False
@@ -465,8 +465,9 @@ class OwnGradients:
         """Nothing is sent early."""
 
     def cancel(self, *, by_all: bool) -> None:
-        """The exchange that was begun is not ended."""
-        self._engine.cancel(by_all=by_all)
+        """The exchange that was begun is not ended; what it was to bring goes with the next one."""
+        self._rounds.engine.cancel(by_all=by_all)
+        self._rounds.cancel()
 
 
 PATIENCE = 30.0
@@ -583,7 +584,7 @@ class LocalSteps(Steps):
         self.driver = Driver(self.engine, self, warmup if adapter.adam is not None else make(1), schedule)
         self.rounds: Rounds = self.driver.rounds
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
-        self._concern(parameters, OwnGradients(self.engine, arguments))
+        self._concern(parameters, OwnGradients(self.rounds, arguments))
         if schedule.delay:
             atexit.register(_let_arrive, weakref.ref(self))
 
@@ -600,7 +601,9 @@ class LocalSteps(Steps):
         middle of a round."""
         if self.engine.workers_changed:
             self.leave_world()
-        self.gradients.add(self.parameters.find_new())
+        if fresh := self.parameters.find_new():
+            self.gradients.add(fresh)
+            self._checked_averaging = False  # DistributedDataParallel is made anew then
         self.adopt()
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:

@@ -196,7 +196,8 @@ class _DistributedOptimizer:
         # it leaves it to step() to skip, so that all workers skip alike. Lightning asks too, and would not clip.
         if not asked_by_pytorch():
             return False
-        if self._participates and self._gradients.automatic and self._gradients.where is Where.LOCAL:
+        apart = isinstance(self, _LocalOptimizer) or self._gradients.where.settled
+        if self._participates and self._gradients.automatic and not apart:
             self._compressor.synchronize()
         return self._participates
 
@@ -339,8 +340,15 @@ class _LocalOptimizer(_DistributedOptimizer):
             return self._compressor.step(self._exact_step, closure, scaling)
 
 
+def unwrapped(optimizer: Any) -> Any:
+    """What is in an optimizer around another one, as accelerate makes them, if that is one of ours."""
+    inner = getattr(optimizer, "optimizer", None)
+    return inner if isinstance(inner, _DistributedOptimizer) else optimizer
+
+
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
-    """``optimizer``, if it is what ``DistributedOptimizer`` returned."""
+    """``optimizer``, if it is what ``DistributedOptimizer`` returned, or what is around that."""
+    optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError(
             f"optimizer is {type(optimizer).__name__}; expected what horovod_onebit.torch.DistributedOptimizer returned"
@@ -430,7 +438,7 @@ def DistributedOptimizer(
     _check_plain(optimizer)
     averaging.switch_off(model)
     transport = choose(process_set, process_group, call="DistributedOptimizer")
-    names = names_of(optimizer, named_parameters)
+    names, others = names_of(optimizer, named_parameters)
     arguments = Arguments(
         compression=compression, backward_passes_per_step=backward_passes_per_step, op=op,
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
@@ -439,7 +447,7 @@ def DistributedOptimizer(
     settled, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
     adapter = _adapter_of(optimizer, schedule)
     patterns = patterns_of(exact)
-    matching("exact", patterns, names.values())
+    matching("exact", patterns, [*names.values(), *others.values()])
     flag("overlap", overlap)
     replica_interval(check_replicas_every)
     _check_supported(optimizer, adapter, names)
@@ -458,6 +466,7 @@ def DistributedOptimizer(
         options |= {"overlap": overlap, "adapter": adapter, "warmup": warmup}
         wrapped._compressor = Compressor(wrapped, arguments, **options)
     compressor = wrapped._compressor
+    compressor.parameters.expect(others)
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     run(compressor.check_groups())
     compressor.parameters.lineage = lineage

@@ -92,7 +92,7 @@ class Parameters:
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
-        self._gone = WeakTensorKeyDictionary()  # the names of those that are, as long as somebody has them
+        self._gone = WeakTensorKeyDictionary()  # names of those that are, or may still come, while somebody has them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
         self._beta2: dict[torch.Tensor, float] = {}  # of second moments that are frozen, when they were
@@ -234,9 +234,13 @@ class Parameters:
         for p in gone:
             self._gone[p] = self.names.pop(p)
 
+    def expect(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Parameters that may be added later have these ``names``."""
+        for p, name in names.items():
+            self._gone[p] = name
+
     def all_names(self) -> list[tuple[torch.Tensor, str]]:
-        """Of all parameters; first those that were taken out of the groups and are still somewhere, whose names others
-        may have now."""
+        """Of all parameters; first those that are somewhere and not in the groups, whose names others may have now."""
         return [*self._gone.items(), *self.names.items()]
 
     def _init_state(self, group: Group, p: torch.Tensor) -> None:

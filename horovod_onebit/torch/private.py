@@ -2,7 +2,8 @@
 ``tests/unit/test_private.py`` looks for all of them.
 
 ``untraced`` keeps a function out of ``torch.compile``, as ``torch.optim`` does: ``torch.compiler.disable`` would import
-the compiler at once. ``add_to_all`` adds a number to many tensors in one call. And PyTorch asks an optimizer what it is
+the compiler at once. ``add_to_all`` adds a number to many tensors in one call. ``running_ddp`` says which
+``DistributedDataParallel`` is in its forward pass. And PyTorch asks an optimizer what it is
 in ways that have no public form: only the caller tells who asks.
 """
 
@@ -14,9 +15,11 @@ from typing import Any
 
 import torch
 from torch._compile import _disable_dynamo
+from torch.nn.parallel import DistributedDataParallel
 
 untraced: Callable[..., Any] = _disable_dynamo
 add_to_all: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
+running_ddp: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
 
 
 def asked_by_pytorch() -> bool:

@@ -24,6 +24,7 @@ if not LAUNCHED:
     collect_ignore_glob = ["test_*.py"]
 
 
+@pytest.hookimpl(trylast=True)  # after -k, which would leave nothing of a test whose one case it does not name
 def pytest_collection_modifyitems(config, items):
     """With ``ONEBIT_CASES=n``, run at most n cases of each test, alike on all ranks."""
     if FEW:

@@ -153,17 +153,6 @@ def test_steps_take_turns_in_the_same_memory(monkeypatch):
         np.testing.assert_array_equal(np.array(value), old)
 
 
-@pytest.mark.parametrize(
-    "options", [{"clipnorm": 0.05}, {"global_clipnorm": 0.1}, {"clipvalue": 1e-3}, {"use_ema": True}]
-)
-def test_options_after_warm_up_keep_replicas_equal(options):
-    model = build()
-    optimizer = wrap(OPTIMIZERS["adamw"](**options), warmup_steps=3)
-    train(model, optimizer, 12)
-    assert_replicas_equal(model)
-    assert optimizer.clipnorm == options.get("clipnorm")
-
-
 @pytest.mark.parametrize("graph", [False, True])
 def test_weights_are_overwritten_by_their_average_where_all_are_compressed(graph):
     keras.utils.set_random_seed(0)

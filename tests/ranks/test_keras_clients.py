@@ -755,3 +755,130 @@ def test_a_nan_that_all_workers_have_ends_the_run_of_all():
     assert len(seen.of_epochs) == 1
     assert model.optimizer.stats().step == 1
     assert_replicas_equal(model)
+
+
+class Apart(keras.Model):
+    """Its parts are called, and never the model itself: Keras does not call it built."""
+
+    def __init__(self):
+        super().__init__()
+        self.hidden, self.head = layers.Dense(64, activation="relu"), layers.Dense(10)
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = LOSS(y, self.head(self.hidden(x)))
+        trained = self.hidden.trainable_variables + self.head.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, trained), trained)
+        return {"loss": loss}
+
+
+def test_each_fit_broadcasts():
+    keras.utils.set_random_seed(0)
+    model = Apart()
+    model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3), warmup_steps=3))
+    for fit_number in range(2):
+        if fit_number and RANK:
+            for v in model.trainable_variables:
+                v.assign(keras.ops.zeros_like(v))
+        model.fit(*batch(0), verbose=0, callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
+        assert_replicas_equal(model)
+    assert np.abs(np.array(model.trainable_variables[0])).max() > 0.01
+
+
+class Rates(keras.callbacks.Callback):
+    """The learning rate of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.found = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.found.append(float(self.model.optimizer.learning_rate))
+
+
+def rates(*callbacks, epochs):
+    model, seen = build(), Rates()
+    model.compile(optimizer=wrap(keras.optimizers.Adam(0.1), warmup_steps=50), loss=LOSS)
+    x, y = (np.concatenate([part] * 4) for part in batch(0))
+    model.fit(x, y, batch_size=16, epochs=epochs, shuffle=False, verbose=0, callbacks=[*callbacks, seen])
+    return seen.found
+
+
+def test_the_learning_rate_rises_from_that_of_one_worker():
+    found = rates(onebit.callbacks.LearningRateWarmupCallback(0.1, warmup_epochs=2), epochs=3)
+    line = [0.1 / SIZE * ((i + 1) / 4 * (SIZE - 1) / 2 + 1) for i in range(8)]
+    assert found == [pytest.approx(rate, rel=1e-5) for rate in [*line, *4 * [0.1]]]
+
+
+def test_schedules_of_the_learning_rate():
+    """As Horovod's: a number is a factor for each epoch since the first."""
+    schedule = onebit.callbacks.LearningRateScheduleCallback
+    found = rates(schedule(0.1, 0.5, start_epoch=1, end_epoch=3), epochs=4)[::4]
+    assert found == [pytest.approx(rate, rel=1e-5) for rate in (0.1, 0.1, 0.05, 0.05)]
+    found = rates(schedule(0.1, lambda epoch: 1 / (1 + epoch), start_epoch=1, end_epoch=2, staircase=False), epochs=3)
+    within = [0.1 / (2 + i / 4) for i in range(4)]
+    assert found == [pytest.approx(rate, rel=1e-5) for rate in [*4 * [0.1], *within, *4 * [within[-1]]]]
+
+
+def test_an_average_over_the_passes_is_of_all_of_them():
+    for averages in (False, True):
+        x, before = np.ones((4, 32), np.float32), np.zeros((32, 1), np.float32)
+        model = keras.Sequential([layers.Input((32,)), layers.Dense(1, use_bias=False, kernel_initializer="zeros")])
+        optimizer = wrap(
+            keras.optimizers.SGD(1.0), warmup_steps=50, backward_passes_per_step=2,
+            average_aggregated_gradients=averages,
+        )  # fmt: skip
+        for _ in range(2):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(model(x))
+            optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        np.testing.assert_allclose(before - np.array(model.trainable_variables[0]), 1.0 if averages else 2.0, rtol=1e-6)
+
+
+def test_what_of_horovods_does_not_synchronize_is_refused_once_installed():
+    import horovod.keras
+    import horovod.tensorflow.keras
+
+    from horovod_onebit.install import install, uninstall
+
+    install()
+    try:
+        for module in (horovod.keras, horovod.tensorflow.keras):
+            with pytest.raises(UnsupportedError, match=r"keras\.models\.load_model"):
+                module.load_model("there is none")
+        with pytest.raises(UnsupportedError, match="keeps no layers local"):
+            horovod.keras.PartialDistributedOptimizer(keras.optimizers.Adam())
+    finally:
+        uninstall()
+    assert horovod.keras.load_model.__module__ == "horovod.keras"
+
+
+def test_what_has_no_mean_or_would_lose_its_methods_is_refused():
+    class Floor(keras.optimizers.LossScaleOptimizer):
+        pass
+
+    with pytest.raises(UnsupportedError, match="Floor overrides methods"):
+        wrap(Floor(keras.optimizers.Adam()))
+    model = build()
+    model.layers[0].quantize("float8")
+    with pytest.raises(UnsupportedError, match="float8"):
+        wrap(keras.optimizers.Adam()).build(model.trainable_variables)
+
+
+def test_a_class_of_the_same_name_as_one_of_keras_does_not_take_its_place(tmp_path):
+    class Adam(keras.optimizers.Adam):
+        pass
+
+    ours = type(wrap(keras.optimizers.Adam()))
+    assert keras.saving.get_registered_name(type(wrap(Adam()))) != keras.saving.get_registered_name(ours)
+    assert keras.saving.get_registered_object(keras.saving.get_registered_name(ours)) is ours
+
+
+def test_norms_beyond_float16_are_clipped():
+    dense = layers.Dense(2, use_bias=False, kernel_initializer="zeros", dtype="float16")
+    model = keras.Sequential([layers.Input((8,)), dense])
+    optimizer = wrap(keras.optimizers.SGD(1.0, clipnorm=1.0), warmup_steps=50)
+    grad = tf.fill((8, 2), tf.constant(200.0, tf.float16))
+    optimizer.apply([grad], model.trainable_variables)
+    np.testing.assert_allclose(np.array(model.trainable_variables[0]), -0.25, rtol=1e-2)

@@ -35,28 +35,6 @@ from tests.ranks.keras_common import (
 )
 
 
-@pytest.mark.parametrize("graph", [False, True])
-def test_nan_on_one_rank_is_skipped_by_all(graph):
-    model = build()
-    optimizer = wrap(OPTIMIZERS["adamw"](), warmup_steps=3)
-    train(model, optimizer, 6)
-    before = [np.array(v) for v in [*model.variables, *optimizer.variables]]
-    x, y = batch(6)
-    if RANK == SIZE - 1:
-        x[3, 3] = np.nan
-
-    def step(x, y):
-        grads, _ = gradients(model, x, y)
-        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
-
-    (tf.function(step) if graph else step)(tf.constant(x), tf.constant(y))
-    for old, new in zip(before, [*model.variables, *optimizer.variables], strict=True):
-        np.testing.assert_array_equal(old, np.array(new))
-    assert optimizer.stats().skipped_steps == 1
-    train(model, optimizer, 4, start=7)
-    assert_replicas_equal(model)
-
-
 @pytest.mark.parametrize(
     ("what", "warmup", "graph"), [("nan", 50, True), ("nan", 1, False), ("rate", 50, False), ("rate", 1, True)]
 )

@@ -73,8 +73,10 @@ def test_any_optimizer_trains_and_all_are_equal_after_each_round(make):
 def test_fit(arguments):
     model, optimizer = build(seed=RANK), local(keras.optimizers.Adam(3e-3))
     model.compile(optimizer=optimizer, loss=LOSS, **arguments)
-    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(12)), strict=True))
-    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()]
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(11)), strict=True))
+    flush = onebit.callbacks.FlushCallback()
+    equal = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: assert_replicas_equal(model))
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), flush, equal]
     history = model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=callbacks)
     assert_replicas_equal(model)
     assert history.history["loss"][-1] < history.history["loss"][0]
@@ -446,6 +448,37 @@ def test_a_fit_that_ends_within_a_round_leaves_the_average_of_what_all_have(sche
     for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
         np.testing.assert_array_equal(average, v)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])
+def test_an_average_of_weights_follows_steps_that_were_set_back(schedule):
+    model = build()
+    optimizer = local(keras.optimizers.Adam(3e-3, use_ema=True, ema_momentum=0.9), schedule)
+    train(model, optimizer, 40)
+    optimizer.flush()
+    for variable in (optimizer.iterations, *optimizer._momentums, *optimizer._velocities):
+        variable.assign(keras.ops.zeros_like(variable))
+    train(model, optimizer, 16)
+    optimizer.flush()
+    for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
+        assert np.abs(np.array(average) - np.array(v)).max() < 0.1
+    assert_replicas_equal(model)
+
+
+def test_an_average_that_is_loaded_from_a_plain_optimizer_goes_on():
+    model, plain = build(), keras.optimizers.Adam(0.0, use_ema=True, ema_momentum=0.9)
+    plain.build(model.trainable_variables)
+    plain.iterations.assign(100)
+    for average in plain._model_variables_moving_average:
+        average.assign(keras.ops.ones_like(average))
+    optimizer = local(keras.optimizers.Adam(0.0, use_ema=True, ema_momentum=0.9), SHORT)
+    optimizer.build(model.trainable_variables)
+    optimizer.set_weights([np.array(v) for v in plain.variables])
+    optimizer.learning_rate = 0.0
+    train(model, optimizer, 4)
+    share = 0.9**4
+    for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
+        np.testing.assert_allclose(average, share + (1 - share) * np.array(v), rtol=1e-5, atol=1e-6)
 
 
 def test_weights_are_overwritten_by_their_average_on_all_workers_alike():

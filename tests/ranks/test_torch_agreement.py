@@ -505,3 +505,48 @@ def test_one_thread_after_another_may_step():
         thread.join()
     train(model, optimizer, 2, start=6)
     assert_replicas_equal(model)
+
+
+def test_a_call_within_another_is_an_error():
+    """As of a signal handler that runs while this worker waits for the others."""
+    model, optimizer = started("compressed")
+    threads = optimizer._compressor.agreement._threads
+    threads.enter(optimizer._compressor.agreement)
+    try:
+        with pytest.raises(ConfigurationError, match="signal handler"):
+            optimizer.check_replicas()
+    finally:
+        threads.leave()
+    train(model, optimizer, 2, start=3)
+    assert_replicas_equal(model)
+
+
+def test_what_one_worker_cannot_broadcast_is_told_to_all():
+    model = Net()
+    with pytest.raises(TypeError if ODD else DesyncError):
+        onebit.broadcast_parameters(None if ODD else model.state_dict())
+    onebit.broadcast_parameters(model.state_dict())
+    assert_replicas_equal(model)
+
+
+def clipped(own, max_norm):
+    """The norm, and the gradients after it, for gradients that are multiples of ones, ``own``."""
+    model, optimizer = started("compressed")
+    optimizer.zero_grad()
+    trained = [p for p in model.parameters() if p.requires_grad]
+    for p in trained:
+        p.grad = torch.full_like(p, own)
+    norm = optimizer.clip_grad_norm_(max_norm)
+    found = {float(value) for p in trained for value in p.grad.unique()}
+    optimizer.step()
+    assert_replicas_equal(model)
+    return norm, found, sum(p.numel() for p in trained)
+
+
+def test_the_norm_after_the_warm_up_is_the_root_mean_square_of_the_workers():
+    norm, found, size = clipped(RANK + 1.0, 1.0)
+    expected = (size * sum((rank + 1.0) ** 2 for rank in range(SIZE)) / SIZE) ** 0.5
+    assert norm == pytest.approx(expected, rel=1e-5)
+    assert list(found) == [pytest.approx((RANK + 1.0) / expected, rel=1e-5)]
+    norm, found, size = clipped(RANK + 1.0, 1e6)
+    assert found == {RANK + 1.0}

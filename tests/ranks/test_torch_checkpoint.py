@@ -181,7 +181,7 @@ def test_the_last_complete_one_counts(folder):
         onebit.save_checkpoint(folder, model, optimizer, extra={"steps": steps})
     world.barrier()
     assert len(list(folder.glob("*.npz"))) == SIZE + 1
-    assert not list(folder.glob("*.tmp"))
+    assert not list(folder.glob("tmp.*"))
     assert onebit.load_checkpoint(folder, model, optimizer) == {"steps": 2}
 
 

@@ -133,6 +133,34 @@ def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_withou
     optimizer.step()
 
 
+def test_gradients_stay_local_in_a_ddp_that_is_made_anew():
+    inner = Net()
+    inner.first.weight.requires_grad = False
+    optimizer = wrap(inner, warmup_steps=3, wrapping={"model": inner})
+    train(DistributedDataParallel(inner, find_unused_parameters=True), optimizer, 4)
+    inner.first.weight.requires_grad = True
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    train(model, optimizer, 8, start=4)
+    optimizer.zero_grad()
+    x, y = batch(100)
+    cross_entropy(model(x), y).backward()
+    own = world.allgather(inner.first.weight.grad[None])
+    assert not torch.equal(own[0], own[1])
+    optimizer.step()
+    assert_replicas_equal(inner)
+
+
+def test_a_ddp_that_is_made_anew_and_averages_is_refused():
+    inner = Net()
+    inner.first.weight.requires_grad = False
+    optimizer = wrap(inner, warmup_steps=3)
+    train(inner, optimizer, 4)
+    inner.first.weight.requires_grad = True
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    with pytest.raises(ConfigurationError, match="require_backward_grad_sync = False"):
+        train(model, optimizer, 1)
+
+
 @pytest.mark.parametrize("schedule", [None, onebit.Local(every=2)])
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_ddp_that_averages_is_refused(when, schedule):

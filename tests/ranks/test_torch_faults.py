@@ -305,6 +305,27 @@ def test_the_scales_of_gradscalers_stay_together():
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("warmup_steps", [2, 50])
+def test_gradients_set_by_hand_overflow_on_all_workers_alike(warmup_steps):
+    model = Net()
+    optimizer = wrap(model, warmup_steps=warmup_steps)
+    train(model, optimizer, 4)
+    scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    for step in range(4, 8):
+        x, y = batch(step)
+        found = torch.autograd.grad(scaler.scale(cross_entropy(model(x), y)), parameters, allow_unused=True)
+        for p, grad in zip(parameters, found, strict=True):
+            p.grad = grad
+        if (step, RANK) == (5, SIZE - 1):
+            model.first.weight.grad.fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+    assert world.allgather_object(scaler.get_scale()) == SIZE * [128.0]
+    assert optimizer.stats().skipped_steps == 1
+    assert_replicas_equal(model)
+
+
 # -- refusals, before any collective ----------------------------------------------------------------------------------
 
 

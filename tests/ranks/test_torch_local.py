@@ -507,6 +507,27 @@ def test_training_goes_on_when_workers_agree_again_while_an_exchange_is_under_wa
     assert_replicas_equal(model)
 
 
+def test_an_error_on_all_workers_loses_nothing_of_a_round_under_way():
+    found = []
+    for fails in (False, True):
+        model = Net()
+        optimizer = local(model, torch.optim.SGD, schedule=HIDDEN, lr=0.1)
+        before = weights(model)
+        train(model, optimizer, 4)
+        if fails:
+
+            def closure():
+                raise OSError("no batch")
+
+            with pytest.raises(OSError, match="no batch"):
+                optimizer.step(closure)
+        optimizer.flush()
+        assert_replicas_equal(model)
+        found.append(weights(model))
+    assert torch.equal(*found)
+    assert not torch.equal(found[0], before)
+
+
 def test_training_goes_on_when_the_weights_were_made_equal():
     model = Net(seed=RANK)
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))

@@ -103,6 +103,25 @@ def test_a_group_that_stays_exact():
     assert len(optimizer.param_groups) == 2
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_parameters_that_are_added_later_have_the_names_they_were_given(named):
+    model = Words()
+    parts = [*model.hidden.named_parameters(prefix="hidden"), *model.last.named_parameters(prefix="last")]
+    plain = torch.optim.AdamW([p for _, p in parts] if named else parts, lr=0.01)
+    wrapping = {"named_parameters": list(model.named_parameters())} if named else {}
+    patterns = ["embed*"] if named else ["last*"]
+    optimizer = onebit.DistributedOptimizer(plain, warmup_steps=2, exact=patterns, **wrapping)
+    read(model, optimizer, 4)
+    late = model.embedding.named_parameters(prefix="embedding")
+    optimizer.add_param_group({"params": [p for _, p in late] if named else list(late)})
+    read(model, optimizer, 4)
+    assert "embedding.weight" in optimizer._parameters.names.values()
+    assert (model.embedding.weight in optimizer._parameters.bindings) == (not named)
+    assert (model.last.weight in optimizer._parameters.bindings) == named
+    assert {name for _, name in optimizer._parameters.all_names()} <= {name for name, _ in model.named_parameters()}
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("how", ["name", "group"])
 def test_workers_that_disagree_about_what_stays_exact(how):
     model = Words()

@@ -57,3 +57,19 @@ def test_what_an_agreement_says():
     verdict = handshake.read_agreement(np.sum(rows, axis=0, dtype=np.int32), 3)
     assert [verdict.finite, verdict.certain, verdict.early, verdict.fresh] == 4 * [False]
     assert verdict.edited == (1,)
+
+
+def test_facts_that_are_too_many_are_compared_by_a_digest(monkeypatch):
+    monkeypatch.setattr(handshake, "MOST_FACTS", 30)
+
+    def facts(**changed):
+        shapes = {f"the shape of w{i}": 8 for i in range(100)}
+        return {"call": {"what the workers do": "step"}, "trained": shapes | changed}
+
+    rows = [handshake.packed(facts(**{"the shape of w3": 9}), 3), *(handshake.packed(facts(), 3) for _ in range(2))]
+    assert max(map(len, rows)) < 1000
+    assert handshake.differences("", rows).startswith("the shape of w3 differs between workers: 9 on worker 0, 8 on")
+    rows[0] = handshake.packed(facts(**{"the shape of w99": 9}), 3)
+    found = handshake.differences("", rows)
+    assert found.startswith("what is not listed, the shape of w10 and 89 more, differs between workers")
+    assert handshake.differences("nothing", rows[1:]) == "nothing"

@@ -2,6 +2,8 @@
 
 import math
 import mmap
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -356,6 +358,19 @@ def test_the_sums_of_a_layer_do_not_depend_on_threads():
     for result in results[1:]:
         for ours, theirs in zip(result, results[0], strict=True):
             np.testing.assert_array_equal(ours, theirs)
+
+
+def test_kernels_run_when_the_interpreter_ends():
+    program = """
+import atexit
+import numpy as np
+from horovod_onebit.kernels import cpu
+cpu.set_num_threads(4)
+work = lambda first, last: print(first, last, flush=True)
+atexit.register(lambda: cpu._over_blocks(2**20, 1024, work))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert sorted(done.stdout.split("\n")) == ["", "0 256", "256 512", "512 768", "768 1024"], done.stderr
 
 
 def test_the_number_of_threads_does_not_matter():

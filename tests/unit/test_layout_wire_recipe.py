@@ -51,6 +51,9 @@ def _check_shares(bucket, workers):
     assert [share.bytes.stop for share in cut[:-1]] == [share.bytes.start for share in cut[1:]]
     assert cut[-1].blocks.stop == bucket.blocks
     assert cut[-1].bytes.stop == bucket.bytes
+    largest = max((piece.block_size for piece in bucket.pieces), default=0)
+    whole = sum(piece.block_size * (piece.blocks.stop - piece.blocks.start) for piece in bucket.pieces)
+    assert max(share.bucket.size for share in cut) <= whole / workers + largest
 
 
 @pytest.mark.parametrize("block_size", [8, 1024, None])

@@ -8,7 +8,10 @@ import inspect
 import pytest
 
 
-@pytest.mark.parametrize("name", ["_foreach_add_", "_compile._disable_dynamo", "optim.Optimizer._patch_step_function"])
+@pytest.mark.parametrize("name", [
+    "_foreach_add_", "_compile._disable_dynamo", "optim.Optimizer._patch_step_function",
+    "nn.parallel.DistributedDataParallel._get_active_ddp_module",
+])  # fmt: skip
 def test_pytorch_has(name):
     found = __import__("torch._compile")
     for part in name.split("."):

@@ -13,7 +13,7 @@ from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.warmup import NEVER, AutoWarmup, FixedWarmup, Phase
+from horovod_onebit.warmup import NEVER, AfterRise, AutoWarmup, FixedWarmup, Phase
 
 
 def run(warmup, norms, rates, beta2=0.999):
@@ -105,3 +105,22 @@ def test_all_workers_start_at_the_same_step(rule):
     for steps, weights in results:
         assert steps == results[0][0]
         np.testing.assert_array_equal(weights, results[0][1])
+
+
+def test_a_policy_takes_nothing_of_another():
+    auto, after = AutoWarmup(), AfterRise(after=40)
+    for step in range(1, 31):
+        auto.observe(step, 1.0, 0.1, 0.9)
+        after.reached(step, 0.1)
+    assert auto.steps == 20
+    other, begun = AfterRise(after=40), AutoWarmup()
+    other.load_state_dict(auto.state_dict())
+    begun.load_state_dict(after.state_dict())
+    assert (other.state_dict(), begun.state_dict()) == (AfterRise(after=40).state_dict(), AutoWarmup().state_dict())
+
+
+def test_second_moments_of_zeros_are_not_stable():
+    auto = AutoWarmup()
+    for step in range(1, 101):
+        auto.observe(step, 0.0, 0.1, 0.9)
+    assert auto.steps == NEVER
