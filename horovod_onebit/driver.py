@@ -11,7 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from horovod_onebit.averages import second_moments
+import numpy as np
+
+from horovod_onebit.averages import own_share, second_moments
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import STEP, Answers, Verdict, ask
@@ -118,15 +120,20 @@ class Moment:
 
     Attributes:
         of: what the face calls the tensor.
-        value: with the bias corrected, flat float32.
-        gradient: the last one, flat float32.
-        own: see ``averages.second_moments``.
+        variance: as the optimizer keeps it, flat float32.
+        gradient: the last one, with what weight decay adds to it, which is no noise; flat float32.
+        beta2: of the moving average.
+        seen, own: gradients that it has seen, and how many of the last of them were this worker's own.
+        count: steps by which the optimizer will correct the bias of what it is given back.
     """
 
     of: Any
-    value: Array
+    variance: Array
     gradient: Array
-    own: float
+    beta2: float
+    seen: int
+    own: int
+    count: int
 
 
 class Alone(Protocol):
@@ -389,7 +396,8 @@ class Driver:
             rounds.wait(face.steps)
             return
         moments: list[Moment] = face.second_moments()
-        values, gradients, own = ([getattr(m, what) for m in moments] for what in ("value", "gradient", "own"))
+        values = [m.variance / np.float32(1 - m.beta2 ** max(m.seen, 1)) for m in moments]
+        gradients, own = [m.gradient for m in moments], [own_share(m.beta2, m.own, m.seen) for m in moments]
         found = yield from second_moments(
             values, gradients, own, engine.recipe.block_size_for, engine.collectives, f"{engine.name}.second",
             engine.traffic, usable=usable,
@@ -397,8 +405,8 @@ class Driver:
         if found is None:
             rounds.put_off()
             return
-        for moment, second in zip(moments, found, strict=True):
-            face.freeze(moment.of, second)
+        for m, second in zip(moments, found, strict=True):
+            face.freeze(m.of, second * np.float32(1 - m.beta2**m.count))
         self.frozen = True
         face.unbind()
 

@@ -37,7 +37,7 @@ from horovod_onebit.layout import plan as lay_out
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_scale, norms_of
 from horovod_onebit.schedule import Sends
-from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes, snapshot
+from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
 from horovod_onebit.world import Residuals, Weighing, total_residuals
 
@@ -257,8 +257,11 @@ class Engine:
     def say_layout(self, layout: Layout, exchange: str, what: str = "1-bit compression") -> None:
         """Say ``what`` is done of ``layout`` in the steps that follow."""
         text = f"{what} of %s parameters in %d tensors, %d messages a step, %s exchange"
-        level = logging.INFO if self.collectives.rank == 0 else logging.DEBUG
-        logger.log(level, text, f"{layout.size:,}", len(layout.tensors), len(layout.buckets), exchange)
+        self.say(logging.INFO, text, f"{layout.size:,}", len(layout.tensors), len(layout.buckets), exchange)
+
+    def say(self, level: int, text: str, *values: object) -> None:
+        """Log on worker 0; on the others for debugging alone."""
+        logger.log(level if self.collectives.rank <= 0 else logging.DEBUG, text, *values)
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:
         """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""
@@ -367,27 +370,22 @@ class Engine:
 
     def _handshake(self, layout: Layout, rules: Sequence[Rule]) -> Task[None]:
         """Raise on all workers alike unless they are about to begin the same ``layout``."""
-        places, algorithm = [spec.place for spec in layout.tensors], ",".join(rule.name for rule in rules)
-        setup = f"{layout.digest} {places} {self.recipe}"
-
-        def facts() -> dict[str, dict[str, object]]:
-            tensors = dict[str, object]()
-            for spec, rule in zip(layout.tensors, rules, strict=True):
-                tensors |= {
-                    f"the number of elements of {spec.name}": spec.size,
-                    f"shape, memory order and dtype of {spec.name}": spec.detail,
-                    f"where messages of {spec.name} are": spec.place,
-                    f"the algorithm of {spec.name}": rule.name,
-                }
-            progress: dict[str, object] = {"compressed steps": self.exchanges}
-            return {"arguments": self.arguments(), "trained": tensors, "progress": progress}
-
+        tensors = dict[str, object]()
+        for spec, rule in zip(layout.tensors, rules, strict=True):
+            tensors |= {
+                f"the number of elements of {spec.name}": spec.size,
+                f"shape, memory order and dtype of {spec.name}": spec.detail,
+                f"where messages of {spec.name} are": spec.place,
+                f"the algorithm of {spec.name}": rule.name,
+            }
+        progress: dict[str, object] = {"compressed steps": self.exchanges}
+        facts = {"arguments": self.arguments(), "trained": tensors, "progress": progress}
         name = f"{self.name}.handshake"
-        answers = yield from ask(self.collectives, name, layout=setup, rules=algorithm, step=self.exchanges)
+        answers = yield from ask(self.collectives, name, facts=handshake.packed(facts).decode())
         try:
             answers.compare(handshake.HANDSHAKE)
         except Mismatch as error:
-            raise (yield from handshake.named(error, facts(), self.collectives, name)) from None
+            raise (yield from handshake.named(error, facts, self.collectives, name)) from None
 
     def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
         """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
@@ -820,8 +818,8 @@ class Engine:
         text = f"NaN or Inf in {where}"
         if self.recipe.on_nonfinite == "raise":
             raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
-        speak = self.collectives.rank == 0 and self.speaks
-        logger.log(logging.WARNING if speak else logging.DEBUG, "%s: step skipped (%d so far)", text, self.skipped)
+        level = logging.WARNING if self.speaks else logging.DEBUG
+        self.say(level, "%s: step skipped (%d so far)", text, self.skipped)
 
     def _restore(self, item: _Sent) -> None:
         if item.encoded is None:
@@ -836,9 +834,16 @@ class Engine:
         """A snapshot; the face says what only it knows: steps taken, elements trained, compressed, and in few bits."""
         nan = math.nan
         error, momentum = norms_of(self.tensors, self._rules, self.context) if norms else (nan, nan)
-        return snapshot(
-            self.traffic,
-            self.times,
+        traffic, times = self.traffic, self.times
+        return Stats(
+            bytes_sent=traffic.total,
+            bytes_received=traffic.total,
+            step_bytes_sent=traffic.step,
+            step_bytes_received=traffic.step,
+            ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
+            encode_seconds=times.encode,
+            exchange_seconds=times.exchange,
+            decode_seconds=times.decode,
             phase=phase,
             step=step,
             skipped_steps=self.skipped,

@@ -17,9 +17,7 @@ from horovod_onebit.errors import JOINED, DesyncError
 from horovod_onebit.tasks import Task
 
 HANDSHAKE = {
-    "layout": "the recipe, or the compressed parameters' names, shapes, dtypes or order",
-    "rules": "the optimizer's algorithm",
-    "step": "the number of compressed steps taken",
+    "facts": "the recipe, the algorithm, or the compressed parameters' names, shapes, dtypes or order",
 }
 """What is compared before the first step of a layout, in words."""
 CHECKPOINT = "save_checkpoint() or load_checkpoint"

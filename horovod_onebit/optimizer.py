@@ -295,7 +295,7 @@ class NumpyOptimizer(RunState):
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
         self._bound, self._mature = False, counts["compresses"]
-        self._beta2 = counts.get("beta2")  # earlier versions did not say
+        self._beta2 = counts["beta2"]
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
@@ -452,13 +452,10 @@ class NumpyOptimizer(RunState):
         rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()
         for tensor in self._tensors:
             assert tensor.variance is not None
-            value = tensor.variance * np.float32(rule.correction(tensor))
-            grad = self._grads[tensor.name]  # weight decay is in what the second moment has seen, and is no noise
-            last = grad + np.float32(rule.l2) * tensor.weight if rule.l2 else grad
-            found.append(Moment(tensor, value, last, 1.0))
+            last, seen = rule.decayed(self._grads[tensor.name], tensor.weight), tensor.variance_steps
+            found.append(Moment(tensor, tensor.variance, last, rule.beta2, seen, seen, self.steps))
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:
-        adam = self._adam("the second moment of Adam is frozen")
-        of.variance_steps, self._beta2 = self.steps, adam.beta2
-        of.variance = second / np.float32(adam.correction(of))
+        self._beta2 = self._adam("the second moment of Adam is frozen").beta2
+        of.variance, of.variance_steps = second, self.steps

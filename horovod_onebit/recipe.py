@@ -6,19 +6,15 @@ Which preset to take: ``robust`` unless you reproduce a paper. The reasons and t
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pkgutil import iter_modules
-from typing import Any, Literal
+from typing import Literal
 
 from horovod_onebit.checks import finite, flag, one_of, whole
 from horovod_onebit.codecs import find
 from horovod_onebit.errors import ConfigurationError
-
-logger = logging.getLogger("horovod_onebit")
 
 Space = Literal["update", "momentum"]
 Scale = Literal["rms", "guarded"]
@@ -31,9 +27,6 @@ GATHER_LIMIT = 2**31 - 2**20
 
 BUCKET, GPU_BUCKET = 4 * 2**20, 16 * 2**20
 """Elements of a message. A GPU compresses as many while its host gets one message on its way."""
-
-REMOVED: dict[str, Any] = {"floor": None, "rescale_error": False, "refresh": None}
-"""Options that recipes of earlier versions had, and their defaults."""
 
 
 def exchanges() -> tuple[str, ...]:
@@ -123,27 +116,17 @@ class Recipe:
                 "use space='update', or clip=None"
             )
 
-    @classmethod
-    def of_config(cls, config: Mapping[str, Any]) -> Recipe:
-        """The recipe of which ``dataclasses.asdict`` gave ``config``, in this version or an earlier one."""
-        config = {"server_codec": "sign", "warmup": "exact", **config}  # earlier versions had no other
-        for name, default in REMOVED.items():
-            if (value := config.pop(name, default)) != default:
-                logger.warning("a saved recipe has %s=%r, an option that was removed: it is ignored", name, value)
-        if config.get("scale") == "mean_abs":
-            logger.warning("a saved recipe has scale='mean_abs', which was removed: scale='guarded' is used instead")
-            config["scale"] = "guarded"
-        return cls(**config)
-
     def signature(self) -> str:
-        """The recipe as a text that is the same in all versions; names of residuals contain a digest of it.
+        """The recipe as a text that is the same in all versions, with options that development versions had; names of
+        residuals contain a digest of it.
 
         Without ``server_codec``, ``warmup`` and ``link``, with which residuals do not change.
         """
         values = dataclasses.asdict(self) | {"bucket_size": self.bucket()}
         del values["server_codec"], values["warmup"], values["link"]
         last, codec = values.pop("on_nonfinite"), values.pop("codec")
-        values |= {**REMOVED, "on_nonfinite": last, **({"codec": codec} if codec != "sign" else {})}
+        values |= {"floor": None, "rescale_error": False, "refresh": None, "on_nonfinite": last}
+        values |= {"codec": codec} if codec != "sign" else {}
         return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"
 
     def bucket(self, *, on_gpus: bool = False) -> int:

@@ -8,6 +8,7 @@ from typing import Any
 
 from horovod_onebit.engine import Engine
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import Warmup
 from horovod_onebit.world import Residuals, Weighing
 
@@ -25,8 +26,7 @@ def counts(engine: Engine, warmup: Warmup) -> dict[str, Any]:
 def take_counts(engine: Engine, warmup: Warmup, saved: Mapping[str, Any]) -> None:
     """Continue from what ``counts`` gave."""
     engine.exchanges, engine.skipped = saved["exchanges"], saved["skipped"]
-    rates = saved["rates"]  # of earlier versions, one for all
-    engine.feedback.rates = dict(rates) if isinstance(rates, Mapping) else dict.fromkeys(engine.feedback, rates)
+    engine.feedback.rates = dict(saved["rates"])
     warmup.load_state_dict(saved["warmup"])
 
 
@@ -38,12 +38,14 @@ class RunState:
         coded: averages gradients of the warm-up in few bits, a ``CodedMean`` or what wraps it; None if they are
             averaged exactly.
         what: has residuals, in words.
+        left: the residuals of a world of other workers, until they are redistributed.
     """
 
     engine: Engine
     kind: str
     coded: Any = None
     what = "tensors"
+    left: Residuals | None = None
 
     def sizes(self) -> Mapping[str, int]:
         """The number of elements of all that may have residuals, by name."""
@@ -65,6 +67,19 @@ class RunState:
         self.weigh(Weighing.saved(saved))
         if self.coded is not None:
             self.coded.load(saved["gradients"])
+        self.left = None  # older than what was saved
+
+    def leave_world(self) -> None:
+        """There are other workers: forget what is under way, remember the residuals. Local."""
+        self.left = self.engine.leave_world(self.left)
+        if self.coded is not None:
+            self.coded.forget_world()
+
+    def redistribute(self, sizes: Mapping[str, int]) -> Task[None]:
+        """Share out what was left, if anything was, of the tensors of ``sizes``, alike on all workers. Collective."""
+        if self.left is not None:
+            yield from self.engine.share_out(self.left, sizes)
+            self.left = None
 
     def load_feedback(self, feedback: Mapping[str, Array]) -> None:
         """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave. Raises as its ``check``."""

@@ -10,7 +10,6 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any
 
 try:
     import nvtx
@@ -145,18 +144,3 @@ class Stats:
             f"encode {ms[0]:.1f} ms, exchange {ms[1]:.1f} ms, decode {ms[2]:.1f} ms; "
             f"error/momentum {self.error_to_momentum:.2f}"
         )
-
-
-def snapshot(traffic: Traffic, times: Times, **known: Any) -> Stats:
-    """``Stats`` with the accounts' part filled in; ``known`` is the rest."""
-    return Stats(
-        bytes_sent=traffic.total,
-        bytes_received=traffic.total,
-        step_bytes_sent=traffic.step,
-        step_bytes_received=traffic.step,
-        ratio_to_fp32=traffic.fp32_step / traffic.step if traffic.step else 1.0,
-        encode_seconds=times.encode,
-        exchange_seconds=times.exchange,
-        decode_seconds=times.decode,
-        **known,
-    )

@@ -42,7 +42,7 @@ class InFewBits(NumpyOptimizer):
         self.steps += 1
         if self.driver.warmup.reached(self.steps, self.learning_rate):  # type: ignore[attr-defined]
             for moment in self.second_moments():
-                self.freeze(moment.of, moment.value)
+                self.freeze(moment.of, moment.variance)
             self.driver.frozen = True
         self.engine.end_step()
         return True

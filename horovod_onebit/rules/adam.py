@@ -139,6 +139,10 @@ class Adam(Rule):
         """What decoupled weight decay leaves of a weight."""
         return 1 - self.lr * self.weight_decay if self.decoupled else 1.0
 
+    def decayed(self, grad: Array, weight: Array) -> Array:
+        """``grad`` with what L2 decay of ``weight`` adds to it."""
+        return grad + np.float32(self.l2) * weight if self.l2 else grad
+
     def correction(self, tensor: Tensor) -> float:
         """Of the second moment's bias, by what ``tensor`` has taken and seen alone: see ``scalars``."""
         return 1 / (1 - self.beta2 ** max(tensor.variance_steps, 1))

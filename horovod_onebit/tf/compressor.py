@@ -713,7 +713,7 @@ class Compressor(RunState):
         self.unlearn()
         self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
-        self.moments.decay = counts.get("beta2")  # earlier versions save none
+        self.moments.decay = counts["beta2"]
         self._follow_recipe()
 
     def check_built(self) -> None:

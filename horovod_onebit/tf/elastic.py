@@ -41,7 +41,6 @@ from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.optimizer import check_ours
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Residuals
 
 __all__ = ["KerasState", "run"]
 
@@ -71,7 +70,6 @@ class KerasState(ObjectState):
             )
         if self.optimizer._wrapping.process_set.process_set_id != 0:
             raise ConfigurationError("Horovod elastic has no process sets but the whole world's")
-        self._left: Residuals | None = None  # those of a world that is no more, until they are redistributed
         super().__init__(bcast_object=broadcast_object, get_rank=hvd.rank, **values)
         self._save()
 
@@ -97,7 +95,6 @@ class KerasState(ObjectState):
         follow_variables(self.model)
         compressor.take_counts(self._counts)
         compressor.load_residuals(self._residuals)
-        self._left = None  # newer than what was restored
         super().restore()
 
     def sync(self) -> None:
@@ -110,11 +107,8 @@ class KerasState(ObjectState):
         optimizer, compressor = self.optimizer, self.optimizer._compressor
         compressor.settle()
         compressor.fold()
-        engine = compressor.engine
         with compressor.here():
-            self._left = engine.leave_world(self._left)
-        if compressor.coded is not None:
-            compressor.coded.forget_world()
+            compressor.leave_world()
         waiting = getattr(compressor.optimizer, "_accumulated", [])
         sums = [np.array(total, np.float32) for total in waiting]
         here = float(bool(waiting) and int(compressor.optimizer._passes) > 0)  # before workers came
@@ -126,14 +120,14 @@ class KerasState(ObjectState):
                 found = hvd.allreduce(tf.constant(own), op=hvd.Sum, name=f"onebit.waiting.{i}") / count
                 total.assign(tf.cast(found, total.dtype))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
+        sizes = dict[str, int]()
         if optimizer.phase is Phase.COMPRESSED:
             alone = optimizer._wrapping.local is not None  # small variables have residuals, too
             listed = enumerate(optimizer._trainable_variables)
             large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
             sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
-            with compressor.here():
-                tasks.run(engine.share_out(self._left, sizes))
-        self._left = None
+        with compressor.here():
+            tasks.run(compressor.redistribute(sizes))
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

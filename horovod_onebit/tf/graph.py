@@ -22,6 +22,17 @@ from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, R
 from horovod_onebit.tf.place import Place
 
 
+def flat_view(variable: Any) -> np.ndarray:
+    """The values of ``variable``, flat, in its own memory if they are float32 there; not to be written to."""
+    with tf.device("/CPU:0"):
+        return view(tf.identity(tf.cast(tf.convert_to_tensor(variable), tf.float32))).reshape(-1)
+
+
+def assign(variable: Any, array: Any) -> None:
+    """Let ``variable`` be ``array``, which nobody will write to again."""
+    variable.assign(tf.reshape(adopt(array), variable.shape))
+
+
 def path_of(variable: Any) -> str:
     """Keras's path of a variable; of one of TensorFlow's, its name."""
     return str(getattr(variable, "path", variable.name))

@@ -14,7 +14,6 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.averages import own_share
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
@@ -29,7 +28,17 @@ from horovod_onebit.schedule import Local
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor
-from horovod_onebit.tf.graph import adopt, cond, host_call, host_value, host_values, in_order, in_rounds
+from horovod_onebit.tf.graph import (
+    adopt,
+    cond,
+    flat_view,
+    host_call,
+    host_value,
+    host_values,
+    in_order,
+    in_rounds,
+    path_of,
+)
 from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
@@ -247,14 +256,13 @@ class LocalSteps(Compressor):
         steps = self.rounds.own_steps(self.steps)
         beta2, seen, found = self.options.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
         for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
-            count = max(int(seen[i]), 1)
-            value = view(variance) / np.float32(1 - beta2**count)
-            found.append(Moment(len(found), value, view(gradient), own_share(beta2, steps, int(seen[i]))))
+            of = len(found), view(variance), view(gradient)
+            found.append(Moment(*of, beta2, seen=int(seen[i]), own=steps, count=self._number))
         return found
 
     def freeze(self, of: int, second: Array) -> None:
         _, values = self.second
-        values[of] = self._memory.copy(second * np.float32(1 - self.options.beta_2**self._number))
+        values[of] = self._memory.copy(second)
         self.second = self._number, values
 
     # -- what the graph calls -------------------------------------------------------------------------------------
@@ -275,7 +283,7 @@ class LocalSteps(Compressor):
         write = self.engine.context.kernels.write
         for i, value in values.items():
             for array in (self.tensors[i].anchor, self.tensors[i].weight):
-                write(array, _flat_view(value))
+                write(array, flat_view(value))
 
     def exchange(self, *values: Any) -> Task[None]:
         """End the round, in which the variables got these ``values``. Collective."""
@@ -309,14 +317,14 @@ class LocalSteps(Compressor):
         if self.moments.moved is not None:
             return list(indices)
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
-        values = [_flat_view(self.moments.variance(i)) for i in indices]
+        values = [flat_view(self.moments.variance(i)) for i in indices]
         edited = self.moments.edited(indices, values, seen, marks)
         return [i for i in edited if not self._is_damaged(i)]
 
     def _is_damaged(self, index: int) -> bool:
         """Whether a frozen second moment has become NaN or Inf and can be restored, when the round is lost."""
         known = self.moments.held(index) is not None
-        return known and not np.isfinite(_flat_view(self.moments.variance(index))).all()
+        return known and not np.isfinite(flat_view(self.moments.variance(index))).all()
 
     def _restore_frozen(self) -> None:
         """A round was lost: frozen second moments that are damaged are again what they were."""
@@ -563,12 +571,6 @@ def _host(variable: Any) -> np.ndarray:
     return np.asarray(variable).reshape(-1)
 
 
-def _flat_view(variable: Any) -> np.ndarray:
-    """The values of ``variable`` in its own memory if they are float32 there; not to be written to."""
-    with tf.device("/CPU:0"):
-        return view(tf.identity(tf.cast(tf.convert_to_tensor(variable), tf.float32))).reshape(-1)
-
-
 def _rounded(array: Any, variable: Any) -> np.ndarray:
     """``array`` as ``variable`` keeps it."""
     return np.asarray(tf.cast(array, variable.dtype))
@@ -576,7 +578,7 @@ def _rounded(array: Any, variable: Any) -> np.ndarray:
 
 def _path(variable: Any) -> str:
     """What Keras begins the names of an optimizer's variables with."""
-    return str(getattr(variable, "path", variable.name)).replace("/", "_").replace(":", "_")
+    return path_of(variable).replace("/", "_").replace(":", "_")
 
 
 def _put(variables: Sequence[Any], values: Sequence[Any]) -> None:

@@ -27,7 +27,6 @@ from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call, path_of
 
-logger = logging.getLogger("horovod_onebit")
 _live: weakref.WeakSet[Moments] = weakref.WeakSet()
 PROBES = 64
 """Elements of each second moment that are looked at in the warm-up."""
@@ -285,11 +284,10 @@ class Moments:
 
     def say(self, edited: Sequence[int]) -> None:
         """Log that the warm-up begins again."""
-        level = logging.WARNING if self._compressor.collectives.rank == 0 else logging.DEBUG
         variables = [self._optimizer._trainable_variables[i] for i in edited]
         names = ", ".join(path_of(v) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
         text = "the optimizer's state of %s was set or reset, or is new: the warm-up begins again"
-        logger.log(level, text, names)
+        self._compressor.engine.say(logging.WARNING, text, names)
 
 
 def broadcast(variables: Iterable[Any]) -> None:

@@ -45,7 +45,6 @@ from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.tf.zero_one import ZeroOneSteps
 from horovod_onebit.warmup import AutoWarmup, Phase
 
-logger = logging.getLogger("horovod_onebit")
 PACKAGE = "horovod_onebit"  # and the key of what belongs to it in a configuration
 EXACT = "exact_variables"
 STOPPED = (
@@ -140,8 +139,8 @@ class _DistributedOptimizer(_Wrapped):
         if without and not self._warned:
             self._warned = True
             names = ", ".join(path_of(v) for v in without)
-            level = logging.WARNING if self._compressor.engine.collectives.rank <= 0 else logging.DEBUG
-            logger.log(level, "no gradient for %s: not trained. Are they connected to the loss?", names)
+            text = "no gradient for %s: not trained. Are they connected to the loss?"
+            self._compressor.engine.say(logging.WARNING, text, names)
 
     def _dense(self, grad: Any, variable: Any) -> Any:
         if not isinstance(grad, tf.IndexedSlices):

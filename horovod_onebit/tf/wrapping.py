@@ -100,9 +100,9 @@ class Wrapping(face.Arguments):
         """What ``to_config`` was made from, in the whole world's process set."""
         config = dict(config)
         steps = config.pop("warmup_steps")
-        config["recipe"] = Recipe.of_config(config["recipe"])
+        config["recipe"] = Recipe(**{"warmup": "exact", **config["recipe"]})  # version 0.1.0 had no other
         config["compression"] = hvd.Compression.fp16 if config.pop("fp16") else hvd.Compression.none
-        config["schedule"] = schedule = _of_config(config.pop("schedule", None))  # earlier versions had none
+        config["schedule"] = schedule = _of_config(config.pop("schedule"))
         config["warmup"] = face.warmup_of(None if schedule else steps, None, config["schedule"])
         config["op"] = hvd.Sum if config.pop("sum") else hvd.Average
         return cls(**config, process_set=hvd.global_process_set)
@@ -133,5 +133,4 @@ def _of_config(fields: dict[str, Any] | None) -> Schedule | None:
         return own(**{name: value for name, value in fields.items() if name != CLASS})
     if "codec" in fields:
         return Gradients(**fields)
-    # Earlier versions froze nothing.
-    return Local(**{"freeze": 0, **fields}) if "every" in fields else ZeroOne(**fields)
+    return (Local if "every" in fields else ZeroOne)(**fields)

@@ -10,13 +10,11 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
 from horovod_onebit.averages import all_finite
-from horovod_onebit.driver import Compresses, Driver, Together
 from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
@@ -24,9 +22,8 @@ from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.local import COUNT
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values
-from horovod_onebit.tf.graph import adopt
+from horovod_onebit.tf.graph import assign, flat_view
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -60,10 +57,6 @@ class ZeroOneSteps(Compressor):
     def __init__(self, optimizer: Any, adapter: Adapter, wrapping: Wrapping, name: str) -> None:
         super().__init__(optimizer, adapter, wrapping, name)
         self._done: tuple[bool, Sequence[float]] = False, ()  # the last step: whether it was taken, its factors
-
-    def _make_driver(self, wrapping: Wrapping) -> Driver:
-        face: Compresses = self
-        return Driver(self.engine, cast(Together, face), wrapping.warmup, wrapping.after_warmup)
 
     def begin_step(
         self, indices: tuple[int, ...], values: Values, progress: Progress, sizes: Sequence[int],
@@ -189,7 +182,7 @@ class ZeroOneSteps(Compressor):
             if _departs(counted[i], rule.sends):
                 tensor.anchor = self._memory.copy(tensor.weight)
             else:
-                tensor.anchor = _flat(self.optimizer._anchors[i])
+                tensor.anchor = flat_view(self.optimizer._anchors[i])
             if rule.sends is Sends.MEAN:
                 assert tensor.variance is not None
                 tensor.variance = self._memory.copy(tensor.variance)
@@ -200,9 +193,9 @@ class ZeroOneSteps(Compressor):
         counted = np.array(optimizer._counted.value)
         for i, tensor in zip(self.indices, self.tensors, strict=True):
             if _departs(counted[i], sends):
-                _assign(optimizer._anchors[i], tensor.anchor)
+                assign(optimizer._anchors[i], tensor.anchor)
             if sends is Sends.MEAN:
-                _assign(self.adapter.variance(optimizer, i), tensor.variance)
+                assign(self.adapter.variance(optimizer, i), tensor.variance)
             counted[i] = tensor.layer
         optimizer._counted.assign(counted)
         if sends is Sends.MEAN:
@@ -233,10 +226,10 @@ class ZeroOneSteps(Compressor):
         engine, optimizer, adapter = self.engine, self.optimizer, self.adapter
         variables = [optimizer._trainable_variables[i] for i in indices]
         momenta = [adapter.momentum(optimizer, i) for i in indices]
-        variances = [_flat(adapter.variance(optimizer, i)) for i in indices]
+        variances = [flat_view(adapter.variance(optimizer, i)) for i in indices]
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         progress = Progress(float(optimizer.learning_rate), int(optimizer._iterations.value), seen, marks)
-        values = Values([_flat(v) for v in variables], [_flat(m) for m in momenta], variances)
+        values = Values([flat_view(v) for v in variables], [flat_view(m) for m in momenta], variances)
         engine.exchanges = int(optimizer._tried.value)
         self._now = Now(indices, values, progress, [1.0] * len(indices))
         try:
@@ -245,21 +238,10 @@ class ZeroOneSteps(Compressor):
             self._now = None
         self._keep(Sends.DISPLACEMENT)
         for variable, momentum, tensor in zip(variables, momenta, self.tensors, strict=True):
-            _assign(variable, tensor.weight)
-            _assign(momentum, tensor.momentum)
+            assign(variable, tensor.weight)
+            assign(momentum, tensor.momentum)
 
 
 def _departs(counted: Array, sends: Sends) -> bool:
     """Whether a step that ``sends`` this is the first one alone since the last exchange."""
     return sends.alone and bool(counted[COUNT] == 0)
-
-
-def _flat(variable: Any) -> Array:
-    """What ``variable`` has now, in host memory; not to be written to."""
-    with tf.device("/CPU:0"):
-        return view(tf.identity(tf.convert_to_tensor(variable))).reshape(-1)
-
-
-def _assign(variable: Any, array: Any) -> None:
-    """Let ``variable`` be ``array``, which nobody will write to again."""
-    variable.assign(tf.reshape(adopt(array), variable.shape))

@@ -161,9 +161,8 @@ class Binding:
             self.tensor.anchor = self._state_array(adapter.anchor_key)
         if adapter.sent_key:
             self.tensor.sent = self._state_array(adapter.sent_key)
-        self.layer_key = adapter.layer_key
-        if self.layer_key:
-            layer = state[self.layer_key] = state[self.layer_key].to("cpu", torch.float32)
+        if key := adapter.layer_key:
+            layer = state[key] = state[key].to("cpu", torch.float32)
             self.tensor.layer = layer.numpy()
         self.data_ptr = p.data_ptr()
 

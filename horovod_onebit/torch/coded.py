@@ -21,7 +21,7 @@ from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
 from horovod_onebit.torch.arrays import gradient_of
 from horovod_onebit.torch.collectives import tensor_of
-from horovod_onebit.torch.countdown import Countdown
+from horovod_onebit.torch.early import Early
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.warmup import EXACT_FIRST
 
@@ -35,9 +35,7 @@ class Coded:
         self._sums = sums
         self._loads = 0
         self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout
-        self._decided = False  # whether anything may be sent before ``average`` in this step
-        self._plan: Plan | None = None  # what is being sent
-        self._buckets = Countdown()
+        self._early = Early(self._mean.engine)
 
     @property
     def _factor(self) -> int:
@@ -80,42 +78,31 @@ class Coded:
     def computed(self, p: torch.Tensor, now: Callable[[], Sequence[torch.Tensor]]) -> None:
         """The gradient of ``p`` is final: let messages leave that waited for it alone, if the next average is of the
         same parameters as the last one; it is of ``now()``. Local."""
-        if not self._decided:
-            self._decided = True
-            self._begin(now())
-        if self._plan is not None:
-            flat: dict[int, Any] = {}
-            for bucket in self._buckets.complete(p):
-                for number in self._buckets.members[bucket] - flat.keys():
-                    flat[number] = self._gradient(self._averaged[number])
-                self._mean.engine.send(bucket, flat, self._plan)
+
+        def begin() -> tuple[Plan | None, Mapping[torch.Tensor, torch.Tensor]]:
+            found = now()
+            plan = self._mean.begin([self._unit(one) for one in found]) if self._same(found) else None
+            return plan, {one: one for one in found}
+
+        self._early.computed(p, begin, self._gradient)
 
     def leave(self) -> None:
         """See ``Engine.leave``."""
-        if self._plan is not None:
-            self._mean.engine.leave(self._plan)
-
-    def _begin(self, now: Sequence[torch.Tensor]) -> None:
-        if not self._same(now):
-            return
-        self._plan = self._mean.begin([self._unit(p) for p in now])
-        layout = self._mean.engine.layout
-        if self._plan is not None and layout is not None:
-            self._buckets.start(layout, now)
+        self._early.leave()
 
     def _same(self, now: Sequence[torch.Tensor]) -> bool:
         return list(map(id, now)) == list(map(id, self._averaged))
 
     def stale(self, now: Callable[[], Sequence[torch.Tensor]]) -> bool:
         """Whether something has left, and the average is to be of other parameters, ``now()``, than it was then."""
-        return self._plan is not None and not self._same(now())
+        return self._early.plan is not None and not self._same(now())
 
     def recall(self, changed: Iterable[torch.Tensor]) -> Task[None]:
         """Take back what some workers have sent of this step; ``changed`` are parameters whose gradients have changed
         since, and the errors of these are lost. Collective."""
         yield from self._mean.recall([self._gradient(p) for p in self._averaged])
         self.lose(changed)
-        self.over()
+        self._early.over()
 
     def lose(self, changed: Iterable[torch.Tensor]) -> None:
         """The errors of ``changed``, which cannot be restored, are zero."""
@@ -124,22 +111,18 @@ class Coded:
     def cancel(self, *, by_all: bool) -> None:
         """See ``Engine.cancel``."""
         self._mean.engine.cancel(by_all=by_all)
-        self.over()
-
-    def over(self) -> None:
-        """The gradients of this step were averaged, or are averaged no more."""
-        self._decided, self._plan = False, None
+        self._early.over()
 
     @property
     def sent_finite(self) -> Finite:
         """See ``Engine.sent_finite``."""
-        return Finite.UNKNOWN if self._plan is None else self._mean.engine.sent_finite
+        return Finite.UNKNOWN if self._early.plan is None else self._mean.engine.sent_finite
 
     def average(self, parameters: Iterable[torch.Tensor], beside: Task[bool], *, certain: bool = False) -> Task[None]:
         """The gradients of ``parameters`` become the averages; infinity on all workers if those of some worker, or what
         is averaged ``beside`` them, is not finite. ``certain``: all workers have sent finite ones. Collective."""
         each = self._averaged = list(parameters)
-        self.over()
+        self._early.over()
         units = [self._unit(p) for p in each]
         gradients = [self._gradient(p) for p in each]
         if not (yield from self._mean.mean(units, gradients, beside, certain=certain)):
@@ -161,7 +144,7 @@ class Coded:
         """There are other workers now, some of which have seen nothing: all begin anew. Local."""
         self._mean.forget_world()
         self._averaged = []
-        self.over()
+        self._early.over()
 
     def state(self) -> Learned | None:
         """See ``CodedMean.state``."""
@@ -171,7 +154,7 @@ class Coded:
         """See ``CodedMean.load``."""
         self._mean.load(saved)
         self._averaged, self._loads = [], self._parameters.loads
-        self.over()
+        self._early.over()
 
     def check(self, saved: Learned | None, sizes: Mapping[str, int]) -> None:
         """See ``CodedMean.check``."""

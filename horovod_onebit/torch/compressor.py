@@ -37,7 +37,7 @@ from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Residuals, Weighing
+from horovod_onebit.world import Weighing
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -58,7 +58,6 @@ class Steps(RunState):
         self._check_replicas_every = check_replicas_every
         self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
-        self.left: Residuals | None = None  # those of a world of other workers
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -135,15 +134,11 @@ class Steps(RunState):
         """Of all parameters that may have residuals, those that are gone included."""
         return {name: p.numel() for p, name in self.parameters.all_names()}
 
-    def load_residuals(self, saved: Residuals) -> None:
-        super().load_residuals(saved)
-        self.left = None  # older than what was saved
-
     # -- other workers ------------------------------------------------------------------------------------------------
 
     def leave_world(self) -> None:
-        """Horovod was restarted: forget what is under way, remember the residuals. Local."""
-        self.left, self._apart = self.engine.leave_world(self.left), 0
+        super().leave_world()
+        self._apart = 0
         self.agreement.reset()
 
     def with_residuals(self) -> Iterable[torch.Tensor]:
@@ -158,8 +153,7 @@ class Steps(RunState):
             # A new worker's layers are frozen, or not, as they were when the job began.
             root = min(self.transport.ranks, default=0)
             sizes = self.transport.broadcast_object(sizes, root, f"{self.engine.name}.residuals")
-            yield from self.engine.share_out(self.left, sizes)
-            self.left = None
+            yield from self.redistribute(sizes)
 
 
 NO_SCALING = Scaling()

@@ -204,9 +204,10 @@ class DistributedTransport:
         self._whole = len(self.ranks) == self.world[1]
         self._control = self._groups.others([self.ranks], nccl=False) if self._whole else self._groups
         self.number = 0 if self._whole else 1 + sum(2**rank for rank in self.ranks)
-        self.rank, self.size = dist.get_rank(self._groups.host), len(self.ranks)
+        self.size = len(self.ranks)
         hosts = self.allgather_object(host_number(), "the workers' hosts")
-        self._collectives = DistributedCollectives(self._groups, (hosts[self.rank], hosts.count(hosts[self.rank])))
+        own = hosts[dist.get_rank(self._groups.host)]
+        self._collectives = DistributedCollectives(self._groups, (own, hosts.count(own)))
         self._agreement = DistributedCollectives(self._control, eager=True)
         self._lanes: dict[int, tuple[weakref.ref[_Lane], _Groups]] = {}  # by number, alike on all workers
         self._numbers = count()

@@ -16,7 +16,7 @@ import hashlib
 import logging
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
@@ -37,7 +37,7 @@ from horovod_onebit.torch import exact
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, gradient_of, is_dense
 from horovod_onebit.torch.coded import Coded
-from horovod_onebit.torch.countdown import Countdown
+from horovod_onebit.torch.early import Early
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.private import untraced
 from horovod_onebit.warmup import Phase
@@ -131,11 +131,8 @@ class Gradients:
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._warm = True  # whether this step is one of the warm-up, by its first gradient
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
-        self._decided = False  # whether anything may be sent in this step
-        self._plan: Plan | None = None  # what is being sent
-        self._bindings: list[Binding] = []  # by number, in this step
+        self._early = Early(engine)  # of compressed steps
         self._version = -1  # of the parameters, when the first message of this step was sent
-        self._buckets = Countdown()
         self.coded: Coded | None = None
         if codes(engine.recipe, parameters.warmup):
             self.coded = Coded(parameters, engine, sums=arguments.sums, lane=arguments.transport.lane())
@@ -202,7 +199,8 @@ class Gradients:
                 self._marks[p] = _Mark.of(p.grad)
                 self._leave(p)
         elif self._sends_early and p in self._parameters.bindings:
-            self._count_down(p)
+            self._marks[p] = _Mark.of(p.grad)
+            self._early.computed(p, self._begin, _gradient)
 
     def _leave(self, p: torch.Tensor) -> None:
         """In the warm-up the gradient of ``p`` is final. Beside messages in few bits, exact means that are paired by
@@ -225,45 +223,21 @@ class Gradients:
 
     # -- messages that leave during backward ----------------------------------------------------------------------
 
-    def _count_down(self, p: torch.Tensor) -> None:
-        """The gradient of ``p`` is final: send the buckets that waited for it alone, if they may leave now."""
-        if not self._decided:
-            self._decided = True
-            self._plan = self._begin()
-        assert p.grad is not None
-        self._marks[p] = _Mark.of(p.grad)
-        if self._plan is not None:
-            for bucket in self._buckets.complete(p):
-                self._send(bucket, self._plan)
-
-    def _begin(self) -> Plan | None:
+    def _begin(self) -> tuple[Plan | None, Mapping[torch.Tensor, Binding]]:
         """At the first gradient of a step: the step whose messages may leave before ``step()``, if they may."""
-        parameters, layout = self._parameters, self._engine.layout
-        if not self._proven or self._engine.workers_changed or parameters.schedule is not None:
-            return None
-        if layout is None or not parameters.all_current:
-            return None
-        self._buckets.start(layout, parameters.bindings)
-        self._bindings = list(parameters.bindings.values())
+        parameters, engine = self._parameters, self._engine
+        if not self._proven or engine.workers_changed or parameters.schedule is not None:
+            return None, {}
+        if engine.layout is None or not parameters.all_current:
+            return None, {}
         self._version = parameters.version
-        return parameters.plan()
-
-    @torch.no_grad()
-    def _send(self, bucket: int, plan: Plan) -> None:
-        grads = {}
-        for number in self._buckets.members[bucket]:
-            binding = self._bindings[number]
-            if not binding.in_place:
-                binding.pull()
-            grads[number] = binding.grad()
-        self._engine.send(bucket, grads, plan)
+        return parameters.plan(), parameters.bindings
 
     def leave(self) -> None:
         """Let leave what was encoded, before this worker waits for the others. Local."""
         if self.coded is not None:
             self.coded.leave()
-        if self._plan is not None:
-            self._engine.leave(self._plan)
+        self._early.leave()
 
     def _surroundings(self) -> object:
         """What messages depend on besides gradients: hyperparameters, and the memory of parameters."""
@@ -272,7 +246,7 @@ class Gradients:
 
     def edited(self) -> bool:
         """Whether anything has changed that was sent already; learns to send later where it can."""
-        parameters, plan = self._parameters, self._plan
+        parameters, plan = self._parameters, self._early.plan
         changed = [p for p, mark in self._marks.items() if mark.differs(p.grad)]
         self._proven |= bool(self._marks) and not changed
         if parameters.phase is Phase.WARMUP:
@@ -301,8 +275,7 @@ class Gradients:
         """
         if self._sends_early or (averages and self._averages_early):
             self._sends_early, self._averages_early = False, self._averages_early and not averages
-            level = logging.INFO if self._engine.collectives.rank == 0 else logging.DEBUG
-            logger.log(level, "gradients are sent in step() and not during backward(): %s", reason)
+            self._engine.say(logging.INFO, "gradients are sent in step() and not during backward(): %s", reason)
 
     # -- exact averages -------------------------------------------------------------------------------------------
 
@@ -403,15 +376,14 @@ class Gradients:
         """What was remembered of gradients counts no more: the step is over, or they may change now."""
         self._marks.clear()
         self._noticed = None
-        self._bindings = []
-        self._decided, self._plan = False, None
+        self._early.over()
 
     def cancel(self, *, by_all: bool) -> None:
         """What is under way is dropped: by all workers, which refuse the step that was begun and keep their gradients;
         or by this one, which has loaded another state. Local."""
         self._cancel(by_all=by_all, restore=by_all)
         if by_all:  # of what was sent, those whose states were edited since have no residuals
-            gone = [b.tensor.name for b in self._bindings if b.p not in self._parameters.bindings]
+            gone = [b.tensor.name for b in self._early.parts if b.p not in self._parameters.bindings]
             self._engine.feedback.reset(gone)
         self._clear(settled=by_all)
 
@@ -439,8 +411,6 @@ class Gradients:
     def forget_world(self) -> None:
         """Horovod was restarted: nothing is under way."""
         self._generation.reset()
-        if self.coded is not None:
-            self.coded.forget_world()
         self._clear()
 
     def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -458,6 +428,13 @@ class Gradients:
         self.forget_marks()
         if not (settled and self.where.settled and self._warm):  # after it, they are each worker's own
             self.where = Where.NOWHERE
+
+
+def _gradient(binding: Binding) -> Any:
+    """That of a parameter, flat, as the core sees it."""
+    if not binding.in_place:
+        binding.pull()
+    return binding.grad()
 
 
 class Watches(Protocol):

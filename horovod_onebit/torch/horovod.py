@@ -132,10 +132,6 @@ class HorovodTransport:
         return bool(self.process_set.included())
 
     @property
-    def rank(self) -> int:
-        return int(self.process_set.rank())
-
-    @property
     def size(self) -> int:
         return int(self.process_set.size())
 

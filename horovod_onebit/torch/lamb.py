@@ -11,9 +11,6 @@ from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.norms import length
 
-REMOVED = ("factor_min", "factor_max", "factor_threshold")
-"""Options of parameter groups in earlier versions."""
-
 
 class LAMB(torch.optim.Optimizer):
     """Adam whose update is scaled, tensor by tensor, to the length of the weights (You et al. 2020, Algorithm 2).
@@ -77,13 +74,11 @@ class LAMB(torch.optim.Optimizer):
         super().__init__(params, defaults)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """``load_state_dict`` calls it, too. States of earlier versions are brought up to date."""
+        """``load_state_dict`` calls it, too, which has cast all state to the parameters' dtypes."""
         super().__setstate__(state)
-        for group in self.param_groups:
-            for name in REMOVED:
-                group.pop(name, None)
         for kept in self.state.values():
-            modernize(kept)
+            if "layer" in kept:
+                kept["layer"] = kept["layer"].to(torch.float32, copy=True)
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One step; parameters without a gradient stay as they are."""
@@ -127,10 +122,3 @@ def init_state(p: torch.Tensor, state: dict[str, Any]) -> None:
         state["exp_avg"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["exp_avg_sq"] = torch.zeros_like(p, memory_format=torch.preserve_format)
         state["layer"] = torch.zeros(1, dtype=torch.float32, device=p.device)
-
-
-def modernize(state: dict[str, Any]) -> None:
-    """Take out of a parameter's ``state`` what earlier versions kept besides: two numbers, and a second moment."""
-    state.pop("exp_avg_sq_fresh", None)
-    if "layer" in state:
-        state["layer"] = state["layer"][:1].to(torch.float32, copy=True)  # load_state_dict casts it

@@ -10,15 +10,13 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from typing import Any
 
-import numpy as np
 import torch
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from horovod_onebit.averages import own_share
 from horovod_onebit.checks import whole
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
@@ -37,7 +35,7 @@ from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Scaling, Where, all_finite, densify, let_go, release, take, unscale
-from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
 from horovod_onebit.torch.plain import VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.progress import Progress
@@ -276,24 +274,19 @@ class LocalParameters(Parameters):
             steps, beta2 = int(state["step"]), float(group["betas"][1])
             if not steps:
                 state["step"].fill_(self.steps)
-            value = state[str(self.adam.variance_key)].detach().to("cpu", torch.float32).reshape(-1)
-            grad = torch.zeros_like(p) if p.grad is None else p.grad.detach()
-            corrected = (value / (1 - beta2 ** max(steps, 1))).numpy()
-            last = grad.to("cpu", torch.float32).reshape(-1).numpy()
             rule: Any = self.adam.rule(group, 1.0)
-            if l2 := rule.l2:  # it is in what the second moment has seen, and is no noise
-                last = last + np.float32(l2) * p.detach().to("cpu", torch.float32).reshape(-1).numpy()
-            share = own_share(beta2, steps - self.common_steps(p), steps)
-            moments.append(Moment((group, p), corrected, last, share))
+            last = rule.decayed(_on_host(torch.zeros_like(p) if p.grad is None else p.grad), _on_host(p))
+            variance, own = _on_host(state[str(self.adam.variance_key)]), steps - self.common_steps(p)
+            moments.append(Moment((group, p), variance, last, beta2, steps, own, self.steps))
         return moments
 
     def freeze(self, of: tuple[dict[str, Any], torch.Tensor], second: Array) -> None:
-        """Keep ``second``, whose bias is corrected, as that of the parameter ``of`` a group."""
+        """Keep ``second`` as that of the parameter ``of`` a group."""
         group, p = of
         self.renewed.discard(p)
         if self.adam is not None and second.any():  # or it has had no gradient yet, on any worker, and is not frozen
-            value = torch.from_numpy(second) * (1 - float(group["betas"][1]) ** self.steps)
-            self.optimizer.state[p][str(self.adam.variance_key)] = plain.coarsen(value).view(p.shape).to(p.device)
+            value = plain.coarsen(torch.from_numpy(second))
+            self.optimizer.state[p][str(self.adam.variance_key)] = value.view(p.shape).to(p.device)
             self.set_seen(group, p, self.steps)
 
     def taken(self, p: torch.Tensor) -> int:
@@ -390,21 +383,14 @@ class LocalParameters(Parameters):
             self.set_seen(group, p, seen[p])
 
 
+def _on_host(tensor: torch.Tensor) -> Array:
+    """``tensor``, flat float32, in host memory."""
+    found: Array = tensor.detach().to("cpu", torch.float32).reshape(-1).numpy()
+    return found
+
+
 def _is_frozen(binding: Binding) -> bool:
     return isinstance(binding.state, _Both)
-
-
-@contextmanager
-def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """The wrapped optimizer passes over ``parameters``."""
-    grads = {p: p.grad for p in parameters}
-    for p in grads:
-        p.grad = None
-    try:
-        yield
-    finally:
-        for p, grad in grads.items():
-            p.grad = grad
 
 
 class OwnGradients:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from itertools import chain, repeat
 from itertools import count as numbers_from
 from typing import Any, TypeVar
@@ -34,10 +35,13 @@ from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
 from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup
 
-logger = logging.getLogger("horovod_onebit")
-
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
+COMPARED = (
+    "the shape of {}", "the dtype of {}", "the memory order of {}", "whether {} is frozen",
+    "whether {} is never compressed", "the place of {} among the optimizer's parameters",
+)  # fmt: skip
+"""Of each parameter, what must be the same on all workers, in words."""
 WORDS = {"lr": "learning rate", "weight_decay": "weight decay", "grad_scale": "the factor of gradients (maximize, op)"}
 SAMPLE = 16  # values of each tensor that a digest covers
 
@@ -159,9 +163,8 @@ class Parameters:
                 changed = [p for p in group["params"] if self._beta2.get(p, beta2) != beta2]
                 found |= {id(p): self._beta2[p] for p in changed if self.seen(p) is not None}
             if found and not self._overruled[1]:
-                level = logging.WARNING if self.engine.collectives.rank == 0 else logging.DEBUG
                 text = "betas[1] was changed, and %d second moments are frozen: they stay what they are"
-                logger.log(level, text, len(found))
+                self.engine.say(logging.WARNING, text, len(found))
             self._overruled = key, found
         return self._overruled[1]
 
@@ -340,8 +343,8 @@ class Parameters:
             self._begin_again(groups[p], p)
         self._order()
         names = ", ".join(self.names[p] for p in edited[:5]) + (" ..." if len(edited) > 5 else "")
-        level = logging.INFO if self.engine.collectives.rank == 0 else logging.DEBUG
-        logger.log(level, "the state of %s was changed between two steps: the warm-up begins again", names)
+        text = "the state of %s was changed between two steps: the warm-up begins again"
+        self.engine.say(logging.INFO, text, names)
 
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
         """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
@@ -488,14 +491,8 @@ class Parameters:
 
     def exact_step_alone(self, exact_step: Callable[[], None], exact: Sequence[torch.Tensor]) -> None:
         """The wrapped optimizer's step of ``exact``, which are counted: it passes over those without a gradient."""
-        grads = {p: p.grad for p in self.bindings}
-        for p in grads:
-            p.grad = None
-        try:
+        with without_gradients(self.bindings):
             exact_step()
-        finally:
-            for p, grad in grads.items():
-                p.grad = grad
         for p in exact:
             self.exact_steps[p] += 1
 
@@ -532,14 +529,18 @@ class Parameters:
         """What is trained and how far it is, in one text that is the same on all workers."""
         key = (self.version, len(self.names), [(p.requires_grad, p.dtype, p.shape) for p in self.ordered()])
         if key != self._described[0]:
-            known = [(p, self.names[p]) for p in self.ordered() if p in self.names]
-            rows = [
-                (name, tuple(p.shape), p.stride(), p.dtype, p.requires_grad, p in self.bindings) for p, name in known
-            ]
-            never = [name for p, name in known if p in self.never]
-            text = f"{self.phase} {self.warmup} {self.schedule} {rows} {never}"
+            bound = [self.names[p] for p in self.ordered() if p in self.bindings]
+            text = f"{self.phase} {self.warmup} {self.schedule} {self._rows()} {bound}"
             self._described = key, hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
         return f"{self._described[1]} {self.lineage} {sum(self.exact_steps.values())}"
+
+    def _rows(self) -> dict[str, tuple[object, ...]]:
+        """By name of the parameter, what ``COMPARED`` says."""
+        known = [(p, self.names[p]) for p in self.ordered() if p in self.names]
+        return {
+            name: (tuple(p.shape), p.dtype, p.stride(), not p.requires_grad, p in self.never, place)
+            for place, (p, name) in enumerate(known)
+        }
 
     def hyperparameters(self) -> str:
         """Those of all groups, as a text that is the same on all workers."""
@@ -547,16 +548,11 @@ class Parameters:
 
     def facts(self) -> dict[str, dict[str, object]]:
         """What ``describe`` and ``hyperparameters`` are made of, in words."""
-        trained, counts = dict[str, object](), dict[str, object]()
-        for place, (p, name) in enumerate((p, self.names[p]) for p in self.ordered() if p in self.names):
-            trained |= {
-                f"the shape of {name}": tuple(p.shape),
-                f"the dtype of {name}": p.dtype,
-                f"the memory order of {name}": p.stride(),
-                f"whether {name} is frozen": not p.requires_grad,
-                f"whether {name} is never compressed": p in self.never,
-                f"the place of {name} among the optimizer's parameters": place,
-            }
+        counts, compared = dict[str, object](), self._rows().items()
+        trained = {
+            text.format(name): value for name, row in compared for text, value in zip(COMPARED, row, strict=True)
+        }
+        for p, name in ((p, self.names[p]) for p in self.ordered() if p in self.names):
             counts |= {
                 f"the number of warm-up steps of {name}": self.exact_steps.get(p, 0),
                 f"whether {name} is compressed by now": p in self.bindings,
@@ -725,9 +721,9 @@ class Parameters:
             state = self.optimizer.state[p]
             if key is not None and key in state:
                 now, by = int(state["step"]), 1.0
-                if progress.version > 1 and now == taken[p]:
+                if now == taken[p]:
                     by = self.adapter.variance_factor(group, now, steps)
-                elif progress.version > 1:  # a plain optimizer has gone on from there
+                else:  # a plain optimizer has gone on from there
                     steps = now
                 state[key] = plain.restored(state[key], by)
             if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
@@ -746,6 +742,19 @@ class Parameters:
             compressed = self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED
             if loaded:
                 self.adapter.keep_float32(p, loaded, self.optimizer.state[p], compressed=compressed)
+
+
+@contextmanager
+def without_gradients(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """The wrapped optimizer passes over ``parameters``."""
+    grads = {p: p.grad for p in parameters}
+    for p in grads:
+        p.grad = None
+    try:
+        yield
+    finally:
+        for p, grad in grads.items():
+            p.grad = grad
 
 
 class _Gradients(dict[int, Any]):

@@ -9,7 +9,7 @@ from typing import Any
 from horovod_onebit.errors import ConfigurationError
 
 VERSION = 3
-READABLE = (1, 2, 3)  # 1 has second moments as they are, and neither "taken" nor "unstarted"; 2, one rate for all
+READABLE = (2, 3)  # 2, of version 0.1.0, has neither "rates" nor "common"
 
 
 @dataclass(frozen=True)
@@ -73,10 +73,7 @@ class Progress:
                 f"the progress in this optimizer state is damaged, or of other parameters: {', '.join(wrong)}; "
                 f"expected counts for {parameters} parameters"
             )
-        found = {name: state[name] for name in cls.__dataclass_fields__ if name in state}
-        if isinstance(found.get("rates"), float):
-            found["rates"] = [found["rates"]] * parameters
-        return cls(**found)
+        return cls(**{name: state[name] for name in cls.__dataclass_fields__ if name in state})
 
 
 def _is_count(value: Any) -> bool:

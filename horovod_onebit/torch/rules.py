@@ -14,7 +14,7 @@ from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Stepwise
-from horovod_onebit.torch.lamb import init_state, modernize
+from horovod_onebit.torch.lamb import init_state
 from horovod_onebit.torch.plain import VARIANCE_STEPS, factor
 
 ParamGroup = dict[str, Any]
@@ -155,10 +155,6 @@ class SGDAdapter(Adapter):
 
 class LAMBAdapter(AdamAdapter):
     layer_key = "layer"
-
-    def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
-        super().keep_float32(p, loaded, state, compressed=compressed)
-        modernize(state)
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)

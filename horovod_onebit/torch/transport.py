@@ -70,7 +70,7 @@ class Transport(Protocol):
         number: 0 is the whole world; the same on all workers of the group.
         ranks: its workers, as ranks of the world.
         included: whether this worker is one of them.
-        rank, size: in the group.
+        size: of the group.
         world: this worker's rank in the world, and the size of that.
         in_order: collectives are paired by the order of calls, and not by name. What is started before the workers
             have agreed is then held (``tasks.Held``), but for what travels in a ``lane``, and exact means are fused.
@@ -86,9 +86,6 @@ class Transport(Protocol):
 
     @property
     def included(self) -> bool: ...
-
-    @property
-    def rank(self) -> int: ...
 
     @property
     def size(self) -> int: ...

@@ -349,13 +349,6 @@ def test_workers_that_disagree_about_the_freeze_are_told(eager):
         trained()
 
 
-def test_models_of_earlier_versions_freeze_nothing():
-    optimizer = local(keras.optimizers.Adam(3e-3), SHORT)
-    config = optimizer.get_config()
-    del config["horovod_onebit"]["schedule"]["freeze"]
-    assert type(optimizer).from_config(config)._wrapping.schedule == onebit.Local(every=4, doubling=0, freeze=0)
-
-
 def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():
     schedule = onebit.Local(every=4, doubling=0, momentum=0.9)
     model = build()

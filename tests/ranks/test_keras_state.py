@@ -197,13 +197,6 @@ def test_gradients_that_wait_are_those_of_all_workers_after_an_elastic_sync(scal
     assert_replicas_equal(model)
 
 
-def test_configurations_of_earlier_versions_load():
-    optimizer = wrap(OPTIMIZERS["adam"](), recipe="paper")
-    config = optimizer.get_config()
-    config["horovod_onebit"]["recipe"] |= {"floor": None, "rescale_error": False, "refresh": None}
-    assert type(optimizer).from_config(config).recipe == optimizer.recipe
-
-
 @pytest.mark.parametrize("kind", ["adamw", "sgd"])
 def test_the_automatic_warm_up_is_the_default(kind, tmp_path):
     model = build(hidden=(96, 48))

@@ -781,24 +781,6 @@ def test_a_resumed_run_knows_of_what_rates_its_residuals_are(folder, schedule):
     assert torch.equal(moments(model, optimizer), moments(again, resumed)) or not REPEATABLE
 
 
-def test_a_state_of_version_2_has_one_rate_for_all():
-    model = Net()
-    optimizer = in_groups(model, FOURS[0])
-    train(model, optimizer, 40)
-    state = copy.deepcopy(optimizer.state_dict())
-    own = state["param_groups"][0]["horovod_onebit"]
-    own |= {"version": 2, "rates": max(own["rates"])}
-    again = Net()
-    again.load_state_dict(model.state_dict())
-    resumed = in_groups(again, FOURS[0])
-    resumed.load_state_dict(state)
-    resumed.load_feedback_state_dict(optimizer.feedback_state_dict())
-    for one, its_own in ((model, optimizer), (again, resumed)):
-        set_rates(its_own, 3e-4, 3e-4)
-        train(one, its_own, 8, start=40)
-    assert torch.equal(weights(model), weights(again)) or not REPEATABLE
-
-
 @pytest.mark.parametrize(("momentum", "delay"), [(0.0, 0), (0.3, 0), (0.3, 5)])
 @pytest.mark.parametrize("steps", [3, 13, 16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])

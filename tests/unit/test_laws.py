@@ -103,7 +103,7 @@ ALLOWED = {
     "simulation": set(),
     "checkpoints": {"feedback", "world"},
     "checkpoint": {"checkpoints", "handshake", "kernels", "optimizer", "tasks", "world"},
-    "run_state": {"engine", "kernels", "warmup", "world"},
+    "run_state": {"engine", "kernels", "tasks", "warmup", "world"},
     "world": {"exchange", "feedback", "kernels", "layout"},
     "mpi": set(),
     "install": set(),
