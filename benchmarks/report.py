@@ -51,9 +51,10 @@ parameters, the workers, the link and the computing time of a step:
 
 The networks are linear layers of one width, trained by AdamW. "no communication" is `torch.optim.AdamW` on all hosts
 at once, each alone; the time is that of the slowest host, as it is for all methods. One bit can be faster than that on
-a fast link: it takes AdamW's step in its own kernel, which one core computes sooner than PyTorch's default one, which
-all others take. PyTorch's with `fused=True`, which was not measured here, is as fast ([the codec](#the-codec)). Over
-Gloo, PowerSGD crashes with more than one bucket, so it has one. Three and four hosts share two cores.
+a fast link: it takes AdamW's step in its own kernel. One core computes that sooner than PyTorch's default
+implementation, with which all other methods were measured. PyTorch's `fused=True`, which was not measured here, is as
+fast ([the codec](#the-codec)). Over Gloo, PowerSGD crashes with more than one bucket, so it has one. Three and four
+hosts share two cores.
 
 {trainings}
 
@@ -91,9 +92,9 @@ the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the a
 {foretold}
 
 Three and four hosts share two cores here, and what that costs was measured on the same machine. On 2 cores of an AMD
-EPYC the exchanges of 2 hosts were within 24 % as well, but for 4 hosts the predicted times were 14 to 53 % too high
-(`python -m benchmarks.link --only 4-1gbit-25M`): steps there were 4.5 times as fast as Horovod's in float32 with one
-bit, 3.9 times with PowerSGD of rank 1, and 5.0 times without communication.
+EPYC the exchanges of 2 hosts were within 24 % (here within 25 %), but for 4 hosts the predicted times were 14 to 53 %
+too high (`python -m benchmarks.link --only 4-1gbit-25M --json link.json`): steps there were 4.5 times as fast as
+Horovod's in float32 with one bit, 3.9 times with PowerSGD of rank 1, and 5.0 times without communication.
 
 ## On a GPU
 
@@ -166,8 +167,9 @@ Mbit/s) and 0.63 (100 Mbit/s) of float32's seconds, float16 0.56 and 0.59, `oneb
 and 1.57: there, computing takes most of the time. `onebit local 8` is `schedule=Local()`: at so few steps, its second
 moments are not frozen yet, and its rounds have 4 steps. `onebit local 16` is `Local(every=16, freeze=0)`, whose
 moments stay each worker's own, with rounds of 16. DiLoCo has the published outer rate and momentum, which are not the
-best ones for short runs ([study 18](studies.md#18-diloco-and-powersgd-their-settings-searched-for)). The clock stands
-still during evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed.
+best ones for short runs ([study 18](studies.md#18-diloco-and-powersgd-tuned)). The clock stands still during
+evaluations. Brackets hold the smallest and the largest of the seeds; ratios are taken within a seed. `onebit three
+bits` was not run at 1 and 10 Gbit/s.
 
 {tables}
 
@@ -423,7 +425,7 @@ def targets() -> str:
         return ""
     found = load("target")
     parts = []
-    for result in found["results"].values():
+    for result in sorted(found["results"].values(), key=lambda one: planner.rate(one["rate"])):
         rows = []
         for way, one in target.rows(result).items():
             middle, low, high = one["seconds"]

@@ -204,7 +204,7 @@ class Alone(Protocol):
         ...
 
     def freeze(self, of: Any, second: Array) -> None:
-        """Keep ``second``, whose bias is corrected, as the second moment."""
+        """Keep ``second`` as the second moment, biased as one of ``Moment.count`` steps."""
         ...
 
 

@@ -260,7 +260,7 @@ class Engine:
         self.say(logging.INFO, text, f"{layout.size:,}", len(layout.tensors), len(layout.buckets), exchange)
 
     def say(self, level: int, text: str, *values: object) -> None:
-        """Log on worker 0; on the others for debugging alone."""
+        """Log on worker 0, and on one that is outside of the workers; on the others for debugging alone."""
         logger.log(level if self.collectives.rank <= 0 else logging.DEBUG, text, *values)
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:

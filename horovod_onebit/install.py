@@ -35,9 +35,10 @@ CALLBACKS = (
     "LearningRateWarmupCallback",
     "MetricAverageCallback",
 )
+REFUSED = "horovod_onebit.tf.refused"
 KERAS = (
     ("", "horovod_onebit.tf", ("DistributedOptimizer",)),
-    ("", "horovod_onebit.tf.refused", ("PartialDistributedOptimizer", "load_model")),
+    ("", REFUSED, ("PartialDistributedOptimizer", "load_model")),
     (".callbacks", "horovod_onebit.tf.callbacks", CALLBACKS),
     (".elastic", "horovod_onebit.tf.elastic", ("KerasState", "run")),
 )
@@ -111,7 +112,8 @@ class _Finder:
 def _replace(place: str) -> None:
     for submodule, ours, names in PLACES[place]:
         module, source = import_module(f"{place}{submodule}"), import_module(ours)
-        for name in filter(module.__dict__.__contains__, names):
+        # Not all of Horovod's modules for Keras have what is refused.
+        for name in (name for name in names if ours != REFUSED or hasattr(module, name)):
             value = getattr(source, name)
             _replaced.append((module, name, getattr(module, name)))
             setattr(module, name, _with_options(value) if name == "DistributedOptimizer" else value)

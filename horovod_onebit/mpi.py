@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 
 class _Handle:
-    def __init__(self, request: Any, source: NDArray, result: NDArray) -> None:
+    def __init__(self, request: Any, source: Any, result: Any) -> None:
         self.request, self.source, self.result = request, source, result
 
     def ready(self) -> bool:
@@ -30,7 +30,8 @@ class _Handle:
 
     def wait(self) -> NDArray:
         self.request.Wait()
-        return self.result
+        result, self.result, self.source = self.result, None, None
+        return result
 
 
 class _Sum(_Handle):
@@ -41,8 +42,9 @@ class _Sum(_Handle):
         self.comm = comm
 
     def wait(self) -> NDArray:
-        self.comm.Bcast(super().wait(), root=0)
-        return self.result
+        result = super().wait()
+        self.comm.Bcast(result, root=0)
+        return result
 
 
 _H = TypeVar("_H", bound=_Handle)

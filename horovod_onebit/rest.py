@@ -91,9 +91,9 @@ def wanted(
     if not answers.any("holds"):
         return {}
     found: Moves = {}
-    held = np.packbits([one.bits.any() for one in own.values()])
-    held = np.unpackbits((yield from _of_any(held, collectives, f"{name}.rest.held", traffic)), count=len(own))
-    of_any = {number: one for (number, one), some in zip(own.items(), held, strict=True) if some}
+    which = np.packbits([one.bits.any() for one in own.values()])
+    which = np.unpackbits((yield from _of_any(which, collectives, f"{name}.rest.held", traffic)), count=len(own))
+    of_any = {number: one for (number, one), some in zip(own.items(), which, strict=True) if some}
     bits = np.concatenate([one.bits for one in of_any.values()])
     bits = yield from _of_any(bits, collectives, f"{name}.rest.bits", traffic)
     ends = np.cumsum([one.bits.size for one in of_any.values()])

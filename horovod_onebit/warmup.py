@@ -106,7 +106,7 @@ class AutoWarmup(Warmup):
         return {"steps": self.steps, "norms": dict(self.norms), "peak": self.peak, "peak_step": self.peak_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        state = {} if "since" in state else state
+        state = state if "norms" in state else {}
         norms = state.get("norms", {})
         self.steps, self.norms = state.get("steps", NEVER), {int(step): norm for step, norm in norms.items()}  # of JSON
         self.peak, self.peak_step = state.get("peak", -math.inf), state.get("peak_step", 0)

@@ -64,14 +64,14 @@ HEAD = """# Studies
 
 These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
 removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
-gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the
-digits' first layers, weights of pixels that are always black are such elements. Newer are studies 17 to 21, in study 12
-`vgg`, `vit`, `speech`, `language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12,
-15, 16, 17 and 20; study 19 ran on a GPU. Older or from elsewhere are: in study 6 the rows of 16 workers, whose servers
-did not yet subtract the momentum that all workers know; in study 19 the row in three bits, which had blocks of 1,024
-elements and kept all errors; in study 10 the rows from `exact, other machine` on, whose percentages are beside that
-row. Who has CIFAR-10, WMT-14 or LibriSpeech trains the networks of study 16
-on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR holds: `studies/own_data.py`).
+gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the digits' first layers, weights of
+pixels that are always black are such elements. Newer are studies 17 to 21, in study 12 `vgg`, `vit`, `speech`,
+`language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12, 15, 16, 17 and 20; study
+19 ran on a GPU. These rows are older, or from another machine: in study 6 those of 16 workers, whose servers did not
+yet subtract the momentum that all workers know; in study 19 that in three bits, which had blocks of 1,024 elements and
+kept all errors; in study 10 those from `exact, other machine` on, compared with that row. If you have CIFAR-10, WMT-14
+or LibriSpeech, train the networks of study 16 on them: `python -m studies networks --data-dir DIR --steps 20000` (what
+DIR holds: `studies/own_data.py`).
 
 | name | meaning |
 |---|---|
@@ -83,26 +83,26 @@ on them: `python -m studies networks --data-dir DIR --steps 20000` (what DIR hol
 | study | question | answer |
 |---|---|---|
 | 1 | Does compressed Adam diverge on a function of two variables? | Only as the paper prints the algorithm |
-| 2 | How early may compression start? | At moderate rates after 24 of 300 steps; `paper` diverges on images |
+| 2 | How early may compression start? | `robust`: after 24 of 300 steps, if rates are moderate; `paper` diverges |
 | 3 | Why does the published algorithm diverge? | Magnitudes differ by orders within one tensor |
 | 4 | What if gradients differ in magnitude? | `paper` and `fixed` diverge; `robust`: at worst 12 times the loss |
 | 5 | Is `paper` really the published algorithm? | Yes, bit for bit |
 | 6 | Which learning rate, how long a warm-up? | `"auto"`: at most 210 steps after the rate has risen |
 | 7 | Should the second moment be updated later? | Not after a warm-up of 200 steps |
 | 8 | What does a second stage cost? | 0.2 to 0.3 % of the loss |
-| 9 | What do local steps cost? | With Adam and 4 workers nothing that shows on text; short runs and 16 workers lose |
+| 9 | What do local steps cost? | With Adam and 4 workers nothing on text; with 16 workers or in short runs, some |
 | 10 | Does it hold for a language model of 0.4 M? | Yes: 0.7 % below exact Adam; PowerSGD of rank 4 ends 7 % above |
 | 11 | A ResNet and a vision transformer? | Both learn as with exact Adam; `paper` fails on the second |
-| 12 | May the warm-up's gradients travel in few bits? | In three: as exact ones on text; not on three networks |
+| 12 | May the warm-up's gradients travel in few bits? | In three: yes on text; three networks end 4 to 14 % higher |
 | 13 | Why does one bit end below exact Adam? | Its second moment is frozen: without compression it ends there, too |
 | 14 | Does DeepSpeed's own 1-bit Adam train a VGG? | No, nor does `paper` |
 | 15 | Fine-tuning, 500 steps? | As with exact Adam, from 50 steps of warm-up in three bits |
-| 16 | The paper's four networks? | `paper` loses the VGG; `robust` none, within half a point but on Jasper |
+| 16 | The paper's four networks? | `paper` loses the VGG; `robust` is within half a point, on Jasper 0.8 |
 | 17 | 0/1 Adam's gradients in three bits? | 3 to 5 % less loss at equal bytes, 6 % if they renew the second moment |
-| 18 | DiLoCo and PowerSGD with searched settings? | 19 and 10 % above exact Adam; `Local(freeze=200)` 0.9 % |
+| 18 | DiLoCo and PowerSGD, tuned? | 19 and 10 % above exact Adam; `Local(freeze=200)` 0.9 % |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Clipping? float16? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |
-| 21 | By the clock, at 10 Mbit/s? | `Local()` first at every loss; one bit passes float16, not PowerSGD |
+| 21 | By the clock, on slow links? | At 10 Mbit/s `Local()` is first at every loss, at 100 PowerSGD, then DiLoCo |
 """
 
 

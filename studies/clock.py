@@ -37,14 +37,19 @@ WAYS = {
     "local": "`Local()`: rounds of 8",
 }
 OURS = ("onebit", "onebit two", "onebit 20", "local")
-NOT_AT: dict[str, tuple[str, ...]] = {"10mbit": (), "100mbit": ()}
-"""Ways that were not run, by link."""
+LEFT_OUT = {
+    ("10mbit", 0): ("powersgd 1", "diloco 64", "onebit two"),
+    ("10mbit", 1): ("float32", "float16"),
+    ("100mbit", 0): (),
+}
+"""By link and seed, the tables, and which of ``WAYS`` they have not."""
 Found = dict[str, dict[str, Any]]
+CONCLUSION = "@"
 
 
-def ways_at(link: str) -> list[str]:
-    """Those of ``WAYS`` that are run on a link."""
-    return [way for way in WAYS if way not in NOT_AT[link]]
+def ways_at(link: str, seed: int) -> list[str]:
+    """Those of ``WAYS`` that are run."""
+    return [way for way in WAYS if way not in LEFT_OUT.get((link, seed), ())]
 
 
 def measured(link: str, way: str, seed: int) -> dict[str, Any]:
@@ -94,57 +99,42 @@ def rows(found: Found) -> Iterator[list[str]]:
         yield [WAYS[way], *text, *to]
 
 
-def _curves(found: dict[str, Found]) -> str:
-    figure, all_axes = report.axes(ncols=len(found), figsize=(8 * len(found), 4), sharey=True, squeeze=False)
-    for axes, (link, ways) in zip(all_axes[0], found.items(), strict=True):
-        for way, one in ways.items():
-            axes.plot(np.array(one["seconds"]) / 60, one["losses"], label=WAYS[way].replace("`", ""))
-        axes.set(title=link.replace("mbit", " Mbit/s"), xlabel="minutes of training", ylabel="test loss, nats a token")
-        axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
+def _curves(found: Found) -> str:
+    figure, axes = report.axes(figsize=(8, 4))
+    for way, one in found.items():
+        axes.plot(np.array(one["seconds"]) / 60, one["losses"], label=WAYS[way].replace("`", ""))
+    axes.set(title="10 Mbit/s", xlabel="minutes of training", ylabel="test loss, nats a token")
+    axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
     return report.save(figure, "clock")
+
+
+def _table(link: str, seed: int, found: Found) -> str:
+    rate = link.replace("mbit", " Mbit/s")
+    head = [f"{rate}, {MINUTES[link]:g} minutes, seed {seed}", "s a step", "steps", "MB received", "test loss"]
+    return report.table([*head, *(f"s to {loss:g}" for loss in losses(found))], rows(found))
 
 
 def run() -> str:
     """The section of the page."""
-    found = {link: {way: measured(link, way) for way in ways_at(link)} for link in MINUTES}
-    any_run = found["10mbit"]["float32"]
+    tables = {(link, seed): {way: measured(link, way, seed) for way in ways_at(link, seed)} for link, seed in LEFT_OUT}
+    parameters = tables["10mbit", 0]["local"]["parameters"]
+    machines = {key: f"{key[0].replace('mbit', ' Mbit/s')}, seed {key[1]}: {found['local']['machine']}"
+                for key, found in tables.items()}  # fmt: skip
     text = [
         "## 21. The larger model on a slow link, by the clock",
-        f"The GPT and the texts of study 19 ({any_run['parameters'] / 1e6:.1f} M parameters), on two hosts with a core "
-        f"each, of {any_run['machine']}, joined by a link of the given rate (network namespaces). All ways train for "
-        f"the same time, at a constant rate of {RATE:g} after {RISE} steps, with batches of {ROWS} rows of "
+        f"The GPT and the texts of study 19 ({parameters / 1e6:.1f} M parameters), on two hosts with a core each, "
+        f"joined by a link of the given rate (network namespaces). All ways train for the same time, at a constant "
+        f"rate of {RATE:g}, which was not searched for, after {RISE} steps, with batches of {ROWS} rows of "
         f"{large.LENGTH} tokens on each worker. DiLoCo has the outer rate of 1 without momentum that study 18 found "
         "best; PowerSGD begins after the two exact steps that PyTorch requires; one bit sends its exact steps in "
-        f"float16. A loss counts as reached where it is first seen: some {LOOKS} times in a run, or where a round "
-        "ends, in the last one also after the time is over. One seed.",
+        "float16, where PowerSGD and DiLoCo send float32. The test loss is computed some "
+        f"{LOOKS} times in a run, for ways with rounds at the end of a round, of which the last one may end after the "
+        "time is over. A loss counts as reached at the first of these looks that shows it. Each way is one run, a job "
+        f"of its own. ({'; '.join(machines.values())}.)",
+        *(_table(link, seed, found) for (link, seed), found in tables.items()),
+        CONCLUSION,
+        _curves(tables["10mbit", 1]),
     ]
-    for link, ways in found.items():
-        to = [f"s to {loss:g}" for loss in losses(ways)]
-        head = [
-            f"{link.replace('mbit', ' Mbit/s')}, {MINUTES[link]:g} minutes",
-            "s a step",
-            "steps",
-            "MB received",
-            "test loss",
-            *to,
-        ]
-        text.append(report.table(head, rows(ways)))
-    text.append(
-        "At 10 Mbit/s, `Local()` is the first at every loss that any way reaches, 1.1 to 2.0 times as fast as the "
-        "next one. Of the ways that exchange in every step, one bit is ahead of float32, and of float16 once its ten "
-        "exact steps are over, which take 23 seconds each, more than half of the time in all. In a run as short as "
-        "this, PowerSGD and DiLoCo are ahead of it. A step in three bits takes 4.6 seconds, one in one bit 1.9 "
-        "(`warmup_steps=20`), as one of PowerSGD does."
-    )
-    text.append(
-        "At 100 Mbit/s, where most of a step is computation, `Local()` and one bit are not the first. PowerSGD of rank "
-        "4 is, down to a loss of 5.74; in the end DiLoCo with rounds of 64 is, whose steps cost the least, and whose "
-        "last look comes 56 seconds late. One bit reaches the last loss of float16 in 133 seconds in place of 250, and "
-        "that of float32 in 88 in place of 244, and takes 1.2 to 1.4 times as long to a loss as PowerSGD. "
-        "`Local()` receives the fewest bytes, 2 to 11 times fewer than the others that are compressed, which does not "
-        "pay on this link. Two bits in the warm-up save a fifth of the bytes, and no time to a loss."
-    )
-    text.append(_curves({"10mbit": found["10mbit"]}))
     return "\n\n".join(text) + "\n"
 
 
@@ -155,7 +145,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     for link in options.links:
-        for way in options.ways or ways_at(link):
+        for way in options.ways or ways_at(link, options.seed):
             measured(link, way, options.seed)
 
 

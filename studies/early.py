@@ -48,7 +48,9 @@ def run() -> str:
     text = [
         "## 2. How early may compression start?",
         PAPER,
-        f"AdamW, {STEPS} steps, two processes over Gloo, means of the seeds in the table. `python -m studies early`.",
+        f"AdamW, {STEPS} steps, two processes over Gloo, means of the seeds in the table. `digits` is a small CNN on "
+        "images of 8x8 pixels, `vgg` a VGG16 of width 8 on the same images, enlarged to 32x32; `charlm` is a small "
+        "GPT. `after 24`: compression starts after 24 exact steps. `python -m studies early`.",
     ]
     figure, panels = report.axes(ncols=len(TASKS), figsize=(12, 3.8))
     for panel, task in zip(panels, TASKS, strict=True):

@@ -212,10 +212,11 @@ def parts(row: Row, of: Losses) -> str:
         100 * (mean(after) - mean(before)) / exact
         for before, after in ((of.exact, of.frozen), (of.frozen, of.clipped), (of.clipped, of.bit))
     )
+    share = 100 * (mean(of.bit) / exact - 1)
+    difference = f"{abs(share):.1f} % {'below' if share < 0 else 'above'}"
     return (
-        f"With {row.workers} workers at a rate of {row.rate:g}, one bit ends {above(of.bit, of.exact)} from exact "
-        f"Adam: freezing the second moment changes the loss by {frozen:+.1f} points, the clip by {clip:+.1f}, the bit "
-        f"by {bit:+.1f}."
+        f"With {row.workers} workers at a rate of {row.rate:g}, one bit ends {difference} exact Adam: of this, "
+        f"freezing the second moment makes {frozen:+.1f} points, the clip {clip:+.1f}, the bit {bit:+.1f}."
     )
 
 

@@ -161,8 +161,8 @@ def run() -> str:
         f"each step. {_clipped(found)}",
         _table(found, f"clipped at {MAX_NORM:g}", CLIPPED, full),
         "The same without clipping, and with the forward pass in float16 (`torch.autocast`) and "
-        f"`torch.amp.GradScaler` (a scale of 65,536). {_skipped(found)} What to see: float16 changes nothing of what "
-        "is above.",
+        f"`torch.amp.GradScaler` (a scale of 65,536). {_skipped(found)} What to see: with one seed, float16 "
+        "changes nothing that shows.",
         _table(found, "float16", HALF, full, HALF_SEEDS),
     ]
     return "\n\n".join(text) + "\n"

@@ -36,7 +36,8 @@ INTRODUCTION = (
     "exchange lacks two things there, which `studies/of_deepspeed_worker.py` adds and which change no value: the "
     "packing of signs to bytes, and an allgather of single numbers. `paper` and `fixed` exchange in two stages, as "
     "DeepSpeed does, `robust` directly. DeepSpeed's optimizers do not correct the bias of the moments, hence the row "
-    "of its own that never compresses."
+    "of its own that never compresses. The mask that DeepSpeed's users can make for elements without gradients (study "
+    "3) was not used."
 )
 
 

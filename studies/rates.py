@@ -37,6 +37,8 @@ from studies.problem import Problem
 from studies.recipes import PRESETS
 
 RUNS = report.ROOT / "build" / "studies"
+SHIPPED = report.ROOT / "studies" / "results"
+"""Of runs that take hours; others are kept in ``RUNS`` alone."""
 WORKERS = (4, 16)
 SEEDS = (0, 1, 2)
 EXCHANGES = {4: "direct", 16: "two_stage"}
@@ -307,6 +309,9 @@ def in_a_name(text: str) -> str:
 def kept(name: str, run: Callable[[], Result]) -> Result:
     """What ``run`` gives, or gave when the study was run before; ``name`` is that of the study, and of the run."""
     file = RUNS / f"{own_data.apart()}{name}.json"
+    shipped = SHIPPED / f"{own_data.apart()}{name}.json"
+    if shipped.exists() and not file.exists():
+        file = shipped
     if not file.exists():
         result = run()
         file.parent.mkdir(parents=True, exist_ok=True)

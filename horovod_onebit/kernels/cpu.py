@@ -469,10 +469,12 @@ def _over_blocks(size: int, block_size: int, work: Callable[[int, int], Any]) ->
 
 
 def _begun(work: Callable[[int, int], Any], first: int, last: int) -> Callable[[], Any]:
-    """``work`` in another thread; what is returned waits for its result, or does the work where no thread can."""
+    """``work`` in another thread; what is returned waits for its result, or does the work when the interpreter ends."""
     try:
         return _pool.get().submit(work, first, last).result
-    except RuntimeError:  # the interpreter ends
+    except RuntimeError as error:
+        if "shutdown" not in str(error):  # no thread can be started, and the work is queued
+            raise
         return partial(work, first, last)
 
 

@@ -30,6 +30,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -129,6 +130,25 @@ def root(_p: Scalars, _g: Number, _m: Number, v: Number, _w: Number, _a: Number)
     return sqrt(v), sqrt(v)
 
 
+@lru_cache(maxsize=256)
+def _scalars(divides: bool, steps: int, start: float, then: float, workers: int) -> Scalars:
+    """Of a tensor that has had so many ``steps``; most tensors have the same."""
+    correction, then_correction = (1 / (1 - BETA2**count) for count in (max(steps, 1), steps + 1))
+    start, then = (max(each, correction * float(TINY)) for each in (start, then))
+    return scalars(
+        Scalars,
+        correction=correction,
+        floor=0.0 if divides else start,
+        start=start,
+        keep=BETA2,
+        take=1 - BETA2,
+        then_correction=then_correction,
+        then_floor=0.0 if divides else then,
+        then_start=then,
+        most=max(MOST, 4 * math.sqrt(workers)) if divides else float(LARGEST),
+    )
+
+
 @dataclass(frozen=True)
 class Gradient(Rule):
     """Of the tensors that this rule sees, the "weight" is where the mean gradient goes, the "momentum" is the residual
@@ -148,21 +168,7 @@ class Gradient(Rule):
 
     def _scalars(self, tensor: Tensor, workers: int = 1) -> Scalars:
         assert tensor.layer is not None
-        seen = max(tensor.variance_steps, 1)
-        correction, then_correction = (1 / (1 - BETA2**steps) for steps in (seen, tensor.variance_steps + 1))
-        start, then = (max(float(each), correction * float(TINY)) for each in tensor.layer)
-        return scalars(
-            Scalars,
-            correction=correction,
-            floor=0.0 if self.divides else start,
-            start=start,
-            keep=BETA2,
-            take=1 - BETA2,
-            then_correction=then_correction,
-            then_floor=0.0 if self.divides else then,
-            then_start=then,
-            most=max(MOST, 4 * math.sqrt(workers)) if self.divides else float(LARGEST),
-        )
+        return _scalars(self.divides, tensor.variance_steps, *map(float, tensor.layer), workers)
 
     def contribution(self, tensor: Tensor, context: Context) -> Use:
         formula = contribute_only if self.divides else contribute

@@ -85,7 +85,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         optimizer = self.model.optimizer
         compressor = getattr(optimizer, "_compressor", None)
-        if compressor is None and not self.model.variables:
+        if compressor is None and not self.model.trainable_variables:
             raise ConfigurationError(
                 f"BroadcastGlobalVariablesCallback: this model has no variables yet, and its optimizer is a "
                 f"{type(optimizer).__name__}: build the model before fit, by model.build(shape) or a first call"
@@ -117,6 +117,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
     def __init__(self, device: str = "", process_set: Any = hvd.global_process_set) -> None:
         super().__init__()
+        if not isinstance(device, str):
+            raise ConfigurationError(f"device={device!r}: expected a text; is it meant as process_set=...?")
         self.process_set = process_set
 
     def on_train_begin(self, logs: Any = None) -> None:

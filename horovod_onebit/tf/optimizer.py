@@ -714,10 +714,17 @@ def _refuse_float8(variables: Iterable[Any]) -> None:
 
 def _norms(tensors: list[Any]) -> Any:
     """The norm of each, float64: in float32 the order of the additions would show, which the number of threads decides,
-    and large and small ones would leave its range."""
+    and large and small ones would leave its range. Rounded to float32, the order hardly ever shows."""
     return tf.stack([tf.norm(tf.cast(one, tf.float64)) for one in tensors]) if tensors else tf.zeros([0], tf.float64)
 
 
+KNOWN: tuple[type, ...] = tuple(
+    kind
+    for kind in dict.fromkeys((*kinds(), *vars(keras.optimizers).values()))
+    if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and kind not in NOT_WRAPPED
+)
+"""Classes whose distributed ones are registered at once, as models are loaded by the names of classes: those that have
+a rule, wherever they come from, and all of Keras's, which ``Local`` wraps."""
 _classes: dict[type, type] = {}
 
 
@@ -726,7 +733,7 @@ def _class_of(kind: type) -> type:
     if kind not in _classes:
         cls = type(kind.__name__, (_DistributedOptimizer, kind), {"__module__": __name__, "__doc__": kind.__doc__})
         name = kind.__name__
-        if keras.saving.get_registered_object(f"{PACKAGE}>{name}") is not None:  # another class of that name
+        if kind not in KNOWN and any(name == known.__name__ for known in KNOWN):
             name = f"{kind.__module__}.{name}"
         _classes[kind] = keras.saving.register_keras_serializable(PACKAGE, name)(cls)
     return _classes[kind]
@@ -736,8 +743,5 @@ def _copied(kind: type, config: dict[str, Any]) -> Any:
     return _class_of(kind).from_config(config)  # type: ignore[attr-defined]
 
 
-# Models are loaded by the names of classes: of those that have a rule, wherever they come from, and of all of Keras's,
-# which ``Local`` wraps.
-for _kind in (*kinds(), *vars(keras.optimizers).values()):
-    if isinstance(_kind, type) and issubclass(_kind, keras.optimizers.Optimizer) and _kind not in NOT_WRAPPED:
-        _class_of(_kind)
+for _kind in KNOWN:
+    _class_of(_kind)

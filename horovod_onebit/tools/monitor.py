@@ -123,7 +123,8 @@ class FaceMonitor(Monitor):
         every: int = 10,
         append: bool = False,
     ) -> None:
-        compressor = self.check(optimizer)._compressor
+        optimizer = self.check(optimizer)
+        compressor = optimizer._compressor
         first = compressor.workers > 0 and compressor.engine.collectives.rank == 0
         sinks: list[Sink] = []
         if first and jsonl is not None:

@@ -22,7 +22,7 @@ from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.transport import Transport
 from horovod_onebit.warmup import Phase
 
-logger = logging.getLogger(__name__)
+logger = logging.getLogger("horovod_onebit")
 
 
 class _Threads:
@@ -42,14 +42,17 @@ class _Threads:
             if each is agreement or each.gradients.recallable:
                 each.gradients.cancel(by_all=True)
 
-    def enter(self, agreement: Agreement) -> None:
-        """Wait for an agreement that another thread has under way. Raises if two threads take turns, or if this one is
-        in an agreement already."""
+    def check(self) -> None:
+        """Raise if this thread is in an agreement already: what is called now would take that one's place."""
         if self._owner == threading.get_ident():
             raise ConfigurationError(
                 "horovod_onebit was called while another of its calls waits for the other workers, by a signal handler "
                 "perhaps. Let the handler set a flag, and make the call after the step, on all workers in the same step"
             )
+
+    def enter(self, agreement: Agreement) -> None:
+        """Wait for an agreement that another thread has under way. Raises if two threads take turns."""
+        self.check()
         self._lock.acquire()
         self._owner = threading.get_ident()
         now, seen, last = threading.current_thread(), agreement.thread, self._last and self._last()
@@ -85,7 +88,7 @@ def meeting(call: str, transport: Transport) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        with suppress(DesyncError):
+        with suppress(Exception):  # less than what is raised here
             meet(call, transport, _text(error))
         raise
     meet(call, transport)
@@ -158,6 +161,7 @@ class Agreement:
         must be the same on all workers, ``gradients`` what averaged gradients are now,
         ``replicas`` checksums of weights and state, if they are compared now.
         """
+        self.check()
         edited = self.gradients.edited()
         setup = f"{self._parameters.describe()} {self.gradients.describe()} {self._options}"
         hyperparameters = f"{self._parameters.hyperparameters()} {options}"
@@ -178,6 +182,7 @@ class Agreement:
     def told(self, call: str) -> Iterator[None]:
         """What this worker finds wrong by itself before the agreement of ``call`` has begun, it raises when all have
         been told: the others get a ``DesyncError``."""
+        self.check()
         self._begun = False
         try:
             yield
@@ -245,6 +250,10 @@ class Agreement:
             raise
         finally:
             self._threads.leave()
+
+    def check(self) -> None:
+        """Before a call that needs the others, which must not begin within another one: see ``_Threads.check``."""
+        self._threads.check()
 
     def reset(self) -> None:
         """The call is over, perhaps by an error."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -74,8 +74,8 @@ def names_of(
         raise ConfigurationError("the optimizer has no parameters")
     if named_parameters is None:
         # PyTorch's optimizers keep names that they were given.
-        given = [name for group in optimizer.param_groups for name in group.get("param_names") or ()]
-        if len(set(given)) == len(own):
+        given = [name for group in optimizer.param_groups for name in names_in(group)]
+        if len(set(given)) == len(given) == len(own):
             return dict(zip(own, given, strict=True)), {}
         places = ((i, j) for i, group in enumerate(optimizer.param_groups) for j in range(len(group["params"])))
         return {p: f"allreduce.noname.{i}.{j}" for p, (i, j) in zip(own, places, strict=True)}, {}
@@ -104,8 +104,14 @@ def names_of(
             "named_parameters was specified, but one or more model parameters were not named: "
             f"positions {unnamed} in the optimizer, shapes {[tuple(own[i].shape) for i in unnamed]}"
         )
-    names = {p: by_parameter.pop(p) for p in own}
-    return names, by_parameter
+    names = {p: by_parameter[p] for p in own}
+    return names, {p: name for p, name in by_parameter.items() if p not in names}
+
+
+def names_in(group: Mapping[str, Any]) -> list[str]:
+    """Of the parameters of ``group``, if PyTorch was given any, as of a model that is not compiled."""
+    names = group.get("param_names") or ()
+    return [name.replace(COMPILED, "") for name in names] if len(names) == len(group["params"]) else []
 
 
 def patterns_of(exact: Any) -> Any:

@@ -25,11 +25,12 @@ class _Nothing:
 
 
 class _SwitchOff:
-    """A hook before each forward pass of ``model``: by the first one in which it is trained, a trainer has wrapped it,
-    and may do so again. Copies of the model, in a file, say, are nobody's."""
+    """A hook before each forward pass of ``model``: by then, a trainer has wrapped it, and may do so again. Copies of
+    the model, in a file, say, are nobody's."""
 
     def __init__(self, model: torch.nn.Module) -> None:
         self._found: Any = weakref.WeakSet()
+        self._others: Any = weakref.WeakSet()  # of other models
         self._looked = False
         model.register_forward_pre_hook(self)
 
@@ -38,18 +39,24 @@ class _SwitchOff:
 
     @untraced
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
-        running = running_ddp()
-        if not self._looked or (running is not None and running not in self._found):
+        if not self._looked:
             self._looked = True
-            self._found.update([*_around(model.parameters()), *([] if running is None else [running])])
-            _off.update(self._found)
+            self._add(_around(model.parameters()))
+        running = running_ddp()
+        if running is not None and running not in self._found and running not in self._others:
+            own = set(map(id, model.parameters()))
+            (self._others.update if own.isdisjoint(map(id, running.parameters())) else self._add)([running])
         for found in self._found:
             found.require_backward_grad_sync = False
+
+    def _add(self, found: Iterable[DistributedDataParallel]) -> None:
+        self._found.update(found)
+        _off.update(self._found)
 
 
 def switch_off(model: Any) -> None:
     """Let gradients stay each worker's own in every ``DistributedDataParallel`` that is ``model``, is in it, or is put
-    around it before its first forward pass. Local.
+    around it. Local.
 
     Raises ``ConfigurationError`` for what is no module; None is accepted.
     """

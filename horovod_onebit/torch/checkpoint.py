@@ -24,7 +24,7 @@ from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
 from horovod_onebit.torch.loading import check_model, check_optimizer, named_as_in
-from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours
+from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours, unwrapped
 from horovod_onebit.torch.transport import choose
 from horovod_onebit.world import Residuals
 
@@ -54,6 +54,7 @@ def save_checkpoint(
             the workers have taken different numbers of steps; or if worker 0 does not see all workers' files. The
             earlier checkpoints are unchanged then, and nothing of this one is left.
     """
+    optimizer = unwrapped(optimizer)
     _meet(optimizer)
     checkpoints.save(_Torch(model, optimizer), folder, extra or {})
 
@@ -81,6 +82,7 @@ def load_checkpoint(
         CheckpointError: on all workers, if a file is missing, damaged or of something else, or does not fit the model
             and the optimizer of some worker (names, shapes, dtypes, parameter groups). Nothing was changed then.
     """
+    optimizer = unwrapped(optimizer)
     _meet(optimizer)
     return checkpoints.load(_Torch(model, optimizer), folder, previous=previous)
 

@@ -224,6 +224,7 @@ class _DistributedOptimizer:
         Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise, as with all
         other algorithms.
         """
+        self._compressor.agreement.check()
         with torch.no_grad():
             run(self._compressor.flush())
 
@@ -347,7 +348,7 @@ def unwrapped(optimizer: Any) -> Any:
 
 
 def check_ours(optimizer: Any) -> _DistributedOptimizer:
-    """``optimizer``, if it is what ``DistributedOptimizer`` returned, or what is around that."""
+    """``optimizer``, or what is in it, if that is what ``DistributedOptimizer`` returned."""
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, _DistributedOptimizer):
         raise ConfigurationError(

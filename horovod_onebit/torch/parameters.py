@@ -27,6 +27,7 @@ from horovod_onebit.rules.adam import with_beta2
 from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
+from horovod_onebit.torch.arguments import names_in
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
@@ -180,7 +181,8 @@ class Parameters:
                 if id(p) in known or not p.requires_grad:
                     continue
                 if (name := self.names.get(p) or self._gone.get(p)) is None:
-                    names = {self.names[p] for p in self.exact_steps} if names is None else names
+                    if names is None:
+                        names = {self.names[p] for p in self.exact_steps} | set(self._gone.values())
                     name = _new_name(group, index, position, names)
                     names.add(name)
                 self.adapter.check(group)
@@ -770,7 +772,7 @@ class _Gradients(dict[int, Any]):
 
 
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
-    names = group.get("param_names")
+    names = names_in(group)
     if not names:  # a group that was removed may have taken this group's number
         made = (f"allreduce.noname.{number}.{position}" for number in numbers_from(index))
         return next(name for name in made if name not in taken)

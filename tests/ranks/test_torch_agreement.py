@@ -10,7 +10,7 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, tasks
+from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, handshake, tasks
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import world
 
@@ -510,15 +510,39 @@ def test_one_thread_after_another_may_step():
 def test_a_call_within_another_is_an_error():
     """As of a signal handler that runs while this worker waits for the others."""
     model, optimizer = started("compressed")
-    threads = optimizer._compressor.agreement._threads
-    threads.enter(optimizer._compressor.agreement)
-    try:
-        with pytest.raises(ConfigurationError, match="signal handler"):
-            optimizer.check_replicas()
-    finally:
-        threads.leave()
-    train(model, optimizer, 2, start=3)
-    assert_replicas_equal(model)
+    local = Net()
+    rounds = onebit.DistributedOptimizer(
+        torch.optim.SGD(local.parameters(), 0.1), list(local.named_parameters()),
+        schedule=onebit.Local(every=4, doubling=0, delay=2),
+    )  # fmt: skip
+    train(local, rounds, 4)
+    backward(local, rounds, 4)
+    calls = [
+        optimizer.check_replicas, optimizer.step, lambda: optimizer.clip_grad_norm_(1.0),
+        lambda: saved(model, optimizer), rounds.flush, rounds.step, rounds.check_replicas,
+    ]  # fmt: skip
+    for call in calls:
+        backward(model, optimizer, 3)
+        seen = []
+        read = handshake.read_agreement
+
+        def within(*arguments, call=call, seen=seen, read=read):
+            if not seen:
+                seen.append(None)
+                with pytest.raises((ConfigurationError, CheckpointError), match="signal handler"):
+                    call()
+            return read(*arguments)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(handshake, "read_agreement", within)
+            optimizer.step()
+        assert seen
+    assert optimizer.stats().step == 3 + len(calls)
+    train(model, optimizer, 2, start=4)
+    train(local, rounds, 3, start=5)
+    rounds.flush()
+    for each in (model, local):
+        assert_replicas_equal(each)
 
 
 def test_what_one_worker_cannot_broadcast_is_told_to_all():

@@ -15,6 +15,7 @@ import torch
 from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
+import horovod_onebit.torch as onebit
 from horovod_onebit.recipe import PRESETS
 from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, wrap
 from tests.ranks.world import needs_horovod, world
@@ -207,3 +208,42 @@ def test_a_program_that_knows_horovod_alone(monkeypatch):
     finally:
         uninstall()
     assert before == (hvd.DistributedOptimizer, hvd.broadcast_optimizer_state, hvd.elastic.TorchState)
+
+
+class Around(torch.optim.Optimizer):
+    """As accelerate wraps an optimizer: what it does not know of, it has not."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+
+    state = property(lambda self: self.optimizer.state)
+    param_groups = property(lambda self: self.optimizer.param_groups)
+    defaults = property(lambda self: self.optimizer.defaults)
+
+    def zero_grad(self, set_to_none=None):
+        self.optimizer.zero_grad()
+
+    def step(self, closure=None):
+        self.optimizer.step(closure)
+
+
+def test_an_optimizer_around_ours(tmp_path):
+    folder = world.broadcast_object(str(tmp_path), root_rank=0, name="folder")
+    model = Net()
+    inner = onebit.DistributedOptimizer(
+        torch.optim.AdamW(model.parameters(), lr=1e-3), list(model.named_parameters()), warmup_steps=WARMUP
+    )
+    optimizer = Around(inner)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        backward(model, step)
+        optimizer.step()
+    onebit.broadcast_optimizer_state(optimizer)
+    onebit.save_checkpoint(folder, model, optimizer)
+    assert onebit.load_checkpoint(folder, model, optimizer) == {}
+    with onebit.Monitor(optimizer, jsonl=tmp_path / "run.jsonl", every=1) as monitor:
+        monitor.step()
+    assert (tmp_path / "run.jsonl").exists() == (RANK == 0)
+    backward(model, STEPS)
+    optimizer.step()
+    assert_replicas_equal(model)

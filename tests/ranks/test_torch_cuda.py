@@ -349,6 +349,23 @@ def test_local_steps_after_the_freeze_move_weights_of_every_dtype(dtype):
     torch.testing.assert_close(*trained, rtol=close, atol=close)
 
 
+@pytest.mark.parametrize("options", [{"momentum": 0.3}, {"momentum": 0.3, "delay": 1}, {"freeze": 2}])
+def test_local_steps(options):
+    def trained(kernels):
+        model, schedule = Small(), onebit.Local(every=2, doubling=0, **options)
+        optimizer = onebit.DistributedOptimizer(
+            torch.optim.AdamW(model.parameters(), lr=1e-2), list(model.named_parameters()), schedule=schedule,
+            recipe=RECIPE, kernels=kernels,
+        )  # fmt: skip
+        for number in range(6):
+            step(model, optimizer, number)
+        optimizer.flush()
+        assert_replicas_equal(model)
+        return weights(model)
+
+    torch.testing.assert_close(trained("cuda"), trained("cpu"), atol=1e-6, rtol=0)
+
+
 def test_a_model_that_moves_to_other_memory_goes_on(monkeypatch):
     model = Small()
     optimizer = wrap(model, "cuda")

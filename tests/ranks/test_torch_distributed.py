@@ -150,6 +150,27 @@ def test_gradients_stay_local_in_a_ddp_that_is_made_anew():
     assert_replicas_equal(inner)
 
 
+def test_a_ddp_of_another_model_goes_on_averaging():
+    class Student(torch.nn.Module):
+        def __init__(self, critic):
+            super().__init__()
+            self.net, self.others = Net(), [critic]  # which this module does not own
+
+        def forward(self, x):
+            return self.net(x) + self.others[0](x)
+
+    critic = Net(seed=1)
+    optimizer = wrap(critic, warmup_steps=3, wrapping={"model": critic})
+    student = DistributedDataParallel(Student(critic), find_unused_parameters=True)
+    x, y = batch(0)
+    optimizer.zero_grad()
+    cross_entropy(student(x), y).backward()
+    optimizer.step()
+    assert student.require_backward_grad_sync
+    grads = world.allgather(student.module.net.first.weight.grad[None])
+    assert torch.equal(grads[0], grads[1])
+
+
 def test_a_ddp_that_is_made_anew_and_averages_is_refused():
     inner = Net()
     inner.first.weight.requires_grad = False

@@ -906,31 +906,6 @@ def test_a_parameter_that_is_taken_out_in_the_middle_of_a_round(schedule):
     assert stats.compressed_parameters == without.compressed_parameters
 
 
-@pytest.mark.parametrize("options", [{"momentum": 0.3}, {"momentum": 0.3, "delay": 1}, {"freeze": 2}])
-def test_the_kernels_of_a_gpu_do_the_same(options):
-    """Small enough for Numba's simulator: NUMBA_ENABLE_CUDASIM=1."""
-
-    def trained(kernels):
-        torch.manual_seed(0)
-        model = torch.nn.Linear(16, 16)
-        schedule, recipe = (
-            onebit.Local(every=2, doubling=0, **options),
-            Recipe(block_size=64, min_compressed_size=64),
-        )
-        optimizer = local(model, schedule=schedule, recipe=recipe, wrapping={"kernels": kernels})
-        for step in range(6):
-            optimizer.zero_grad()
-            model(batch(step)[0][:, :16]).square().mean().backward()
-            optimizer.step()
-        return weights(model)
-
-    try:
-        found = trained("cuda")
-    except ConfigurationError:
-        pytest.skip("neither a GPU nor Numba's simulator")
-    torch.testing.assert_close(found, trained("cpu"), atol=1e-6, rtol=0)
-
-
 def test_replicas_are_checked_after_rounds():
     model = Net()
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0), wrapping={"check_replicas_every": 6})

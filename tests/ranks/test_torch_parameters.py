@@ -350,3 +350,20 @@ def test_two_models_that_train_each_other(wrapping):
         play(*plain, [torch.optim.AdamW(m.parameters(), 1e-3) for m in plain], range(SIZE))
         for model, expected in zip(models, plain, strict=True):
             torch.testing.assert_close(weights(model), weights(expected), rtol=1e-3, atol=1e-4)
+
+
+def test_a_parameter_that_is_twice_in_a_group():
+    """PyTorch warns of it."""
+    model = Words()
+    with pytest.warns(UserWarning, match="duplicate"):
+        plain = torch.optim.SGD([*model.parameters(), model.last.weight], lr=0.1)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=2)
+    assert sorted(optimizer._parameters.names.values()) == sorted(name for name, _ in model.named_parameters())
+
+
+def test_names_of_a_compiled_model_that_the_optimizer_was_given():
+    model = Words()
+    named = [(f"_orig_mod.{name}", p) for name, p in model.named_parameters()]
+    for pattern in ("last*", "_orig_mod.last*"):
+        optimizer = onebit.DistributedOptimizer(torch.optim.SGD(named, lr=0.1), warmup_steps=2, exact=[pattern])
+        assert set(optimizer._parameters.names.values()) == {name for name, _ in model.named_parameters()}

@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import itertools
 import json
 
 import numpy as np
@@ -94,11 +95,15 @@ def test_bad_schedules(wrong):
 
 
 @pytest.mark.cases(5)
-@pytest.mark.parametrize(("workers", "delay"), [(1, 0), (2, 0), (3, 0), (3, 4), (4, 0), (4, 1), (8, 0)])
-@pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
+@pytest.mark.parametrize(
+    ("exchange", "workers", "delay"),
+    [
+        *(("hierarchical", *case) for case in [(4, 0), (4, 1), (8, 0)]),
+        *itertools.product(["direct", "two_stage"], [1, 2, 4, 8], [0]),
+        *itertools.product(["direct", "two_stage"], [3], [0, 4]),
+    ],
+)
 def test_workers_are_equal_after_rounds_and_both_kernels_agree(workers, exchange, delay):
-    if exchange == "hierarchical" and workers not in (4, 8):
-        pytest.skip("several hosts of two")
     recipe = dataclasses.replace(RECIPE, exchange=exchange)
     schedule = Local(every=4, doubling=6, delay=delay, freeze=9)
     per_host = 2 if exchange == "hierarchical" else 1
@@ -401,6 +406,7 @@ def test_a_round_that_ends_early_leaves_the_momentum_as_large_as_it_was(exchange
     usual = max(simulation.run(functools.partial(worker, flushes=False), 4)[0][0][flushed:])
     results = simulation.run(functools.partial(worker, flushes=True), 4)
     assert max(results[0][0][flushed - 1 :]) < 1.4 * usual
+    assert min(results[0][0][flushed - 1 :]) > usual / 4
     assert all((momentum == results[0][1]).all() for _, momentum in results)
 
 
@@ -433,7 +439,7 @@ def test_a_fall_of_the_rate_leaves_the_momentum_as_large_as_it_was(schedule, exc
     (steady, _), _ = simulation.run(functools.partial(job, rate=lambda step: 0.01), 2)
     (fallen, _), _ = simulation.run(functools.partial(job, rate=lambda step: 0.01 if step <= 40 else 1e-5), 2)
     size = np.sqrt(np.mean(fallen[40:] ** 2, axis=1)) / np.sqrt(np.mean(steady[40:] ** 2, axis=1))
-    assert size.max() < 4
+    assert 0.25 < size.min() <= size.max() < 4
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

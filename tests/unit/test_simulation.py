@@ -14,6 +14,7 @@ from horovod_onebit import (
     NonFiniteError,
     Recipe,
     UnsupportedError,
+    averages,
     costs,
     simulation,
     wire,
@@ -31,6 +32,7 @@ from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
 from horovod_onebit.rules.zero_one_adam import of
 from horovod_onebit.schedule import Gradients, Local, Sends, ZeroOne
+from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import run
 from horovod_onebit.world import Weighing, total_residuals
 
@@ -969,3 +971,26 @@ def test_workers_that_begin_differently_are_all_told_by_the_first_step(what, cha
 
     simulation.run(worker, 3, timeout=10)
     assert sorted(raised) == [0, 1, 2]
+
+
+def test_exact_means_travel_in_pieces(monkeypatch):
+    monkeypatch.setattr(averages, "TOGETHER", 100)
+    shapes = [(30, 7), (), (0,), (99,), (1,)]
+
+    def worker(collectives):
+        random = np.random.default_rng(collectives.rank)
+        own = [random.standard_normal(shape).astype(f32) for shape in shapes]
+        means = run(averages.start_mean(own, collectives, "means", Traffic()))
+        return own, means, len(collectives_of(own))
+
+    def collectives_of(own):
+        return range(0, sum(one.size for one in own), 100)
+
+    found = simulation.run(worker, 3)
+    for index, shape in enumerate(shapes):
+        expected = np.mean([own[index] for own, _, _ in found], axis=0)
+        for _, means, pieces in found:
+            assert pieces == 4
+            assert means[index].shape == shape
+            np.testing.assert_allclose(means[index], expected, rtol=1e-5, atol=1e-6)
+            np.testing.assert_array_equal(means[index], found[0][1][index])

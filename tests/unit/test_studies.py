@@ -170,8 +170,8 @@ def test_what_each_change_makes_of_the_loss():
     row = frozen.Row("text", 4, "auto", 4e-3)
     losses = frozen.Losses([2.0, 2.0], [1.8, 1.8], [1.9, 1.9], [1.9, 2.0], 220)
     text = frozen.parts(row, losses)
-    assert "-2.5 % from exact Adam" in text
-    assert "by -10.0 points, the clip by +5.0, the bit by +2.5." in text
+    assert "ends 2.5 % below exact Adam" in text
+    assert "makes -10.0 points, the clip +5.0, the bit +2.5." in text
     assert frozen._cells_of(row, losses)[-1] == "+2.6 % (+0.0 to +5.3)"
     assert frozen.compared([1.0, np.inf, np.nan], [1.0]) == "2 of 3 diverged"
 

@@ -117,6 +117,8 @@ def test_a_policy_takes_nothing_of_another():
     other.load_state_dict(auto.state_dict())
     begun.load_state_dict(after.state_dict())
     assert (other.state_dict(), begun.state_dict()) == (AfterRise(after=40).state_dict(), AutoWarmup().state_dict())
+    begun.load_state_dict({"steps": 50, "peak": 0.1, "peak_step": 1})  # of local steps, by version 0.1.0
+    assert begun.state_dict() == AutoWarmup().state_dict()
 
 
 def test_second_moments_of_zeros_are_not_stable():
