@@ -720,7 +720,7 @@ def _norms(tensors: list[Any]) -> Any:
 
 KNOWN: tuple[type, ...] = tuple(
     kind
-    for kind in dict.fromkeys((*kinds(), *vars(keras.optimizers).values()))
+    for kind in (*kinds(), *vars(keras.optimizers).values())
     if isinstance(kind, type) and issubclass(kind, keras.optimizers.Optimizer) and kind not in NOT_WRAPPED
 )
 """Classes whose distributed ones are registered at once, as models are loaded by the names of classes: those that have
