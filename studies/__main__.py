@@ -102,7 +102,7 @@ DIR holds: `studies/own_data.py`).
 | 18 | DiLoCo and PowerSGD, tuned? | 19 and 10 % above exact Adam; `Local(freeze=200)` 0.9 % |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Clipping? float16? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |
-| 21 | By the clock, on slow links? | At 10 Mbit/s `Local()` is first at every loss, at 100 PowerSGD, then DiLoCo |
+| 21 | By the clock, on slow links? | At 10 Mbit/s `Local()` is first, at 100 PowerSGD, then DiLoCo |
 """
 
 

@@ -85,13 +85,13 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         optimizer = self.model.optimizer
         compressor = getattr(optimizer, "_compressor", None)
-        if compressor is None and not self.model.trainable_variables:
+        all_built = all(layer.built for layer in self.model._flatten_layers())
+        if compressor is None and not self.model.trainable_variables and not all_built:
             raise ConfigurationError(
                 f"BroadcastGlobalVariablesCallback: this model has no variables yet, and its optimizer is a "
                 f"{type(optimizer).__name__}: build the model before fit, by model.build(shape) or a first call"
             )
-        built = optimizer.built or all(layer.built for layer in self.model._flatten_layers())
-        if compressor is not None and not built:
+        if compressor is not None and not optimizer.built and not all_built:
             self._pending = tf.Variable(True, trainable=False)
             compressor.before_step = self._broadcast_once
         else:

@@ -74,6 +74,7 @@ _threads: defaultdict[int, _Threads] = defaultdict(_Threads)
 
 def meet(call: str, transport: Transport, setup: str = "") -> None:
     """``Agreement.meet`` for a worker that has no optimizer to do it with."""
+    _threads[transport.number].check()
     try:
         run(handshake.meet(transport.agreement(), agreement_name(transport.number), call, setup))
     except DesyncError:

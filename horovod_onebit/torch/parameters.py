@@ -181,8 +181,7 @@ class Parameters:
                 if id(p) in known or not p.requires_grad:
                     continue
                 if (name := self.names.get(p) or self._gone.get(p)) is None:
-                    if names is None:
-                        names = {self.names[p] for p in self.exact_steps} | set(self._gone.values())
+                    names = {self.names[p] for p in self.exact_steps} if names is None else names
                     name = _new_name(group, index, position, names)
                     names.add(name)
                 self.adapter.check(group)

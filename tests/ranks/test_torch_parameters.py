@@ -359,6 +359,8 @@ def test_a_parameter_that_is_twice_in_a_group():
         plain = torch.optim.SGD([*model.parameters(), model.last.weight], lr=0.1)
     optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=2)
     assert sorted(optimizer._parameters.names.values()) == sorted(name for name, _ in model.named_parameters())
+    read(model, optimizer, 1)
+    assert_replicas_equal(model)
 
 
 def test_names_of_a_compiled_model_that_the_optimizer_was_given():
