@@ -550,8 +550,9 @@ class Engine:
         for index, tensor in enumerate(self.tensors):
             moved = rules[index].pending(tensor, self.context)
             if moved is not None:
-                waiting.append((index, self.collectives.allreduce(moved, f"{self.name}.flush.{index}")))
-                start(waiting[-1][1])
+                handle = self.collectives.allreduce(moved, f"{self.name}.flush.{index}")
+                start(handle)
+                waiting.append((index, handle))
                 self.traffic.add(allreduce_bytes(moved.nbytes, self.collectives.size), 0)
         for index, handle in waiting:
             total = yield handle

@@ -44,8 +44,10 @@ class _SwitchOff:
             self._add(_around(model.parameters()))
         running = running_ddp()
         if running is not None and running not in self._found and running not in self._others:
-            own = set(map(id, model.parameters()))
-            (self._others.update if own.isdisjoint(map(id, running.parameters())) else self._add)([running])
+            if set(map(id, model.parameters())).isdisjoint(map(id, running.parameters())):
+                self._others.add(running)
+            else:
+                self._add([running])
         for found in self._found:
             found.require_backward_grad_sync = False
 

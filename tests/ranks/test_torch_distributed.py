@@ -106,6 +106,16 @@ def test_groups_of_optimizers_that_are_gone_are_destroyed(warmup, steps):
 # -- other averages ---------------------------------------------------------------------------------------------------
 
 
+def step_with_own_gradients(model, inner, optimizer):
+    """A step whose gradients, of ``inner`` in ``model``, are each worker's own until it is taken."""
+    optimizer.zero_grad()
+    x, y = batch(100)
+    cross_entropy(model(x), y).backward()
+    own = world.allgather(inner.first.weight.grad[None])
+    assert not torch.equal(own[0], own[1])
+    optimizer.step()
+
+
 @pytest.mark.parametrize("when", ["before", "after"])
 def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_without_it(when):
     plain, inner = Net(), Net()
@@ -118,19 +128,10 @@ def test_gradients_in_ddp_stay_local_with_model_and_the_weights_are_those_withou
         model = DistributedDataParallel(inner, find_unused_parameters=True)
     train(model, optimizer, 8)
     assert torch.equal(weights(plain), weights(inner))
-    optimizer.zero_grad()
-    x, y = batch(100)
-    cross_entropy(model(x), y).backward()
-    own = world.allgather(inner.first.weight.grad[None])
-    assert not torch.equal(own[0], own[1])
-    optimizer.step()
+    step_with_own_gradients(model, inner, optimizer)
     with model.no_sync():
-        model(x)
-    optimizer.zero_grad()
-    cross_entropy(model(x), y).backward()
-    own = world.allgather(inner.first.weight.grad[None])
-    assert not torch.equal(own[0], own[1])
-    optimizer.step()
+        model(batch(100)[0])
+    step_with_own_gradients(model, inner, optimizer)
 
 
 def test_gradients_stay_local_in_a_ddp_that_is_made_anew():
@@ -141,12 +142,7 @@ def test_gradients_stay_local_in_a_ddp_that_is_made_anew():
     inner.first.weight.requires_grad = True
     model = DistributedDataParallel(inner, find_unused_parameters=True)
     train(model, optimizer, 8, start=4)
-    optimizer.zero_grad()
-    x, y = batch(100)
-    cross_entropy(model(x), y).backward()
-    own = world.allgather(inner.first.weight.grad[None])
-    assert not torch.equal(own[0], own[1])
-    optimizer.step()
+    step_with_own_gradients(model, inner, optimizer)
     assert_replicas_equal(inner)
 
 
