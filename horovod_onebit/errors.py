@@ -40,6 +40,11 @@ class CheckpointArgumentError(CheckpointError, ConfigurationError):
     """The arguments of ``save_checkpoint`` or ``load_checkpoint`` are not valid on some worker; raised on all."""
 
 
+def error_text(error: BaseException) -> str:
+    """The error's kind and text, as other workers are told of it."""
+    return f"{type(error).__name__}: {error}"
+
+
 JOINED = (
     "worker {} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
     "batches (drop the rest, or sample some twice)"

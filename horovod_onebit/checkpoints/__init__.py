@@ -23,7 +23,7 @@ from horovod_onebit import checks
 from horovod_onebit.checkpoints import archive, files, lock
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.checkpoints.files import Complete, Digest
-from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError
+from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError, error_text
 from horovod_onebit.feedback import check_kind
 from horovod_onebit.world import Residuals, total_residuals
 
@@ -298,7 +298,7 @@ def load_alone(
     except Exception as error:
         other = _of_another_framework(place, history[previous], face.framework) if len(history) > previous else ""
         hint = f". But {other}" if other else _hint("load_weights", history, previous)
-        raise CheckpointError(f"cannot load the weights; {type(error).__name__}: {error}{hint}") from error
+        raise CheckpointError(f"cannot load the weights; {error_text(error)}{hint}") from error
 
 
 def _hint(call: str, history: Sequence[Complete], previous: bool) -> str:
@@ -367,7 +367,7 @@ def _together(face: Face, call: str, step: str, action: Callable[[], T]) -> list
     try:
         result = action()
     except Exception as caught:
-        error, kind = f"{type(caught).__name__}: {caught}", CheckpointError.__name__
+        error, kind = error_text(caught), CheckpointError.__name__
         if isinstance(caught, ConfigurationError) and step == "arguments":
             kind = CheckpointArgumentError.__name__
     answers = face.gather((call, step, error, kind, result))

@@ -117,6 +117,10 @@ def read(path: Path | IO[bytes], key: str, converter: Converter, only: Iterable[
         return {name: unpacker.unpack(packed[name]) for name in (packed if only is None else only)}
 
 
+KINDS = "?biufcSUmM"
+"""Of NumPy's dtypes: numbers, texts, bytes and times."""
+
+
 class _Packer:
     """Turns values into JSON, and gives their arrays to ``put`` with names of their own."""
 
@@ -130,7 +134,7 @@ class _Packer:
         kind = type(value)
         if kind in PLAIN:
             return value
-        if isinstance(value, np.generic) and value.dtype.kind in "?biufcSUmM":
+        if isinstance(value, np.generic) and value.dtype.kind in KINDS:
             return {TAG: "scalar", "dtype": value.dtype.str, "value": base64.b64encode(value.tobytes()).decode()}
         if kind in (np.ndarray, np.memmap):
             return self._array(value, where)
@@ -164,7 +168,7 @@ class _Packer:
 
     def _array(self, value: np.ndarray, where: tuple[Any, ...]) -> dict[str, Any]:
         own = value.dtype.isbuiltin == 2  # bfloat16, say, of the package ml_dtypes
-        if value.dtype.kind not in "?biufcSUmM" and not own:
+        if value.dtype.kind not in KINDS and not own:
             raise TypeError(
                 f"{_called(where)} is a NumPy array of {value.dtype}, which cannot be stored: expected {STORABLE}"
             )
@@ -222,7 +226,10 @@ class _Unpacker:
         if kind == "array":
             return self._array(value["name"], value.get("dtype"))
         if kind == "scalar":
-            return np.ndarray((), np.dtype(value["dtype"]), base64.b64decode(value["value"]))[()]
+            dtype = np.dtype(value["dtype"])
+            if dtype.kind not in KINDS:  # bytes of a file would be taken for the address of an object
+                raise ValueError(f"a scalar of {dtype}, which this library does not write")
+            return np.ndarray((), dtype, base64.b64decode(value["value"]))[()]
         if kind == "complex":
             return complex(*value["value"])
         if kind == "path":

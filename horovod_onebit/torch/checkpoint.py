@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from horovod_onebit import checkpoints
+from horovod_onebit.checkpoints import archive
 from horovod_onebit.checkpoints.archive import Converter, Encoded
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import CHECKPOINT
@@ -23,7 +24,7 @@ from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
-from horovod_onebit.torch.loading import check_model, check_optimizer, named_as_in
+from horovod_onebit.torch.loading import check_model, check_optimizer, is_extra, named_as_in
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours, unwrapped
 from horovod_onebit.torch.transport import choose
 from horovod_onebit.world import Residuals
@@ -35,7 +36,7 @@ def save_checkpoint(
     model: torch.nn.Module,
     optimizer: torch.optim.Optimizer,
     *,
-    extra: dict[str, Any] | None = None,
+    extra: Any = None,
 ) -> None:
     """Save to ``folder``, which all workers see. Collective; call it between steps.
 
@@ -56,7 +57,7 @@ def save_checkpoint(
     """
     optimizer = unwrapped(optimizer)
     _meet(optimizer)
-    checkpoints.save(_Torch(model, optimizer), folder, extra or {})
+    checkpoints.save(_Torch(model, optimizer), folder, {} if extra is None else extra)
 
 
 @outside_inference
@@ -66,7 +67,7 @@ def load_checkpoint(
     optimizer: torch.optim.Optimizer,
     *,
     previous: bool = False,
-) -> dict[str, Any]:
+) -> Any:
     """Load the last complete checkpoint of ``folder`` on all workers; returns ``extra``. Collective.
 
     With as many workers as saved it, the run continues bit for bit. With another number, the residuals of all workers
@@ -107,7 +108,7 @@ def load_weights(folder: str | os.PathLike[str], model: torch.nn.Module, *, prev
 
     def take_over(shared: dict[str, Any]) -> None:
         saved = _model_state(shared, model)
-        check_model(model, saved, extra_state=False)
+        check_model(model, saved)
         before = _copy(model.state_dict())
         try:
             model.load_state_dict(saved)
@@ -250,7 +251,9 @@ class _Torch(checkpoints.Face):
         return {"model": model, "versions": versions, "optimizer": self.optimizer.state_dict()}
 
     def about(self, shared: Mapping[str, Any]) -> Any:
-        return _take_out({"model": _model_state(shared, self.model), "optimizer": shared["optimizer"]}, [])
+        model = _model_state(shared, self.model)
+        about: dict[str, Any] = _take_out({"model": model, "optimizer": shared["optimizer"]}, [])
+        return {**about, "others": archive.dumps(_others(model), self.converter)}
 
     def check(self, about: Any, own: Residuals) -> None:
         check_model(self.model, about["model"])
@@ -278,14 +281,16 @@ class _Torch(checkpoints.Face):
         return [lambda: _give_back(model, before), give_back]
 
     def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
-        if shared is None:  # what modules keep besides tensors (get_extra_state); tensors are broadcast
-            _load_others(self.model, _others(about["model"]))
+        if shared is None:  # tensors are broadcast
+            _load_others(self.model, archive.loads(about["others"], self.converter))
             return
         self.model.load_state_dict(_model_state(shared, self.model))
         self.optimizer.load_state_dict(shared["optimizer"])
 
     def spread(self, about: Any, own: Residuals) -> None:
-        tensors = [value for value in self.model.state_dict().values() if isinstance(value, torch.Tensor)]
+        state = self.model.state_dict()
+        others = _others(state)
+        tensors = [value for name, value in state.items() if name not in others]  # in one order on all workers
         broadcast_tensors(tensors, 0, self.transport, "onebit.checkpoint.model")
         broadcast_optimizer_state(self.optimizer, root_rank=0)
         if own["state"] is not None:
@@ -314,8 +319,8 @@ def _give_back(model: torch.nn.Module, before: Mapping[str, Any]) -> None:
 
 
 def _others(state: Mapping[str, Any]) -> dict[str, Any]:
-    """What modules keep besides tensors."""
-    return {name: value for name, value in state.items() if not isinstance(value, (_Slot, torch.Tensor))}
+    """What modules keep besides parameters and buffers: what ``get_extra_state`` returns may be a tensor of its own."""
+    return {n: value for n, value in state.items() if is_extra(n) or not isinstance(value, (_Slot, torch.Tensor))}
 
 
 def _load_others(model: torch.nn.Module, others: Mapping[str, Any]) -> None:

@@ -26,16 +26,19 @@ def named_as_in(model: torch.nn.Module, saved: Mapping[str, Any]) -> Mapping[str
     return saved if renamed.keys() == saved.keys() else renamed
 
 
-def check_model(model: torch.nn.Module, saved: Mapping[str, Any], *, extra_state: bool = True) -> None:
+def is_extra(name: str) -> bool:
+    """Whether that is the name in a state of what a module returns from ``get_extra_state``."""
+    return name.rpartition(".")[2] == "_extra_state"
+
+
+def check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
     """Raise ``ConfigurationError`` unless ``saved`` has the names, shapes and dtypes of the model's state.
 
-    Without ``extra_state``, what modules return from ``get_extra_state`` may differ: that of a new model is often
-    empty. (Workers that broadcast it need it in one shape.)
+    What modules return from ``get_extra_state`` may differ: that of a new model is often empty.
     """
 
     def described(state: Mapping[str, Any]) -> dict[str, str]:
-        any_is_right = [] if extra_state else [name for name in state if name.rpartition(".")[2] == "_extra_state"]
-        return {name: _described(value) for name, value in state.items()} | dict.fromkeys(any_is_right, "")
+        return {name: "" if is_extra(name) else _described(value) for name, value in state.items()}
 
     check_same("model", described(saved), described(model.state_dict()))
 

@@ -465,6 +465,39 @@ def test_what_one_worker_cannot_take_over_changes_nothing_on_any(folder, odd, st
     assert_replicas_equal(again)
 
 
+class WithOwnState(Net):
+    """What it keeps besides parameters and buffers is made when it is asked for."""
+
+    def __init__(self, kind, number, seed=0):
+        super().__init__(seed=seed)
+        self.kind, self.number = kind, number
+
+    def get_extra_state(self):
+        scale = torch.full((2,), float(self.number), dtype=torch.bfloat16)
+        states = {"tensor": scale, "longer": torch.zeros(self.number), "within": {"scale": [scale]}}
+        return states | {"ordered": OrderedDict(scale=scale)} if self.kind == "all" else states[self.kind]
+
+    def set_extra_state(self, found):
+        if self.kind == "all":
+            assert type(found["ordered"]) is OrderedDict
+            found = found["ordered"]["scale"]
+        if self.kind == "within":
+            (found,) = found["scale"]
+        self.number = len(found) if self.kind == "longer" else int(found[0])
+
+
+@pytest.mark.parametrize("kind", ["tensor", "longer", "within", "all"])
+def test_all_workers_get_what_modules_keep_of_their_own(folder, kind):
+    model = WithOwnState(kind, 3)
+    optimizer = wrap(model, warmup_steps=2)
+    train(model, optimizer, 3)
+    onebit.save_checkpoint(folder, model, optimizer, extra=0)
+    again = WithOwnState(kind, 7 + RANK, seed=1)
+    assert onebit.load_checkpoint(folder, again, wrap(again, warmup_steps=2)) == 0
+    assert again.number == 3
+    assert_replicas_equal(again)
+
+
 KEPT = {
     "scalar": np.float64(0.5), "array": np.arange(6, dtype=np.int16).reshape(2, 3), "path": Path("/data"),
     "tuple": (1, None, b"\0"), "keys": {1: {(2, "a"): True}}, "tensor": torch.ones(2, dtype=torch.bfloat16),

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import weakref
+import zipfile
 from collections import Counter, OrderedDict
 from pathlib import Path
 
@@ -236,6 +237,23 @@ def test_what_cannot_be_stored_is_named():
     ):
         with pytest.raises(TypeError, match=message):
             archive.check(value, "extra", archive.Converter())
+
+
+@pytest.mark.parametrize("dtype", ["|O", "O,i4", "V8"])
+def test_bytes_of_a_file_are_not_taken_for_an_object(tmp_path, dtype):
+    """NumPy would follow them as a pointer."""
+    path, saved = tmp_path / "file", np.int64(0x4141414141414141)
+    archive.write(path, "key", {"x": saved}, archive.Converter())
+    assert archive.read(path, "key", archive.Converter()) == {"x": saved}
+    with zipfile.ZipFile(path) as file:
+        parts = {name: file.read(name) for name in file.namelist()}
+    forged = {name: part.replace(b'"<i8"', f'"{dtype}"'.encode()) for name, part in parts.items()}
+    assert forged != parts
+    with zipfile.ZipFile(path, "w") as file:
+        for name, part in forged.items():
+            file.writestr(name, part)
+    with pytest.raises(ValueError, match="a scalar of"):
+        archive.read(path, "key", archive.Converter())
 
 
 SIZE = 12
