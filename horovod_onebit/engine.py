@@ -3,7 +3,7 @@
 send     1. the rule encodes each tensor of the bucket into one message: scales and bits
          2. the message starts on its way (from a GPU, once it has arrived); the next bucket is encoded, or the
             backward pass continues, meanwhile
-agree    3. all workers mean the same, or an error on every worker; whether all gradients were finite
+agree    3. the workers agree on what they are about to do, or every worker raises; whether all gradients were finite
 receive  4. a bucket's messages are there, and are what this step expects
          5. the rule decodes the mean and moves the weights; or all is taken back
 """
@@ -173,6 +173,16 @@ def predictor(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context
     return take
 
 
+def variance_of(rules: Sequence[Rule], tensors: Sequence[Tensor], context: Context) -> Callable[[Piece], Array | None]:
+    """What gives the second moment of a piece in which elements rest: see ``exchange.Outgoing``."""
+
+    def find(piece: Piece) -> Array | None:
+        tensor = part_of(tensors, piece)
+        return context.kernels.host(tensor.variance) if rules[piece.tensor].rests(tensor, context) else None
+
+    return find
+
+
 class Engine:
     """The compressed stage of one worker, over arrays and a ``Collectives``; it knows no framework.
 
@@ -215,7 +225,6 @@ class Engine:
         self._rules: list[Rule] = []
         self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
         self._generation = Generation()
-        self._renewed = ""  # the generation when the lane was renewed
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
 
     def use_kernels(self, kernels: str) -> None:
@@ -298,6 +307,11 @@ class Engine:
         for name in self.feedback:
             if name.startswith(SERVER_PREFIX):
                 self.feedback.discard(name)
+
+    def forget_order(self, name: str) -> None:
+        """The elements of the tensor ``name`` are in another order now: what is kept by their places, here and by
+        servers, which cannot be told apart, is lost. Local; on all workers alike."""
+        self.feedback.reset([name, *(other for other in self.feedback if other.startswith(SERVER_PREFIX))])
 
     def residuals(self) -> Residuals:
         """Those of this worker now. The arrays are copies."""
@@ -465,9 +479,10 @@ class Engine:
             item.encoded = message, gradient
 
         shares = self._shares(message.bucket, rules)
-        predict = predictor(rules, self.tensors, self.context)
+        known = rules, self.tensors, self.context
+        predict, variance = predictor(*known), variance_of(*known)
         name = f"{self.name}.bucket.{bucket_index}.{self.generation}"
-        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, shares)))
+        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, variance, shares)))
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout, plan.number)
         self.traffic.add(*self._bytes[bucket_index])
@@ -635,7 +650,8 @@ class Engine:
     def _leave_in_turn(self, layout: Layout, number: int) -> None:
         """Let messages of step ``number`` leave before the workers have agreed, as far as all before them have left.
         Local."""
-        if self.exchange.collectives is not self._lane or self._renewed != self.generation:
+        lane = self._lane
+        if lane is None or self.exchange.collectives is not lane or lane.generation != self.generation:
             return
         key = number, self.generation
         if key != self._turn[0]:
@@ -651,9 +667,8 @@ class Engine:
     def renew_lane(self) -> None:
         """All workers have agreed: renew the lane if messages were taken back since it was; what is sent then leaves at
         once. Collective if it was so."""
-        if self._lane is not None and self._renewed != self.generation:
-            self._lane.renew()
-            self._renewed = self.generation
+        if self._lane is not None:
+            self._lane.renew(self.generation)
 
     def travel(self, buckets: Iterable[int], land: Callable[[_Sent], None] = lambda item: None) -> Task[None]:
         """Bring ``buckets`` that were sent to everybody, all through one stage before any through the next; each is
@@ -715,7 +730,8 @@ class Engine:
         try:
             yield from self.travel(list(self._sent), land)
         except BaseException:
-            # Others may have taken this step: their count of steps is then another, which the next agreement finds.
+            # Other workers may already have taken this step: their step counts then differ, and the next agreement
+            # detects it.
             self.cancel()
             raise
         self.waited(start, decoded)
@@ -809,8 +825,8 @@ class Engine:
 
     @property
     def speaks(self) -> bool:
-        """Whether to warn of the step that was skipped last: the 1st, 2nd, 4th, 8th ... A run that diverges skips
-        every step."""
+        """Whether the latest skipped step should be logged as a warning (the 1st, 2nd, 4th, 8th, ...): a run that
+        diverges skips every step."""
         return self.skipped & (self.skipped - 1) == 0
 
     def say_skipped(self, where: str) -> None:

@@ -1,7 +1,7 @@
 """What compression lost, kept and given back: one float32 residual per compressed tensor and worker.
 
-``c = u + error; send C(c); error <- c - C(c)``: nothing is lost, only late. The residual belongs to this worker
-alone and lives outside the optimizer's state, so that nothing that broadcasts the state overwrites it.
+``c = u + error; send C(c); error <- c - C(c)``: nothing is lost; it is only delayed. The residual belongs to this
+worker alone and is stored outside the optimizer's state, so that nothing that broadcasts the state overwrites it.
 
 After local steps, momenta may be what was moved, divided by the sum of its learning rates (``rules.frozen``,
 ``rules.zero_one_adam``). A round may end early (``flush()``), or its rates be smaller than before: residuals are then

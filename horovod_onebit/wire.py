@@ -336,7 +336,7 @@ def _check_headers(
 
 
 def _corrupt(scales: NDArray[np.float32], stamp: Stamp) -> NDArray[np.bool_]:
-    """Of each row, whether it has a scale that is none."""
+    """Which rows contain an invalid scale."""
     largest = np.float32(min(stamp.largest_scale, float(np.finfo(np.float32).max)))
     return np.asarray((~((scales >= 0) & (scales <= largest))).any(axis=1))
 

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import exchange, layout, wire
 from horovod_onebit.averages import all_finite
-from horovod_onebit.engine import apply, predictor
+from horovod_onebit.engine import apply, predictor, variance_of
 from horovod_onebit.exchange import Gradient
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import backend
@@ -118,12 +118,13 @@ class Workers:
         bucket = self.layout.buckets[number]
         parts = [(self.rule, self.tensors[piece.tensor], piece.block_size) for piece in bucket.pieces]
         stamp = wire.Stamp(self.steps, self.layout.digest, largest_scale(parts, self.context))
-        predict = predictor([self.rule] * len(self.tensors), self.tensors, self.context)
+        known = [self.rule] * len(self.tensors), self.tensors, self.context
+        predict, variance = predictor(*known), variance_of(*known)
         travels = []
         for rank, own in enumerate(grads):
             message = self._messages[rank][number]
             encode = self._encoder(rank, own, stamp)
-            outgoing = exchange.Outgoing(message, _unused, encode, stamp, "bucket", predict)
+            outgoing = exchange.Outgoing(message, _unused, encode, stamp, "bucket", predict, variance)
             travels.append(self._exchanges[rank].travel(outgoing))
         waiting: list[Any] = [next(travel) for travel in travels]
         while True:

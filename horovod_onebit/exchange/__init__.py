@@ -69,9 +69,12 @@ class Lane(Collectives, Protocol):
     """Collectives that are paired by their order, and carry one optimizer's messages alone. Where every worker starts
     them in the same order, they may leave before the workers have agreed on the step."""
 
-    def renew(self) -> None:
-        """Forget what is under way, of which workers may have started different numbers. Collective; before the first
-        message, too."""
+    generation: str | None
+    """That for which it was renewed last; see ``engine.Generation``."""
+
+    def renew(self, generation: str) -> None:
+        """Forget what is under way, of which workers may have started different numbers, unless that was done for this
+        ``generation``. Collective if it was not; before the first message, too."""
         ...
 
 
@@ -99,6 +102,8 @@ class Outgoing:
         stamp: of the step.
         name: begins the names of its collectives.
         predict: takes from values of their mean what all workers know of it beforehand.
+        variance: gives the second moment of a piece in which elements rest (``formulas.rests``), in host memory; None
+            where none may.
         shares: by number of the tensor, how much of a server's residual travels; all, where it is not in it.
     """
 
@@ -108,6 +113,7 @@ class Outgoing:
     stamp: Stamp
     name: str
     predict: Predict
+    variance: Callable[[Piece], Array | None]
     shares: Mapping[int, float] = field(default_factory=dict)
 
 

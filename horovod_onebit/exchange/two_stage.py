@@ -96,7 +96,7 @@ class Exchange(exchange.Exchange):
         received = wire.read(scattered, share.bucket, stamp, workers=n, size=cut.size)
         finite = bool(received.finite.all())
         if finite:
-            self._recode(served, received, predict, outgoing.shares)
+            self._recode(served, received, predict, outgoing)
         served.own.seal(stamp, finite=None if finite else False)  # it may overflow here, too
         gathered = yield self.collectives.allgather(served.own.buffer, f"{name}.gather")
         # The servers' messages are one that covers the whole bucket.
@@ -104,15 +104,13 @@ class Exchange(exchange.Exchange):
         everywhere = received.finite & bool(whole.finite.all())
         return replace(whole, finite=everywhere, innovation=predict is not None)
 
-    def _recode(
-        self, served: _Served, received: wire.Gathered, predict: Predict | None, shares: Mapping[int, float]
-    ) -> None:
+    def _recode(self, served: _Served, received: wire.Gathered, predict: Predict | None, outgoing: Outgoing) -> None:
         start, context = 0, self.context
         for piece, again in zip(received.bucket.pieces, served.own.bucket.pieces, strict=True):
             stop = start + piece.stop - piece.start
             error = served.next_error[start:stop]
             error[:] = served.error[start:stop]
-            share = shares.get(piece.tensor, 1.0)
+            share = outgoing.shares.get(piece.tensor, 1.0)
             with held_back(error, share, reference) if share < 1 else nullcontext():
                 if predict is not None:
                     predict(piece, error)
@@ -125,6 +123,7 @@ class Exchange(exchange.Exchange):
                     served.own.buffer,
                     RECORDS + again.bytes.start,
                     context.coding(piece.block_size, served.own.bucket.codec),
+                    outgoing.variance(piece),
                 )
             start = stop
 

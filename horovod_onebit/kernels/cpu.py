@@ -177,10 +177,12 @@ def _write_record(c, s, record):
             _pack(codes, u64(plane), record[start : start + (part.size + 7) // 8])
 
 
-def _compress(c, residual, words, word, record, guard):
-    """One block, its scale as ``words[word]``; whether it is finite. Without a residual, nothing is kept."""
+def _compress(c, moving, residual, words, word, record, guard):
+    """One block, its scale, that of so many elements that are ``moving``, as ``words[word]``; whether it is finite.
+    Without a residual, nothing is kept."""
     total, squares = _absolute_sums(c)
-    s = f32(scale(total / c.size, squares / c.size, guard))
+    count = max(moving, 1)
+    s = f32(scale(total / count, squares / count, guard))
     finite = np.isfinite(s)
     words[word] = s if finite else f32(np.nan)
     if finite:
@@ -194,14 +196,14 @@ def _compress(c, residual, words, word, record, guard):
 
 
 @exact
-def _some_rest(moves):
-    """Whether some element rests, by the second moments ``moves``."""
+def _moving(moves, size):
+    """How many of ``size`` elements do not rest, by the second moments ``moves``."""
     if moves is None:
-        return False
-    resting = u32(0)
+        return size
+    moving = u32(0)
     for i in range(moves.size):
-        resting |= u32(0) if _alive(moves[i]) else u32(1)
-    return resting > 0
+        moving += u32(1) if _alive(moves[i]) else u32(0)
+    return int(moving)
 
 
 @exact
@@ -256,14 +258,15 @@ def _encode(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, gua
         fill(x, all_kept, p, _part(g, lo, hi), _part(m, lo, hi), _part(v, lo, hi), _part(w, lo, hi), _part(a, lo, hi))
         start = at + k * record
         here, word, out = _part(moves, lo, hi), start // 4, row[start : start + record]
-        if _some_rest(here):
+        moving = _moving(here, hi - lo)
+        if moving < hi - lo:
             if kept is None:
                 _add_waiting(x, e, here)
-            good = compress(_sent_of(x, here, sent[: hi - lo]), all_kept, words, word, out, guard)
+            good = compress(_sent_of(x, here, sent[: hi - lo]), moving, all_kept, words, word, out, guard)
             if good:
                 _keep(e, x, here)
         else:
-            good = compress(x, all_kept, words, word, out, guard)
+            good = compress(x, moving, all_kept, words, word, out, guard)
         finite &= good
     return finite
 
@@ -314,7 +317,9 @@ def _mean_of_block(total, rows, words, start, end):
         add_values(total, rows[i, start:end], words[i, word] / n)
 
 
-def _recode(residual, new_residual, rows, words, at, record, row, own, out, again, guard, block_size, first, last):
+def _recode(
+    residual, new_residual, moves, rows, words, at, record, row, own, out, again, guard, block_size, first, last
+):
     total = np.empty(8 * ((min(block_size, residual.size) + 7) // 8), f32)
     for k in range(first, last):
         lo = k * block_size
@@ -323,8 +328,11 @@ def _recode(residual, new_residual, rows, words, at, record, row, own, out, agai
         c = total[: hi - lo]
         for i in range(c.size):
             c[i] = c[i] + residual[lo + i] + f32(0)
-        start = out + k * again
-        compress(c, new_residual[lo:hi], own, start // 4, row[start : start + again], guard)
+        here, start = _part(moves, lo, hi), out + k * again
+        moving = _moving(here, hi - lo)
+        _sent_of(c, here, c)
+        if compress(c, moving, new_residual[lo:hi], own, start // 4, row[start : start + again], guard):
+            _keep(new_residual[lo:hi], c, here)
 
 
 def _restore(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, block_size, first, last):
@@ -505,15 +513,16 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Byte
 
 
 def recode(
-    rows: Bytes, at: int, coding: Coding, residual: Array, new_residual: Array, row: Bytes, out: int, again: Coding
-) -> None:
+    rows: Bytes, at: int, coding: Coding, residual: Array, new_residual: Array, row: Bytes, out: int, again: Coding,
+    variance: Array | None = None,
+) -> None:  # fmt: skip
     """See ``reference.recode``."""
     loop = _recoder(coding.codec, again.codec)
     words, own = rows.view(f32), row.view(f32)
 
     def work(first: int, last: int) -> None:
         numbers = row, own, out, again.record, again.guard, coding.block_size, first, last
-        loop(residual, new_residual, rows, words, at, coding.record, *numbers)
+        loop(residual, new_residual, variance, rows, words, at, coding.record, *numbers)
 
     _over_blocks(residual.size, coding.block_size, work)
 

@@ -127,11 +127,15 @@ def _blocks(size: int, coding: Coding, at: int = 0) -> Iterator[tuple[slice, sli
             at = end
 
 
-def _write(c: Array, records: Bytes, coding: Coding) -> NDArray[np.float32]:
-    """The records of blocks ``c`` (k, length); returns their scales (k, 1), which are finite where all of ``c`` is."""
+def _write(c: Array, records: Bytes, coding: Coding, moves: NDArray[np.bool_] | None) -> NDArray[np.float32]:
+    """The records of blocks ``c`` (k, length); returns their scales (k, 1), which are finite where all of ``c`` is.
+
+    Scales are those of the elements that ``moves`` (k, length) says move; ``c`` is zero in the others.
+    """
     wide, length = c.astype(np.float64), c.shape[1]
+    count: Any = length if moves is None else np.maximum(moves.sum(axis=1), 1)
     with np.errstate(over="ignore", invalid="ignore"):
-        mean, square = np.abs(wide).sum(axis=1) / length, (wide * wide).sum(axis=1) / length
+        mean, square = np.abs(wide).sum(axis=1) / count, (wide * wide).sum(axis=1) / count
         s = coding.codec.scale(mean, square, coding.guard).astype(np.float32)[:, None]
         codes, width = coding.codec.code(c, s), -(-length // 8)
     bad = ~np.isfinite(s[:, 0])
@@ -168,8 +172,8 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
     """Compress ``c = formula(p, *arrays) + residual`` to records in ``row``, and keep in ``residual`` what was lost.
 
     A block that holds anything not finite gets the scale NaN and its residual stays as it was. Returns whether every
-    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, and ``c`` is kept of them. If
-    ``formula`` ``forgets``, the residual is theirs alone.
+    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, have no part in the scale, and
+    ``c`` is kept of them. If ``formula`` ``forgets``, the residual is theirs alone.
     """
     moves, kept = _moves(formula, arrays), residual
     if moves is not None and forgetting(formula):
@@ -194,11 +198,13 @@ def _compress(
     finite = True
     for elements, span, length in _blocks(c.size, coding, at):
         blocks, kept = c[elements].reshape(-1, length), residual[elements].reshape(-1, length)
-        s = _write(blocks, row[span].reshape(len(blocks), -1), coding)
-        good = np.isfinite(s[:, 0])
-        lost = kept if forget else blocks - coding.codec.value(coding.codec.code(blocks, s), s)
+        moves: Any = None
         if rest is not None:
             moves, whole = (array[elements].reshape(-1, length) for array in rest)
+        s = _write(blocks, row[span].reshape(len(blocks), -1), coding, moves)
+        good = np.isfinite(s[:, 0])
+        lost = kept if forget else blocks - coding.codec.value(coding.codec.code(blocks, s), s)
+        if moves is not None:
             lost = np.where(moves, lost, whole)
         kept[good] = lost[good]
         finite &= bool(good.all())
@@ -240,15 +246,23 @@ def decode_mean(rows: Bytes, at: int, size: int, coding: Coding) -> Array:
 
 
 def recode(
-    rows: Bytes, at: int, coding: Coding, residual: Array, new_residual: Array, row: Bytes, out: int, again: Coding
-) -> None:
+    rows: Bytes, at: int, coding: Coding, residual: Array, new_residual: Array, row: Bytes, out: int, again: Coding,
+    variance: Array | None = None,
+) -> None:  # fmt: skip
     """A server's work: compress ``mean of the workers + residual`` and leave what was lost in ``new_residual``.
 
     Reads records of the kind ``coding`` and writes, at ``out`` of ``row``, records of the kind ``again``, whose blocks
-    are the same.
+    are the same. Of elements that rest by their ``variance``, what workers have sent means nothing: they are compressed
+    as zeros, and nothing is kept of them. Everything is in host memory.
     """
     c = decode_mean(rows, at, residual.size, coding) + residual + np.float32(0)
-    _compress(c, new_residual, row, out, again)
+    if variance is None:
+        _compress(c, new_residual, row, out, again)
+        return
+    moves = np.asarray(alive(variance))
+    with np.errstate(invalid="ignore"):
+        sent = c * moves + np.float32(0)
+    _compress(sent, new_residual, row, out, again, (moves, np.zeros_like(c)))
 
 
 def apply(

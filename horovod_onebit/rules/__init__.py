@@ -221,7 +221,8 @@ class Rule:
         raise NotImplementedError
 
     def pending(self, tensor: Tensor, context: Context) -> Array | None:
-        """What local steps have moved since the last exchange, in host memory; None if nothing, on all alike."""
+        """What local steps have moved since the last exchange, in host memory. Returns None, on every worker, if there
+        were no local steps."""
         return None
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:

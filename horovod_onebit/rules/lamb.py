@@ -56,7 +56,7 @@ def update(p: Step, _g: Number, m: Number, v: Number, w: Number, _a: Number) -> 
 
 
 def lengths(p: Step, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    return w, update(p, g, m, v, w, a)
+    return p.decay * w, update(p, g, m, v, w, a)
 
 
 def move(p: Step, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:

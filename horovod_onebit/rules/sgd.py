@@ -120,7 +120,8 @@ class SGD(Rule):
         into, out = self.rates
         values = {
             "momentum": self.momentum,
-            "grad": into * (1 - self.dampening) * self.grad_scale,
+            # Without momentum, PyTorch's dampening has no effect.
+            "grad": into * (1 - self.dampening if self.momentum else 1.0) * self.grad_scale,
             "l2": 0.0 if self.decoupled else self.weight_decay / self.grad_scale,
             "decay": self.decay,
             "look_back": out * ahead,

@@ -16,7 +16,6 @@ from numba.cuda import dispatcher
 
 from horovod_onebit import Recipe, codecs, rest
 from horovod_onebit.coded import CODECS as FEW
-from horovod_onebit.coded import SERVER
 from horovod_onebit.formulas import label, of_innovation, remainder
 from horovod_onebit.kernels import compiling, reference
 from horovod_onebit.kernels import cuda as kernels
@@ -116,8 +115,6 @@ def programs():
         if coded and formula.__module__ == gradient.__name__:
             kinds = [codecs.find(name) for name in FEW.values()]
         found += [Program(loop, formula, kind, codec) for codec in kinds]
-    found += [Program("recode", codec=codec, again=again) for codec, again in product(CODECS, CODECS)]
-    found += [Program("recode", codec=codecs.find(name), again=codecs.find(SERVER)) for name in FEW.values()]
     found += [Program("encode", kernels._contributed, kernels._Scalars, codecs.find("sign"))]  # of ``fault``
     found += [Program("move", kernels._widened, kernels._Scalars), Program("mean")]
     found += [Program("apply", kernels._moved, kernels._Scalars, codecs.find("sign"))]

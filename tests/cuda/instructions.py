@@ -55,10 +55,6 @@ def measure(folder):
         "encode, momentum space": (16 + BIT, lambda: adam.encode(tensor, grad, row, 0, BLOCK, momentum)),
         "decode and Adam": (16 + 2 * BIT, lambda: adam.apply(tensor, rows, 0, coding, update)),
         "decode and SGD": (16 + 2 * BIT, lambda: sgd.apply(tensor, rows, 0, coding, update)),
-        "a server's second stage": (
-            8 + 3 * BIT,
-            lambda: kernels.recode(rows, 0, coding, tensor.residual, new, row, 0, coding),
-        ),
         "LAMB's sums": (12, lambda: kernels.sums(*lamb.lengths(tensor, update), tensor.arrays(), chunks)),
         "LAMB's step": (16, lambda: lamb.finish(tensor, np.ones(2), update)),
         "0/1 Adam's local step": (24, lambda: sync.local_step(tensor, grad, update)),

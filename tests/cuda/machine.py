@@ -33,7 +33,6 @@ TENSORS = [c for c in Column if Column.GRADIENT <= c <= Column.NEW_RESIDUAL]
 STATE = (Column.MOMENTUM, Column.VARIANCE, Column.WEIGHT)
 WRITTEN = {
     "encode": (Column.NEW_RESIDUAL, Column.OUT),
-    "recode": (Column.NEW_RESIDUAL, Column.OUT),
     "restore": (Column.RESIDUAL,),
     "apply": STATE,
     "move": STATE,
@@ -391,27 +390,22 @@ def _described(name, row):
         starts = [row[column] for column in (Column.OUT, Column.ROWS)]
         out, rows = ((start, start + 4 * size * n) for start, n in zip(starts, (1, row[Column.WORKERS]), strict=True))
         return [out, rows], [out]
-    first, last = _codecs_of(name.removeprefix(f"{loop}_").partition("_horovod")[0])
+    codec = _codec_of(name.removeprefix(f"{loop}_").partition("_horovod")[0])
     widths = dict.fromkeys(TENSORS, 4 * size)
     if row[Column.KIND]:
         widths[Column.GRADIENT] = 2 * size
     block_size = int(row[Column.BLOCK_SIZE])
-    if loop in ("encode", "recode"):
-        widths[Column.OUT] = last.size(size, block_size)
+    if loop == "encode":
+        widths[Column.OUT] = codec.size(size, block_size)
     elif loop == "sums":
         widths[Column.OUT] = 16 * num_blocks(size, CHUNK)
     places = {column: (row[column], row[column] + width) for column, width in widths.items() if row[column]}
     starts = [row[Column.ROWS] + i * row[Column.STRIDE] for i in range(row[Column.WORKERS])]
-    messages = [(start, start + first.size(size, block_size)) for start in starts]
+    messages = [(start, start + codec.size(size, block_size)) for start in starts]
     writes = [place for column, place in places.items() if column in WRITTEN.get(loop, (Column.OUT,))]
     return [*places.values(), *messages], writes
 
 
-def _codecs_of(text):
-    """What is read and what is written, of a program's name: "sign", "sign_two_bit"."""
-    known = codecs.names()
-    for first in known:
-        for last in known:
-            if text in (first, f"{first}_{last}"):
-                return codecs.find(first), codecs.find(first if text == first else last)
-    return None, None
+def _codec_of(text):
+    """That of a program's name; None if it has none."""
+    return codecs.find(text) if text in codecs.names() else None

@@ -44,6 +44,9 @@ if MACHINE:
     else:
         machine.drive(MACHINE, os.environ["ONEBIT_DRIVER"])
 
+# All of them are run by what is compiled, which is faster.
+pytestmark = pytest.mark.cases(2) if SIMULATED and not MACHINE else []
+
 f32 = np.float32
 SPECIAL = np.array([0.0, -0.0, 1e-45, -1e-42, 1e-30, -1e-20, 1e30, -3e38, np.nan, np.inf, -np.inf], f32)
 # A thread block of the simulator takes a tenth of a second.
@@ -247,20 +250,6 @@ def test_apply_and_decode_are_the_reference(workers, case, codec):
         for moved in (device, before):
             np.testing.assert_array_equal(host(moved.momentum), momentum)
             np.testing.assert_array_equal(host(moved.weight), weight)
-
-
-@pytest.mark.parametrize("block_size", BLOCKS)
-@pytest.mark.parametrize("again", [SIGN, TWO_BIT], ids=lambda codec: codec.name)
-def test_recode_is_the_reference(block_size, again):
-    size, how, then = SIZES[-1], coding(block_size), coding(block_size, again)
-    rows, (error,), results, put = messages(3, size, how), arrays(size, count=1), [], Device()
-    for backend, array in ((reference, np.copy), (kernels, put)):
-        old, new, row = array(error), array(np.zeros(size, f32)), np.zeros(8 + again.size(size, block_size), np.uint8)
-        backend.recode(rows, 0, how, old, new, row, 8, then)
-        results.append((without_scales(row, size, then, 8), scales_of(row, size, then, 8), host(new)))
-    np.testing.assert_array_equal(results[1][0], results[0][0])
-    for ours, theirs in zip(results[1][1:], results[0][1:], strict=True):
-        close(ours, theirs)
 
 
 @pytest.mark.parametrize("size", [131, CHUNK + 9])

@@ -200,17 +200,51 @@ def test_apply_from_arrays_that_stay_as_they_are(size, seed, block_size, case, k
     seed=st.integers(0, 10**6),
     codec=st.sampled_from(codecs.names()),
     again=st.sampled_from(codecs.names()),
+    resting=st.sampled_from([None, 0.0, 0.1, 0.9]),
 )
-def test_recode_is_the_reference_and_loses_nothing(size, workers, seed, codec, again):
+def test_recode_is_the_reference_and_loses_nothing(size, workers, seed, codec, again, resting):
+    """But of elements that rest, of which nothing is kept."""
     rng, how, then = np.random.default_rng(seed), coding(16, codec), coding(16, again)
     rows, error, out = random_rows(rng, workers, size, how), rng.standard_normal(size).astype(f32), []
+    variance = None if resting is None else (rng.random(size) >= resting).astype(f32)
+    moves = np.ones(size, bool) if variance is None else variance > 0
     for kernels in (reference, cpu):
         new, row = np.zeros(size, f32), np.zeros(4 + then.codec.size(size, 16), np.uint8)
-        kernels.recode(rows, 0, how, error, new, row, 4, then)
+        kernels.recode(rows, 0, how, error, new, row, 4, then, variance)
         out.append((True, row, new))
         mean, decoded = reference.decode_mean(rows, 0, size, how), reference.decode_mean(row[None], 4, size, then)
-        np.testing.assert_allclose(decoded + new, mean + error, atol=1e-6)
+        np.testing.assert_allclose((decoded + new)[moves], (mean + error)[moves], atol=1e-6)
+        assert not new[~moves].any()
     assert_same(*out, size, then)
+
+
+@pytest.mark.parametrize("kernels", [reference, cpu])
+@pytest.mark.parametrize("codec", codecs.names())
+@pytest.mark.parametrize("share", [0.5, 0.1, 0.0])
+def test_scales_are_those_of_the_elements_that_move(kernels, codec, share):
+    """What is sent of these is what would be without the others."""
+    size, how = 512, coding(512, codec)
+    rng = np.random.default_rng(1)
+    moves = rng.random(size) < share
+    whole, few = Inputs(size), Inputs(int(moves.sum()))
+    whole.variance[:] = moves
+    for name in ("grad", "momentum", "error", "variance"):
+        getattr(few, name)[:] = getattr(whole, name)[moves]
+    (_, row, _), (_, row_of_few, _) = whole.encode(kernels, of_adam(), how), few.encode(kernels, of_adam(), how)
+    if share:
+        np.testing.assert_allclose(scales_of(row, size, how), scales_of(row_of_few, few.grad.size, how), rtol=1e-6)
+    else:
+        np.testing.assert_array_equal(scales_of(row, size, how), [0])
+
+    def decoded(row, size, variance):
+        """By the workers, and by a server that sends it again."""
+        new, again = np.zeros(size, f32), np.zeros(4 + how.codec.size(size, 512), np.uint8)
+        kernels.recode(row[None], 4, how, np.zeros(size, f32), new, again, 4, how, variance)
+        return [reference.decode_mean(sent[None], 4, size, how) for sent in (row, again)]
+
+    both = zip(decoded(row, size, whole.variance), decoded(row_of_few, few.grad.size, None), strict=True)
+    for of_whole, of_few in both:
+        np.testing.assert_allclose(of_whole[moves], of_few, rtol=1e-6)
 
 
 @pytest.mark.parametrize("kernels", [reference, cpu])

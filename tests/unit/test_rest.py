@@ -8,6 +8,7 @@ import pytest
 
 import horovod_onebit as onebit
 from horovod_onebit import rest, simulation
+from horovod_onebit.checkpoint import load_checkpoint, save_checkpoint
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.kernels.reference import CHUNK
 from horovod_onebit.optimizer import NumpyOptimizer
@@ -81,6 +82,26 @@ def test_rows_stay_until_they_are_met_and_are_then_learned(name):
         np.testing.assert_array_equal(weight, found[0][0])
         assert always < 0.05
         assert late < 0.1, "at 2.0 before they are met"
+
+
+@pytest.mark.parametrize("exchange", ["two_stage", "hierarchical"])
+def test_they_stay_where_another_number_of_workers_continues(exchange, tmp_path):
+    """What servers keep, which becomes workers' residuals, has nothing of them."""
+
+    def begun(collectives):
+        one = Embedding(collectives, recipe=onebit.Recipe(exchange=exchange), late=lambda *_: False).train(120)
+        save_checkpoint(tmp_path, one.optimizer)
+
+    def resumed(collectives):
+        one = Embedding(collectives, late=lambda *_: False)
+        load_checkpoint(tmp_path, one.optimizer)
+        residual = one.optimizer.residuals()["feedback"]["embedding"].reshape(ROWS, WIDTH)
+        assert residual[ALWAYS].any()
+        assert not residual[NEVER].any()
+        return one.train(100).moved(NEVER)
+
+    simulation.run(begun, 4, workers_per_host=2)
+    assert simulation.run(resumed, 3) == [0] * 3
 
 
 def test_they_are_learned_about_as_fast_as_by_adam():

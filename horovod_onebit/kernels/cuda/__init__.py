@@ -201,19 +201,8 @@ def restore(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, a
     return _by_tile(program, line, sent + _set_rows(line, _own_rows(row), at, coding))
 
 
-def recode(
-    rows: Any, at: int, coding: Coding, residual: Any, new_residual: Any, row: Any, out: int, again: Coding
-) -> None:
-    """See ``reference.recode``."""
-    if _on_host(residual):
-        return cpu.recode(rows, at, coding, residual, new_residual, row, out, again)
-    line = _row(coding)
-    line[Column.OUT_RECORD] = again.record
-    line[Column.GUARD] = again.guard
-    _set_tensors(line, (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, new_residual))
-    program, sent = Program("recode", codec=coding.codec, again=again.codec), _set_rows(line, rows, at, coding)
-    _by_block(program, line, sent, _set_out(line, row, out, again), again)
-    return None
+recode = cpu.recode
+"""Servers work in host memory, where messages arrive."""
 
 
 def apply(
@@ -368,8 +357,10 @@ class Twin:
     def _pick(self, start: int, bucket: Any) -> Buffer:
         if self._picked is None:
             places, numbers = bucket.scales.astype(np.int64), np.zeros(len(self.scales), np.float32)
-            arrays = (places, numbers) if SIMULATED else (cuda.to_device(places), cuda.to_device(numbers))
-            self._picked = arrays
+            self._picked = places, numbers
+            if not SIMULATED:  # which are copied later, perhaps
+                stream, self._uploaded = launcher.current(), self._picked
+                self._picked = cuda.to_device(places, stream=stream), cuda.to_device(numbers, stream=stream)
         places, numbers = self._picked
         row: Row = list(EMPTY)
         row[Column.SIZE], row[Column.WEIGHT] = len(self.scales), address_of(places)

@@ -17,7 +17,7 @@ from horovod_onebit.kernels.toolchain import SIMULATED, cuda
 
 f32 = np.float32
 f64 = np.float64
-SLOTS = 64  # two for each warp of the largest thread block
+SLOTS = 96  # three for each warp of the largest thread block
 FLOAT32, FLOAT16, BFLOAT16 = range(3)
 """Kinds of numbers that gradients may be."""
 
@@ -128,16 +128,30 @@ else:
 @inlined
 def block_sums(a, b):
     """The sums of two float64 over the thread block, in every thread; once a kernel."""
+    first, second, _ = block_sums_of_three(a, b, None)
+    return first, second
+
+
+@inlined
+def block_sums_of_three(a, b, c):
+    """As ``block_sums``; ``c`` may be None, and its sum is 0 then."""
     shared = cuda.shared.array(SLOTS, f64)
+    half, warps = cuda.threadIdx.x >> 4, cuda.blockDim.x >> 5
     own = warp_sums(a, b)
     if cuda.threadIdx.x & 15 == 0:
-        shared[cuda.threadIdx.x >> 4] = own
+        shared[half] = own
+    if c is not None:
+        own = warp_sums(c, f64(0))
+        if cuda.threadIdx.x & 31 == 0:
+            shared[2 * warps + (half >> 1)] = own
     cuda.syncthreads()  # all warps' sums are there
-    total, squares = f64(0), f64(0)
-    for i in range(cuda.blockDim.x >> 5):
+    total, squares, third = f64(0), f64(0), f64(0)
+    for i in range(warps):
         total += shared[2 * i]
         squares += shared[2 * i + 1]
-    return total, squares
+        if c is not None:
+            third += shared[2 * warps + i]
+    return total, squares, third
 
 
 @inlined
@@ -173,6 +187,7 @@ __all__ = [
     "FLOAT32",
     "SIMULATED",
     "block_sums",
+    "block_sums_of_three",
     "byte_of",
     "constant_f32",
     "constant_i64",

@@ -27,6 +27,7 @@ from horovod_onebit.kernels.cuda.device import (
     FLOAT32,
     SIMULATED,
     block_sums,
+    block_sums_of_three,
     byte_of,
     constant_f32,
     constant_i64,
@@ -292,29 +293,34 @@ def _absolute_sums(c):
     return abs(a) + abs(b) + abs(d) + abs(e), a * a + b * b + d * d + e * e
 
 
-def _scaler(codec: Codec) -> Any:
+def _scaler(codec: Codec, *, rests: bool) -> Any:
+    """The scale of a block, of this thread's sums and, if elements may rest, of how many of its elements move."""
     scale = _formula(codec.scale, fused=True)
 
     @inlined
-    def scaled(row, total, squares, count):
+    def scaled(row, total, squares, count, size):
+        if rests:
+            total, squares, moving = block_sums_of_three(total, squares, f64(count))
+            number = max(moving, f64(1))
+        else:
+            total, squares = block_sums(total, squares)
+            number = f64(size)
         portion = f64(row[PORTION])
-        if portion != 0 and count == row[BLOCK_SIZE]:  # a multiplication is exact, and much shorter
+        if portion != 0 and number == f64(row[BLOCK_SIZE]):  # a multiplication is exact, and much shorter
             return f32(scale(total * portion, squares * portion, f64(row[GUARD])))
-        return f32(scale(total / f64(count), squares / f64(count), f64(row[GUARD])))
+        return f32(scale(total / number, squares / number, f64(row[GUARD])))
 
     return scaled
 
 
 @inlined
 def _sent_of(row, c, i, end, vectors):
-    """What is compressed of ``c``: zeros of elements that rest; NaN stays NaN."""
+    """What is compressed of ``c``, zeros of elements that rest (NaN stays NaN), and how many do not."""
     v, one, zero = _load(row[VARIANCE], i, end, vectors), f32(1), f32(0)
-    return (
-        mul(c[0], one if _alive(v[0]) else zero) + zero,
-        mul(c[1], one if _alive(v[1]) else zero) + zero,
-        mul(c[2], one if _alive(v[2]) else zero) + zero,
-        mul(c[3], one if _alive(v[3]) else zero) + zero,
-    )
+    p, q = one if _alive(v[0]) else zero, one if _alive(v[1]) else zero
+    r, s = one if _alive(v[2]) else zero, one if _alive(v[3]) else zero
+    sent = mul(c[0], p) + zero, mul(c[1], q) + zero, mul(c[2], r) + zero, mul(c[3], s) + zero
+    return sent[0], sent[1], sent[2], sent[3], (p + q) + (r + s)
 
 
 @inlined
@@ -377,18 +383,20 @@ def _compressor(source: Any, codec: Codec, *, rests: bool = False, forgets: bool
     @inlined
     def whole(row, i, end):
         if i >= end:
-            return f32(0), f32(0), f32(0), f32(0)
+            return f32(0), f32(0), f32(0), f32(0), f32(0)
         vectors = _has_vectors(row, i, end)
-        return _with_residual(source(row, i, end, vectors), waiting(row, i, end, vectors), i, end)
+        c = _with_residual(source(row, i, end, vectors), waiting(row, i, end, vectors), i, end)
+        return c[0], c[1], c[2], c[3], f32(0)
 
     @inlined
     def moving(row, i, end):
         if i >= end:
-            return f32(0), f32(0), f32(0), f32(0)
+            return f32(0), f32(0), f32(0), f32(0), f32(0)
         return _sent_of(row, whole(row, i, end), i, end, _has_vectors(row, i, end))
 
     value = moving if rests else whole
-    scaled, write, bits = _scaler(codec), _writer(codec, whole if rests else None, forgets=forgets), codec.bits
+    scaled, bits = _scaler(codec, rests=rests), codec.bits
+    write = _writer(codec, whole if rests else None, forgets=forgets)
 
     def loop(table, rows):
         row = _row_of(table, rows)
@@ -404,14 +412,16 @@ def _compressor(source: Any, codec: Codec, *, rests: bool = False, forgets: bool
             sums = _absolute_sums(part)
             total += sums[0]
             squares += sums[1]
+        count = (a[4] + b[4]) + (c[4] + d[4])
         base = start + PARTS * step
         while base < end:
-            sums = _absolute_sums(value(row, base + own, end))
+            part = value(row, base + own, end)
+            sums = _absolute_sums(part)
             total += sums[0]
             squares += sums[1]
+            count += part[4]
             base += step
-        total, squares = block_sums(total, squares)
-        s = scaled(row, total, squares, end - start)
+        s = scaled(row, total, squares, count, end - start)
         record, width = row[OUT] + block * row[OUT_RECORD], _width(row, start)
         write(row, a, s, record, width, start, i, end)
         write(row, b, s, record, width, start, i + step, end)
@@ -544,11 +554,10 @@ class Program:
     formula: Formula | None = None
     scalars: type | None = None
     codec: Codec | None = None
-    again: Codec | None = None  # what a server sends
 
     @property
     def name(self) -> str:
-        found = [self.loop, *(codec.name for codec in (self.codec, self.again) if codec)]
+        found = [self.loop, *([] if self.codec is None else [self.codec.name])]
         return "_".join(found if self.formula is None else [*found, label(self.formula)])
 
     def function(self) -> Callable[[int, int], None]:
@@ -561,12 +570,10 @@ def _function(program: Program) -> Any:
     formula: Any = program.formula
     kind: Any = program.scalars
     codec: Any = program.codec
-    again: Any = program.again
     kept = {"rests": resting(formula), "forgets": forgetting(formula)}
     loops: dict[str, Callable[[], Any]] = {
         "encode": lambda: _compressor(_loaded(formula, kind), codec, **kept),
         "restore": lambda: _restorer(_loaded(formula, kind), codec, **kept),
-        "recode": lambda: _compressor(_averager(codec), again),
         "apply": lambda: _applier(_reader(formula, kind), codec),
         "move": lambda: _mover(_loaded(formula, kind)),
         "sums": lambda: _summer(_loaded(formula, kind)),
