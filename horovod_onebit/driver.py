@@ -337,7 +337,7 @@ class Driver:
 
     def stepped(self, frozen: Frozen) -> bool:
         """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
-        own = self.face.learning_rates() if self.rounds.counts else {}
+        own = self.face.learning_rates() if self.rounds.freezing.happens else {}
         for tensor in self.rounds.tensors:
             if tensor.name in frozen:
                 frozen[tensor.name].count_step(tensor)
@@ -393,7 +393,7 @@ class Driver:
         then begins a round. Collective."""
         engine, face, rounds = self.engine, self.face, self.rounds
         if (yield from ask(engine.collectives, f"{engine.name}.young", young=face.young)).any("young"):
-            rounds.wait(face.steps)
+            rounds.freezing.restart(face.steps)
             return
         moments: list[Moment] = face.second_moments()
         values = [m.variance / np.float32(1 - m.beta2 ** max(m.seen, 1)) for m in moments]
@@ -403,7 +403,7 @@ class Driver:
             engine.traffic, usable=usable,
         )  # fmt: skip
         if found is None:
-            rounds.put_off()
+            rounds.freezing.put_off()
             return
         for m, second in zip(moments, found, strict=True):
             face.freeze(m.of, second * np.float32(1 - m.beta2**m.count))

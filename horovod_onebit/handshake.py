@@ -31,7 +31,7 @@ CALLS = (
     "broadcast_optimizer_state",
     "broadcast_parameters",
 )
-"""Calls of the PyTorch face that all workers must make together, in the same order."""
+"""Calls that all workers must make together, in the same order."""
 
 AGREEMENT = {
     "call": "what is to be done together (a step, a check of replicas, a broadcast, ...)",
@@ -48,8 +48,6 @@ STEP = {"sends": "what a step sends, by the schedule's own word"}
 """What is compared in a step that cannot be taken back."""
 REPLICAS = "a weight, or the optimizer's state"
 VERSION = "version"
-TOLD = (*AGREEMENT, "replicas", "finite", "early", "edited", "fresh")
-"""What a worker says before a call: the order in which it is sent."""
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
@@ -86,6 +84,14 @@ class Finite(IntEnum):
     NO = 0
     YES = 1
     UNKNOWN = 2
+
+
+FIELDS: Mapping[str, str | int] = {
+    "call": "step", "setup": "", "options": "", "step": 0, "gradients": "", "replicas": 0, "finite": Finite.UNKNOWN,
+    "early": False, "edited": False, "fresh": False,
+}  # fmt: skip
+"""What a worker says before a call, in the order in which it is sent, and what it says if nothing else is given.
+``replicas`` is the text of the checksums of weights and state, or 0 where these are not compared."""
 
 
 @dataclass(frozen=True)
@@ -155,30 +161,11 @@ def ask(collectives: Any, name: str, **said: str | int) -> Task[Answers]:
     return _answers(rows, tuple(said), collectives.size)
 
 
-def agreement(
-    rank: int,
-    workers: int,
-    *,
-    setup: str,
-    options: str = "",
-    step: int = 0,
-    call: str = "step",
-    finite: Finite = Finite.UNKNOWN,
-    early: bool = False,
-    edited: bool = False,
-    fresh: bool = False,
-    gradients: str = "",
-    replicas: str = "",
-) -> NDArray[np.int32]:
-    """What this worker says before ``call``: a row of the fields ``TOLD`` for each worker, zero except for its own, so
-    that the sum over the workers has all rows. ``replicas`` are checksums of weights and state, where they are
-    compared."""
+def agreement(rank: int, workers: int, **said: str | int) -> NDArray[np.int32]:
+    """Returns a row of ``FIELDS`` for each worker, zero except for this worker's own, which has what is ``said``: the
+    sum over the workers has all rows."""
     # A sum of rows, all but one of them zeros, is an allgather that Horovod can do when a worker has joined.
-    own: dict[str, str | int] = {
-        "call": call, "setup": setup, "options": options, "step": step, "gradients": gradients,
-        "replicas": replicas or 0, "finite": finite, "early": early, "edited": edited, "fresh": fresh,
-    }  # fmt: skip
-    row = _row(**{field: own[field] for field in TOLD})
+    row = _row(**{**FIELDS, **said})
     rows = np.zeros((workers, row.size), np.uint64)
     rows[rank] = row
     return rows.view(np.int32).reshape(-1)
@@ -187,7 +174,7 @@ def agreement(
 def read_agreement(total: NDArray, workers: int) -> Verdict:
     """What the sum says. Raises ``DesyncError`` on every worker if they disagree, where facts can explain it a
     ``Mismatch``."""
-    found = _answers(total, TOLD, workers)
+    found = _answers(total, tuple(FIELDS), workers)
     found.compare({})
     calls = found.fields["call"]
     known = {} if found.same("call") else {_number(call): f"{call}()" for call in CALLS}

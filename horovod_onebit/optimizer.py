@@ -20,7 +20,7 @@ from horovod_onebit.checks import mapping, matching
 from horovod_onebit.coded import CodedMean, codes
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError, error_text
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.face import chosen
 from horovod_onebit.feedback import check_kind, kind
@@ -155,7 +155,7 @@ class NumpyOptimizer(RunState):
         except Exception as error:
             if together:
                 with suppress(DesyncError):  # tells the others
-                    run(self._meet("step", f"{type(error).__name__}: {error}"))
+                    run(self._meet("step", error_text(error)))
             raise
         if together:
             run(self._meet("step"))

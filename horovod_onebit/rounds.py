@@ -56,13 +56,14 @@ class Rounds:
         large, small: the tensors, whose ``weight`` is this worker's own; small ones are averaged exactly. Their
             ``anchor`` is what all workers have in common: all exchanges that have arrived.
         length: steps of this round so far.
+        freezing: when the optimizer's second moments are to be frozen.
         freezes: whether the optimizer's second moments are to be frozen now that the round has ended.
     """
 
     def __init__(self, engine: Engine, schedule: Local, freezing: AfterRise | None = None) -> None:
         self.engine = engine
         self.schedule = schedule
-        self._freezing = freezing
+        self.freezing = AfterRise(NEVER) if freezing is None else freezing
         self.freezes = False
         self.rule = Delta(schedule.momentum, delay=schedule.delay)
         engine.sent = "weights after local steps"
@@ -93,8 +94,8 @@ class Rounds:
         workers if they do not have the same weights. For ``details`` see ``Engine.prepare``.
         """
         self._rules = [self.rule] * (len(large) + len(small)) if rules is None else list(rules)
-        frozen, freezing = any(isinstance(rule, FrozenAdam) for rule in self._rules), self._freezing
-        self._first = freezing is not None and (not frozen or freezing.steps == NEVER)
+        frozen = any(isinstance(rule, FrozenAdam) for rule in self._rules)
+        self._first = self.freezing.happens and (not frozen or self.freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
         self._under_way, self._details = None, details
         for tensor in (*large, *small):
@@ -141,7 +142,7 @@ class Rounds:
     def stepped(self, step: int, learning_rate: float) -> bool:
         """This worker has taken step number ``step`` (from 1) alone; whether the round ends with it."""
         self.length += 1
-        due = self._freezing is not None and self._freezing.reached(step, learning_rate)
+        due = self.freezing.reached(step, learning_rate)
         self.freezes = due and self._first
         if self.freezes or self.schedule.ends_round(step, first=self._first):
             return True
@@ -150,30 +151,6 @@ class Rounds:
         elements = sum(tensor.weight.size for tensor in self.tensors)
         self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
         return False
-
-    def put_off(self) -> None:
-        """Moments could not be frozen: they are to be after the next step. Local."""
-        if self._freezing is not None:
-            self._freezing.steps = NEVER
-
-    def resume(self, step: int) -> None:
-        """Moments are frozen after step number ``step``; a state that was loaded may not say since when. Local."""
-        if self._freezing is not None and self._freezing.steps == NEVER:
-            self._freezing.steps = step
-
-    def thaw(self, step: int) -> None:
-        """After step number ``step`` some frozen moments are not any more: they are to be frozen again. Local."""
-        if self._freezing is not None:
-            self._freezing.thaw(step)
-
-    def wait(self, step: int) -> None:
-        """After step number ``step`` some moments have seen too little to be frozen. Local."""
-        if self._freezing is not None:
-            self._freezing.restart(step)
-
-    def own_steps(self, step: int) -> int:
-        """Of the ``step`` steps so far, those that moments which are not frozen were measured in by own gradients."""
-        return step - self._freezing.since if self._freezing is not None else step
 
     def skip(self) -> None:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""
@@ -271,11 +248,6 @@ class Rounds:
             kernels.move(*self.rule.catch_up(), tensor.arrays(tensor.sent))
         else:
             kernels.copy(tensor.anchor, tensor.weight)
-
-    @property
-    def counts(self) -> bool:
-        """Whether learning rates of steps are counted whose moments are not frozen: they will be."""
-        return self._freezing is not None
 
     def _shares(self) -> list[float]:
         """How much of each small tensor's residuals is sent: what it has moved, of rounds that were lost."""

@@ -31,6 +31,12 @@ class Phase(StrEnum):
     COMPRESSED = "compressed"
 
 
+def least(steps: int) -> int:
+    """Gradients that a second moment has to have seen before it is frozen at the end of a warm-up of so many steps:
+    one that has seen fewer belongs to a parameter that is trained since shortly before."""
+    return max(1, min(AutoWarmup.least, steps) // 2)
+
+
 class Warmup:
     """What all policies share."""
 
@@ -135,6 +141,20 @@ class AfterRise(Warmup):
         if self.steps == NEVER and step - self.peak_step >= self.after:
             self.steps = step
         return step >= self.steps
+
+    @property
+    def happens(self) -> bool:
+        """Whether they are ever frozen."""
+        return self.after < NEVER
+
+    def resume(self, step: int) -> None:
+        """They are frozen, after step number ``step``; a state that was loaded may not say since when."""
+        if self.steps == NEVER:
+            self.steps = step
+
+    def put_off(self) -> None:
+        """They could not be frozen: they are to be after the next step."""
+        self.steps = NEVER
 
     def restart(self, step: int) -> None:
         """Freeze what is not frozen ``after`` steps after step number ``step``."""

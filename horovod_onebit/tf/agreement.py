@@ -1,4 +1,4 @@
-"""Once a step, before anything else is waited for: do all workers mean the same?"""
+"""Once a step, before anything else is waited for, all workers compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ class Agreement:
         setup = f"{list(now.counts.values())} {self._wrapping} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
         fresh = compressor.coded is not None and compressor.coded.fresh
-        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else "", fresh=fresh)
+        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else 0, fresh=fresh)
 
     def _options(self) -> dict[str, object]:
         """The wrapped optimizer's options in this step."""

@@ -321,6 +321,7 @@ class Compressor(RunState):
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
         self.settle()
+        self.engine.feedback.reset()
         self.moments.take_plain()
         self.warm_up_again()
         self.forget_trained()
@@ -330,7 +331,8 @@ class Compressor(RunState):
         self.indices = ()
 
     def forget(self) -> None:
-        """The optimizer's state was replaced as a whole. Local."""
+        """The optimizer's state was replaced as a whole; residuals are of the old one. Local."""
+        self.engine.feedback.reset()
         self.moments.forget()
         self.unlearn()
         self._follow_recipe()

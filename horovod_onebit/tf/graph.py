@@ -169,7 +169,8 @@ def in_rounds(
 
     # A loop, and not a chain: how many rounds there are depends on the options, and is more at the first step.
     asked = shaped(host_values(begin, inputs, dtypes))
-    done = tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
+    with tf.device("/CPU:0"):  # or TensorFlow carries what travels over the GPU in each round
+        done = tf.while_loop(lambda more, *sent: more, turn, asked, parallel_iterations=1)[0]
     if label:
         run_independently(asked[0])
         run_independently(done)

@@ -156,7 +156,7 @@ class LocalSteps(Compressor):
         if self.edits:
             self.begin_again(self.edits if self.moments.moved is None else ())
         if self.adapter.frozen(self.optimizer):
-            self.rounds.resume(self.steps)
+            self.rounds.freezing.resume(self.steps)
         self._members, self._values = indices, values
         try:
             yield from self.driver.begin_round()
@@ -182,7 +182,11 @@ class LocalSteps(Compressor):
 
     # -- what the driver asks of a face: see ``driver.Alone``; the graph has asked whether the workers agree ----------
 
-    young = False
+    @property
+    def young(self) -> bool:
+        """Whether some second moment has seen too little to be frozen: its variable is trained since shortly before."""
+        seen = np.array(self.optimizer._seen.value)[list(self.indices)]
+        return bool(((seen > 0) & (2 * seen < self.rounds.schedule.freeze)).any())
 
     @property
     def steps(self) -> int:
@@ -253,7 +257,7 @@ class LocalSteps(Compressor):
         yield from ()
 
     def second_moments(self) -> list[Moment]:
-        steps = self.rounds.own_steps(self.steps)
+        steps = self.steps - self.rounds.freezing.since
         beta2, seen, found = self.options.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
         for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
             of = len(found), view(variance), view(gradient)
@@ -351,9 +355,9 @@ class LocalSteps(Compressor):
     def warm_up_again(self) -> None:
         optimizer = self.optimizer
         if self.adapter.frozen(optimizer):
-            self.rounds.thaw(self.steps)
+            self.rounds.freezing.thaw(self.steps)
         else:
-            self.rounds.wait(self.steps)
+            self.rounds.freezing.restart(self.steps)
         optimizer._begun.assign(int(optimizer.iterations) - int(optimizer._compressed_steps.value))
         optimizer._warmup_steps.assign(0)  # a state that was loaded may have others
         if self.adapter.adam is not None:
@@ -404,6 +408,11 @@ class LocalSteps(Compressor):
     def bound(self) -> list[Any]:
         """The variables that are in the round."""
         return [self.optimizer._trainable_variables[i] for i in self.indices]
+
+    def forget(self) -> None:
+        super().forget()
+        self.rounds.length, self.rounds.freezes, self.edits = 0, False, []  # the next step begins a round
+        self.unbind()
 
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective; eager."""

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit import handshake
-from horovod_onebit.errors import DesyncError
+from horovod_onebit.errors import DesyncError, error_text
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Facts, Finite, Mismatch, Verdict
 from horovod_onebit.tf.collectives import HorovodCollectives, view
@@ -50,7 +50,7 @@ def meet(
             return tf.constant(record(*values))
         except Exception as error:
             failed.append(error)
-            return tf.constant(_record(collectives, FAILED, _text(error), Finite.NO))
+            return tf.constant(_record(collectives, FAILED, error_text(error), Finite.NO))
 
     def hear(total: Any) -> bool:
         error = failed.pop() if failed else None
@@ -59,7 +59,7 @@ def meet(
         except DesyncError as desync:
             text = str(desync)
             if isinstance(desync, Mismatch):
-                own = facts() if error is None else handshake.said(FAILED, _text(error))
+                own = facts() if error is None else handshake.said(FAILED, error_text(error))
                 text = handshake.differences(text, _gathered(handshake.packed(own, collectives.size), collectives))
             if error is None:
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
@@ -75,10 +75,6 @@ def meet(
         said = tf.py_function(say, list(inputs), tf.int32)
     said.set_shape([None])
     return host_value(hear, [gather(said)], tf.bool)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
@@ -127,10 +123,9 @@ def told(process_set: Any) -> Iterator[None]:
         if process_set.included():
             # What this meeting raises is less than what is raised here.
             with outside(), contextlib.suppress(Exception):
-                announce(FAILED, process_set, _text(error))
+                announce(FAILED, process_set, error_text(error))
         raise
 
 
 def _record(collectives: HorovodCollectives, call: str, setup: str, finite: Finite) -> Any:
-    own: dict[str, Any] = {"call": call, "setup": setup, "finite": finite, "early": False, "edited": False}
-    return handshake.agreement(collectives.rank, collectives.size, **own)
+    return handshake.agreement(collectives.rank, collectives.size, call=call, setup=setup, finite=finite)

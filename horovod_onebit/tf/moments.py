@@ -26,6 +26,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call, path_of
+from horovod_onebit.warmup import least
 
 _live: weakref.WeakSet[Moments] = weakref.WeakSet()
 PROBES = 64
@@ -43,7 +44,6 @@ class Owner(Protocol):
     adapter: Any
     options: Any
     engine: Any
-    collectives: Any
 
     def compressible(self, variable: Any) -> bool: ...
 
@@ -120,7 +120,8 @@ class Moments:
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
-            if i in edited or not (marks[i] or seen[i]) or not (alone or compressor.compressible(variable)):
+            by_hand = i in edited and (marks[i] or not seen[i])  # and not one that has seen too little
+            if by_hand or not (marks[i] or seen[i]) or not (alone or compressor.compressible(variable)):
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] not in (0, taken):
@@ -193,20 +194,27 @@ class Moments:
         seen: NDArray[np.int64],
         marks: NDArray[np.int64],
     ) -> list[int]:
-        """Of the variables ``indices``, those whose second moment is not the one that was frozen, or has seen nothing.
+        """Of the variables ``indices``, those whose second moment is not the one that was frozen, or has seen nothing,
+        or less than half of a short warm-up: they were trained late.
 
         ``variances`` are arrays in the host's memory or on the GPU.
         """
         found, seen_by, marked = [], seen.tolist(), marks.tolist()
+        enough = 1 if marks.all() else least(self._warmup_steps)
         for i, variance in zip(indices, variances, strict=True):
             if variance is None:
                 continue
             held = self._held.get(i)
-            if not seen_by[i] or (
+            if seen_by[i] < (1 if marked[i] else enough) or (
                 marked[i] and (held is None or not same(held, variance)) and not self._is_known(i, variance, marked[i])
             ):
                 found.append(i)
         return found
+
+    @property
+    def _warmup_steps(self) -> int:
+        local = self._optimizer._wrapping.local
+        return int(self._optimizer._warmup_steps.value) if local is None else local.freeze
 
     def _is_known(self, index: int, variance: Any, mark: int) -> bool:
         """Whether a second moment in other memory has the values of before, or those that the ``mark`` is of."""

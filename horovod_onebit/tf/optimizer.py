@@ -394,8 +394,9 @@ class _DistributedOptimizer(_Wrapped):
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
             announce("the end of fit", process_set, remark=STOPPED if model.stop_training else "")
-        if self._averages_itself and process_set.included():  # Keras replaces the weights: not within a round
+        if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
+        if self._averages_itself and process_set.included():
             self._average_weights()
         super().finalize_variable_values(var_list)
 
@@ -576,9 +577,9 @@ def DistributedOptimizer(
     this one does not have, and are refused unless they are the defaults.
 
     Args:
-        optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD`` or ``Lamb``, or a ``LossScaleOptimizer`` around one;
-            any with ``schedule=Gradients()``, ``schedule=Local(...)`` or ``recipe="exact"``. The result is an instance
-            of its class.
+        optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD``, ``Lion`` or ``Lamb``, or a ``LossScaleOptimizer``
+            around one; any with ``schedule=Gradients()``, ``schedule=Local(...)`` or ``recipe="exact"``. The result is
+            an instance of its class.
         warmup_steps: steps before compression starts, which are the optimizer's own with the mean gradient, as
             ``Recipe.warmup`` says; a share of ``total_steps`` below 1; or ``"auto"``, the default, which starts
             compression when the learning rate no longer rises and the second moment is stable, but at most 210 steps

@@ -1,8 +1,8 @@
 """Compressed variables in the memory of a GPU: what host functions hand to the CUDA kernels, and get from them.
 
 A host function that TensorFlow runs on a GPU gets tensors as they are, and DLPack tells where: nothing is copied.
-Python cannot have TensorFlow's stream, so the kernels run on another: ``to_dlpack`` waits until TensorFlow has computed
-what they read, and ``Place.wait`` until they have written what TensorFlow reads.
+Python has no access to TensorFlow's stream, so the kernels run on another: ``to_dlpack`` waits until TensorFlow has
+computed what they read, and ``Place.wait`` until they have written what TensorFlow reads.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Before every call that needs the other workers: do all of them mean the same?"""
+"""Before every call that needs the other workers, all of them compare what they are about to do."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from horovod_onebit import handshake
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError, error_text
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Mismatch, Verdict
 from horovod_onebit.tasks import Handle, Task, run
@@ -90,13 +90,9 @@ def meeting(call: str, transport: Transport) -> Iterator[None]:
         yield
     except Exception as error:
         with suppress(Exception):  # less than what is raised here
-            meet(call, transport, _text(error))
+            meet(call, transport, error_text(error))
         raise
     meet(call, transport)
-
-
-def _text(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
 
 
 class Compared(Protocol):
@@ -172,7 +168,7 @@ class Agreement:
         try:
             record = self._engine.record(
                 call=call, setup=setup, options=hyperparameters, finite=finite, edited=edited, gradients=gradients,
-                replicas=str(replicas) if replicas else "",
+                replicas=str(replicas) if replicas else 0,
             )  # fmt: skip
             self._handle = self._collectives.allreduce(record, self.name)
         except BaseException:
@@ -190,9 +186,9 @@ class Agreement:
         except Exception as error:
             if not self._begun:
                 self._begun = True  # around this, nobody has to be told again
-                logger.error("%s: %s; this worker waits until the others know", call, _text(error))
+                logger.error("%s: %s; this worker waits until the others know", call, error_text(error))
                 with suppress(Exception):  # less than what is raised here
-                    run(self.meet(call, setup=_text(error)))
+                    run(self.meet(call, setup=error_text(error)))
                     self._threads.cancel(self)  # all workers have found the same
             raise
         self._begun = False

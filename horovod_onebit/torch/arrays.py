@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping
 from typing import Any
 
 import torch
@@ -88,9 +88,18 @@ class Placement:
         self._current = -1
         self.look()
 
-    def look(self) -> None:
-        """See which GPU is the current one. In the hooks of a backward pass it is always that of the gradient."""
+    def look(self, devices: Iterable[torch.device] = ()) -> None:
+        """See which GPU is the current one. In the hooks of a backward pass it is always that of the gradient.
+
+        ``devices`` are those of parameters. Raises ``ConfigurationError`` if one is a GPU that was the current one when
+        parameters on it were met first, and is not now.
+        """
         self._current = torch.cuda.current_device() if torch.cuda.is_initialized() else -1
+        if other := [d for d in devices if d.type == "cuda" and d.index != self._current and d in self._places]:
+            raise ConfigurationError(
+                f"parameters are on {other[0]}, and the current GPU is cuda:{self._current}: call "
+                f"torch.cuda.set_device({other[0].index}) before the optimizer is built, and leave it so"
+            )
 
     def of(self, p: torch.Tensor) -> Place | None:
         """Where ``p`` is worked on; None is the host's memory. A GPU that was found to work is not asked again."""

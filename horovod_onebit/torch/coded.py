@@ -87,7 +87,10 @@ class Coded:
         self._early.computed(p, begin, self._gradient)
 
     def leave(self) -> None:
-        """See ``Engine.leave``."""
+        """Let all leave, gradients that are missing as zeros, if some of it has: see ``Engine.leave``."""
+        if self._early.plan is not None:
+            grads = {number: self._gradient(p) for number, p in enumerate(self._early.parts)}
+            self._mean.engine.send_rest(grads, self._early.plan)
         self._early.leave()
 
     def _same(self, now: Sequence[torch.Tensor]) -> bool:

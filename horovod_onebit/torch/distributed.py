@@ -151,8 +151,11 @@ class DistributedCollectives:
         def begin() -> tuple[Any, Any]:
             tensor = tensor_of(array)
             result = tensor.new_empty(self.size * tensor.numel())
+            group = self.groups.of(tensor)
+            if tensor.is_cuda:  # NCCL would receive the parts in memory of its own
+                return dist.all_gather_into_tensor(result, tensor, group=group, async_op=True), result
             parts = list(result.split(tensor.numel())) if tensor.numel() else [result] * self.size
-            return dist.all_gather(parts, tensor, group=self.groups.of(tensor), async_op=True), result
+            return dist.all_gather(parts, tensor, group=group, async_op=True), result
 
         return self._held(name, begin, reader(array, Gathered))
 
@@ -268,12 +271,15 @@ class DistributedTransport:
 class _Lane(DistributedCollectives):
     """A ``Lane``; its groups are made by the first ``renew``."""
 
+    generation: str | None = None
+
     def __init__(self, transport: DistributedTransport) -> None:
         super().__init__(transport.collectives().groups)
         self._transport = transport
 
-    def renew(self) -> None:
-        self.groups = self._transport.groups_for(self)
+    def renew(self, generation: str) -> None:
+        if generation != self.generation:
+            self.groups, self.generation = self._transport.groups_for(self), generation
 
 
 class Outside:

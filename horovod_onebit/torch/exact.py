@@ -22,8 +22,8 @@ from horovod_onebit.torch.arrays import gradient_of
 
 FUSED = 25 * 2**20
 """Bytes of gradients that travel together, where they have to leave in one order."""
-WHOLE = object()
-"""The context of what was not compressed, whatever the arguments say."""
+Started = tuple[Handle, Callable[[torch.Tensor], torch.Tensor]]
+"""An allreduce, and what makes of its result what was given."""
 
 
 class ByName:
@@ -36,7 +36,7 @@ class ByName:
 
     def __init__(self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str]) -> None:
         self._arguments, self._engine, self._names = arguments, engine, names
-        self._started: dict[Any, tuple[Handle, Any]] = {}  # and what ``decompress`` needs
+        self._started: dict[Any, Started] = {}
 
     @property
     def begun(self) -> bool:
@@ -53,6 +53,10 @@ class ByName:
     def computed(self, p: torch.Tensor, generation: str) -> None:
         """The gradient of ``p`` is final: let it leave, if it may. Local."""
         self._start(p, generation, in_place=False)
+
+    def leave(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+        """Let all leave that may, as ``start`` does, before the workers have agreed: those that are missing as zeros.
+        Local. (Horovod negotiates what is sent: nobody waits for what is missing.)"""
 
     def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
         """Drop what some workers have let leave. Collective."""
@@ -74,8 +78,8 @@ class ByName:
             self._started[p] = self.allreduce(gradient_of(p).contiguous(), name, in_place=in_place)
 
     def _arrive(self) -> Task[None]:
-        for p, (handle, context) in self._started.items():
-            result = self.decompress((yield handle), context)
+        for p, (handle, decompress) in self._started.items():
+            result = decompress((yield handle))
             assert p.grad is not None
             if result.data_ptr() != p.grad.data_ptr():
                 p.grad.copy_(result)
@@ -94,13 +98,13 @@ class ByName:
             flat = _flat(group)
             if loss_scale is not None:
                 flat *= 1.0 / loss_scale
-            started.append((group, *self.allreduce(flat, f"exact.{generation}.{number}", whole=whole)))
+            started.append((group, self.allreduce(flat, f"exact.{generation}.{number}", whole=whole)))
         return self._store(started)
 
-    def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Handle, Any]]) -> Task[bool]:
+    def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Started]]) -> Task[bool]:
         found = []
-        for group, handle, context in started:
-            found.append(self.decompress((yield handle), context).to(group[0].dtype))
+        for group, (handle, decompress) in started:
+            found.append(decompress((yield handle)).to(group[0].dtype))
             for p, part in _parts(found[-1], group):
                 assert p.grad is not None
                 p.grad.copy_(part)  # others may hold it
@@ -119,23 +123,18 @@ class ByName:
 
     def allreduce(
         self, values: torch.Tensor, name: str, *, in_place: bool = True, lane: Lane | None = None, whole: bool = False
-    ) -> tuple[Handle, Any]:
-        """Start it, by Horovod's arguments, but for its compression if ``whole``; its handle, and what ``decompress``
-        needs."""
+    ) -> Started:
+        """Start it, by Horovod's arguments, but for its compression if ``whole``."""
         arguments, transport = self._arguments, self._arguments.transport
         workers = transport.size
         # Horovod reduces no bfloat16.
         known = values.float() if values.dtype is torch.bfloat16 else values
-        tensor, context = (known, WHOLE) if whole else arguments.compression.compress(known)
+        tensor, context = (known, None) if whole else arguments.compression.compress(known)
         sent = allreduce_bytes(tensor.numel() * tensor.element_size(), workers)
         self._engine.traffic.add(sent, allreduce_bytes(4 * values.numel(), workers))
         name = f"{self._engine.name}.{name}"
-        return transport.allreduce(tensor, name, in_place=in_place, lane=lane, **arguments.reduction), context
-
-    def decompress(self, tensor: torch.Tensor, context: Any) -> torch.Tensor:
-        """What has arrived, as it was compressed."""
-        found: torch.Tensor = tensor if context is WHOLE else self._arguments.compression.decompress(tensor, context)
-        return found
+        handle = transport.allreduce(tensor, name, in_place=in_place, lane=lane, **arguments.reduction)
+        return handle, lambda found: found if whole else arguments.compression.decompress(found, context)
 
 
 class InOrder(ByName):
@@ -145,7 +144,6 @@ class InOrder(ByName):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._lane = self._arguments.transport.lane()
-        self._renewed: str | None = None  # the generation when the lane was renewed
         self._last: list[object] = []  # what decides how the parameters of the last means travel
         self._groups: list[list[torch.Tensor]] = []  # of these, in the order in which they leave
         self._of: dict[torch.Tensor, int] = {}  # the number of each one's group
@@ -156,7 +154,8 @@ class InOrder(ByName):
 
     def begin(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
         if self._missing is None:
-            may = self._renewed == generation and _layout(exact()) == self._last
+            ready = self._lane is not None and self._lane.generation == generation
+            may = ready and _layout(exact()) == self._last
             self._missing = [len(group) for group in self._groups] if may else []
 
     def computed(self, p: torch.Tensor, generation: str) -> None:
@@ -165,15 +164,20 @@ class InOrder(ByName):
             while len(self._started) < len(self._groups) and not self._missing[len(self._started)]:
                 self._leave(generation)
 
+    def leave(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+        self.begin(exact, generation)
+        while self._missing and len(self._started) < len(self._groups):
+            self._leave(generation)
+
     def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
         self.drop()
-        self._renewed = None  # ``start`` gives the lane new groups, in which nothing is under way
+        if self._lane is not None:
+            self._lane.generation = None  # ``start`` gives it new groups, in which nothing is under way
         yield from ()
 
     def start(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
-        if self._lane is not None and self._renewed != generation:
-            self._lane.renew()
-            self._renewed = generation
+        if self._lane is not None:
+            self._lane.renew(generation)
         if not self.begun:
             self._last, self._groups = _layout(exact), list(_fused(exact))[::-1]
             self._of = {p: number for number, group in enumerate(self._groups) for p in group}
@@ -190,8 +194,8 @@ class InOrder(ByName):
         start(self._started[number][0])
 
     def _arrive(self) -> Task[None]:
-        for number, (handle, context) in self._started.items():
-            for p, part in _parts(self.decompress((yield handle), context), self._groups[number]):
+        for number, (handle, decompress) in self._started.items():
+            for p, part in _parts(decompress((yield handle)), self._groups[number]):
                 assert p.grad is not None
                 p.grad.copy_(part)
 
@@ -205,7 +209,7 @@ class InOrder(ByName):
             self._last, self._groups, self._of = [], [], {}
 
     def rest(self) -> None:
-        self._lane, self._renewed = self._arguments.transport.lane(), None  # nothing is open for the new one
+        self._lane = self._arguments.transport.lane()  # nothing is open for the new one
 
 
 def means(arguments: Arguments, *more: Any) -> ByName:

@@ -132,6 +132,7 @@ class Gradients:
         self._warm = True  # whether this step is one of the warm-up, by its first gradient
         self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
         self._early = Early(engine)  # of compressed steps
+        self._stream: torch.cuda.Stream | None = None  # of the last hook of this step
         self._version = -1  # of the parameters, when the first message of this step was sent
         self.coded: Coded | None = None
         if codes(engine.recipe, parameters.warmup):
@@ -177,6 +178,11 @@ class Gradients:
             self._computed(p)
 
     def _computed(self, p: torch.Tensor) -> None:
+        if p.is_cuda:
+            if torch.cuda.is_current_stream_capturing():  # nothing is computed yet
+                self.send_late("backward() is captured in a CUDA graph", averages=True)
+                return
+            self._follow_stream(p.device)
         left = self._watched[p] - 1
         if left < 0:
             raise AssertionError(
@@ -202,15 +208,27 @@ class Gradients:
             self._marks[p] = _Mark.of(p.grad)
             self._early.computed(p, self._begin, _gradient)
 
+    def _follow_stream(self, device: torch.device) -> None:
+        """Order this hook's stream after that of the hook before: a message may have gradients of both."""
+        now = torch.cuda.current_stream(device)
+        if self._stream is not None and self._stream != now:
+            now.wait_stream(self._stream)
+        self._stream = now
+
     def _leave(self, p: torch.Tensor) -> None:
         """In the warm-up the gradient of ``p`` is final. Beside messages in few bits, exact means that are paired by
         order wait for ``step``: NCCL wants what two groups carry in one order on all workers."""
         if self._takes_coded(p):
             if self.coded is not None and self._proven:
                 self.coded.computed(p, self._in_few_bits)
-        elif self.coded is None or not self._arguments.transport.in_order:
+        elif self._means_leave:
             self.means.begin(self._exact, self.generation)
             self.means.computed(p, self.generation)
+
+    @property
+    def _means_leave(self) -> bool:
+        """Whether exact means of the warm-up may leave before ``step``."""
+        return self.coded is None or not self._arguments.transport.in_order
 
     def _densify(self, p: torch.Tensor) -> None:
         assert p.grad is not None
@@ -234,9 +252,12 @@ class Gradients:
         return parameters.plan(), parameters.bindings
 
     def leave(self) -> None:
-        """Let leave what was encoded, before this worker waits for the others. Local."""
+        """Let leave what may, gradients that are missing as zeros, before this worker waits for the others: their GPUs
+        may wait for its messages. Local."""
         if self.coded is not None:
             self.coded.leave()
+        if self.where is Where.LOCAL and self._warm and self._averages_early and self._means_leave:
+            self.means.leave(self._exact, self.generation)
         self._early.leave()
 
     def _surroundings(self) -> object:
@@ -375,7 +396,7 @@ class Gradients:
     def forget_marks(self) -> None:
         """What was remembered of gradients counts no more: the step is over, or they may change now."""
         self._marks.clear()
-        self._noticed = None
+        self._noticed = self._stream = None
         self._early.over()
 
     def cancel(self, *, by_all: bool) -> None:

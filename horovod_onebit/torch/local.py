@@ -104,7 +104,8 @@ class LocalParameters(Parameters):
         self._common: Any = WeakTensorKeyDictionary()  # see ``common_steps``
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
-        self.renewed: set[torch.Tensor] = set()  # whose state was edited since moments were frozen
+        self.renewed: set[torch.Tensor] = set()  # whose state was edited, or which joined a run, and are not frozen
+        self._joined: Any = None  # the parameters that the last round began with, if there was one
         self.thawed = False  # whether some second moments were frozen, and have to be again
 
     @property
@@ -122,7 +123,11 @@ class LocalParameters(Parameters):
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
         self.unbind()
-        for p in self.trained():
+        trained = self.trained()
+        if self._joined is not None:
+            self.renewed |= {p for p in trained if p not in self._joined}
+        self._joined = WeakTensorKeyDictionary(dict.fromkeys(trained, True))
+        for p in trained:
             self._bind_one(p)
 
     def unbind(self) -> None:
@@ -168,8 +173,7 @@ class LocalParameters(Parameters):
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
         if own is not None and _is_frozen(binding):
             binding.tensor.variance_steps, binding.tensor.step = own[VARIANCE_STEPS], self.steps
-        self.bindings[p] = binding
-        self.changed()
+        self._put_binding(p, binding)
 
     def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
         """The wrapped optimizer's state of ``p``, if its second moment is frozen: it was there at the freeze. A round
@@ -221,7 +225,8 @@ class LocalParameters(Parameters):
 
     @property
     def young(self) -> bool:
-        """Whether the second moment of some parameter whose state was edited has seen too little to be frozen."""
+        """Whether some second moment has seen too little to be frozen: of a parameter whose state was edited, or which
+        has joined since the run began."""
         return any(0 < self.taken(p) < self.local.freeze for p in self.trained() if p in self.renewed)
 
     def rules(self) -> Frozen:
@@ -331,46 +336,27 @@ class LocalParameters(Parameters):
             if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
                 packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
 
-    def load(self, own: Any, whole: Mapping[str, Any] | None, *, keep_feedback: bool) -> None:
-        progress = Progress.of(own, len(self.ordered()), added=whole is None)
-        self.unbind()
+    def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
         self.thawed = False
         self.renewed.clear()
         if whole is not None:
             self.kept.clear()
-        self._find_never()
-        if not keep_feedback:
-            self.engine.feedback.reset()
-        self.steps = progress.steps
-        self.warmup.load_state_dict(progress.warmup)
-        self._load_frozen(progress, whole)
-        common, frozen = self._by_position(progress.common), self._by_position(progress.variance_steps)
-        for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
-            is_plain = own is None or (frozen[p] > 0 and self.seen(p) is None)
-            self._common[p] = self.taken(p) if is_plain else common[p]
-        self._marks.clear()
-        self.remember()
-        self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
-        if whole is not None:  # or they stay what they are, with the residuals
-            self._take_rates(progress)
-        # In float32: PyTorch casts loaded state to the parameter's dtype.
         saved = {} if whole is None else dict(self._saved(whole))
+        if self.adam is not None:
+            self._load_frozen(self.adam, progress, saved)
+        common, frozen = self._by_position(progress.common), self._by_position(progress.variance_steps)
         for p in self.ordered():
+            # What a plain optimizer has seen is taken to be of the mean gradient.
+            own = is_plain or (frozen[p] > 0 and self.seen(p) is None)
+            self._common[p] = self.taken(p) if own else common[p]
+            # In float32: PyTorch casts loaded state to the parameter's dtype.
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
                 found = saved.get(p, {}).get(MOMENTUM)
                 self.kept[p] = {MOMENTUM: momentum if found is None else found.to(p.device, torch.float32, copy=True)}
 
-    def _load_frozen(self, progress: Progress, whole: Mapping[str, Any] | None) -> None:
-        """Second moments that are frozen; the state has them as in ``plain``."""
-        for state in plain.entries_of(self.optimizer.state):
-            state.pop(VARIANCE_STEPS, None)
-        if self.adam is None:
-            return
-        key = str(self.adam.variance_key)
-        if whole is None:  # Horovod has received into what it got from ``state_dict``
-            for p, value in self._exported.items():
-                self.optimizer.state[p][key] = value
-        saved = {} if whole is None else dict(self._saved(whole))
+    def _load_frozen(self, adam: AdamAdapter, progress: Progress, saved: Mapping[torch.Tensor, Any]) -> None:
+        """Second moments that are frozen; the state has them as in ``plain``, what was ``saved`` in float32."""
+        key = str(adam.variance_key)
         seen, taken = self._by_position(progress.variance_steps), self._by_position(progress.taken)
         for group, _, p in self.enumerated():
             state = self.optimizer.state.get(p, {})
@@ -378,8 +364,8 @@ class LocalParameters(Parameters):
             if not seen[p] or key not in state or self.taken(p) > max(taken[p], progress.steps):
                 continue
             if p in saved:
-                self.adam.keep_float32(p, saved[p], state, compressed=True)
-            state[key] = plain.restored(state[key], self.adam.variance_factor(group, self.taken(p), seen[p]))
+                adam.keep_float32(p, saved[p], state, compressed=True)
+            state[key] = plain.restored(state[key], adam.variance_factor(group, self.taken(p), seen[p]))
             self.set_seen(group, p, seen[p])
 
 
@@ -601,6 +587,7 @@ class LocalSteps(Steps):
         self.gradients.forget(gone)
         for p in gone:
             self.parameters.kept.pop(p, None)
+            self.parameters.renewed.discard(p)
         self.parameters.let_go(gone)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -713,7 +700,7 @@ class LocalSteps(Steps):
 
     def _thaw(self) -> None:
         if self.parameters.thawed:
-            self.rounds.thaw(self.parameters.steps)
+            self.rounds.freezing.thaw(self.parameters.steps)
             self.parameters.thawed = False
 
     def _rebind(self) -> Task[None]:

@@ -151,8 +151,9 @@ class _DistributedOptimizer:
 
     @contextmanager
     def _scaling(self) -> Iterator[Scaling]:
-        """What a GradScaler, if one is used, leaves here for the time of a step; the wrapped optimizer must not act on
-        it a second time. After an error it would not take it away, and in the next step multiply by it."""
+        """GradScaler, if one is used, stores ``grad_scale`` and ``found_inf`` on the optimizer during a step; they are
+        hidden here, so that the wrapped optimizer does not unscale a second time. After an error GradScaler would
+        leave them, and multiply by them in the next step: they are put back only after a step without one."""
         names = ("grad_scale", "found_inf")
         left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
         scale = left.get("grad_scale")
@@ -388,8 +389,8 @@ def DistributedOptimizer(
     Horovod fuses exact averages is up to its own settings.
 
     Args:
-        optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, or this package's ``LAMB``, or any with
-            ``schedule=Local(...)`` or ``Gradients()``, or with ``recipe="exact"``; its state and hyperparameters are
+        optimizer: ``torch.optim.Adam``, ``AdamW``, ``SGD``, a ``Lion``, or this package's ``LAMB``; any with
+            ``schedule=Local(...)`` or ``Gradients()``, or with ``recipe="exact"``. Its state and hyperparameters are
             kept. The result is an instance of its class, and shares ``state`` and ``param_groups`` with it.
         named_parameters: names, the same on every worker; usually ``model.named_parameters()``.
         compression: ``Compression.fp16`` of this module, or Horovod's, halves what exact steps and small tensors send.

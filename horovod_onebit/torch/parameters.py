@@ -172,7 +172,7 @@ class Parameters:
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
         refused, of none."""
-        self.placement.look()
+        self.placement.look(group["params"][0].device for group in self.optimizer.param_groups if group["params"])
         fresh: list[tuple[Group, torch.Tensor, str]] = []
         known = set(map(id, self.exact_steps))
         names: set[str] | None = None  # that are taken
@@ -180,14 +180,17 @@ class Parameters:
             for position, p in enumerate(group["params"]):
                 if id(p) in known or not p.requires_grad:
                     continue
-                if (name := self.names.get(p) or self._gone.get(p)) is None:
-                    names = {self.names[p] for p in self.exact_steps} if names is None else names
+                if names is None:
+                    names = {self.names[p] for p in self.exact_steps}
+                name = self.names.get(p) or self._gone.get(p)
+                if name is None or name in names:  # another one has got its name since it was taken out
                     name = _new_name(group, index, position, names)
-                    names.add(name)
+                names.add(name)
                 self.adapter.check(group)
                 flag("exact", group.get("exact", False))
                 check_parameter(name, p)
                 fresh.append((group, p, name))
+                known.add(id(p))  # a group may have it twice
         if not self.steps:
             self._follow_model()
         for group, p, name in fresh:
@@ -302,6 +305,12 @@ class Parameters:
         binding = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
         binding.tensor.variance_steps = state[VARIANCE_STEPS]
         binding.tensor.step = int(state.get("step", self.exact_steps[p]))
+        self._put_binding(p, binding)
+
+    def _put_binding(self, p: torch.Tensor, binding: Binding) -> None:
+        before = self.bindings.get(p)
+        if before is not None and before.strides != binding.strides:  # of ``model.to(memory_format=...)``
+            self.engine.forget_order(self.names[p])
         self.bindings[p] = binding
         self.changed()
 
@@ -674,13 +683,12 @@ class Parameters:
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
         self.loads += 1
-        self.bindings.clear()
+        self.bindings = {}
         self._marks.clear()
         self._find_never()
         self.changed()
         for state in plain.entries_of(self.optimizer.state):
             state.pop(VARIANCE_STEPS, None)
-        self.unstarted.clear()
         if not keep_feedback:
             self.engine.feedback.reset()
         self.steps = progress.steps
@@ -688,7 +696,16 @@ class Parameters:
         self.engine.skipped, self.engine.exchanges = progress.skipped, progress.exchanges
         if whole is None:  # Horovod has received into what it got from ``state_dict``
             for p, value in self._exported.items():
-                self.optimizer.state[p][self.adapter.variance_key] = value
+                self.optimizer.state[p][self.moments.variance_key] = value
+        else:
+            self._take_rates(progress)
+        self._load_states(progress, whole, is_plain=own is None)
+        self.just_started = False
+        self.remember()
+
+    def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
+        """Each parameter's part of ``load``; ``is_plain`` if the state is one of a plain optimizer."""
+        self.unstarted.clear()
         for group, _, p in self.enumerated():
             if p.requires_grad:
                 self._init_state(group, p)
@@ -697,14 +714,11 @@ class Parameters:
             if p in self.exact_steps:  # what was compressed and is frozen now will have a whole new warm-up
                 self.exact_steps[p] = count if p.requires_grad or not seen[p] else 0
         if whole is not None:
-            self._take_rates(progress)
             self._keep_float32(whole)
         unstarted = set(progress.unstarted)
         self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
         self._load_moments(progress, seen)
         self.mature()
-        self.just_started = False
-        self.remember()
 
     def _by_position(self, numbers: Sequence[Number]) -> dict[torch.Tensor, Number]:
         """A number for each parameter; 0 for those that were added since."""

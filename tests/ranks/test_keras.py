@@ -14,6 +14,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import Recipe
 from horovod_onebit.tf import compressor
 from horovod_onebit.warmup import Phase
+from tests.long import LONG
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -92,6 +93,7 @@ def test_fit_keeps_replicas_equal_and_reaches_everybody():
     assert history.history["lr"][-1] == pytest.approx(1e-3, rel=0.1)
 
 
+@LONG
 def test_stock_horovod_drifts_under_keras_3():
     """The day that this fails, Horovod has been mended, and the docs can say so."""
     import horovod.keras

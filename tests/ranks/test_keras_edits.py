@@ -374,6 +374,86 @@ def test_a_variable_that_is_trained_late_begins_the_warm_up_again():
     assert_replicas_equal(model)
 
 
+def pass_over(model, optimizer, kernel):
+    """Steps, and whether they have a gradient of ``kernel``."""
+
+    def step(number, *, whole):
+        grads, _ = gradients(model, *map(tf.constant, batch(number)))
+        pairs = zip(grads, model.trainable_variables, strict=True)
+        optimizer.apply_gradients([(g, v) for g, v in pairs if whole or v is not kernel])
+
+    return step
+
+
+@pytest.mark.parametrize("late", [1, 4])
+def test_a_variable_that_is_trained_shortly_before_the_warm_up_ends(late):
+    """Its second moment would stay that of one gradient for the rest of the run."""
+    model = build()
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), warmup_steps=8)
+    optimizer.build(model.trainable_variables)
+    step = pass_over(model, optimizer, model.trainable_variables[0])
+    for number in range(8):
+        step(number, whole=number >= 8 - late)
+    step(8, whole=True)
+    assert optimizer.phase is (Phase.WARMUP if late == 1 else Phase.COMPRESSED)
+    for number in range(9, 24):
+        step(number, whole=True)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
+def test_the_freeze_of_local_steps_waits_for_a_variable_that_has_seen_little():
+    model = build()
+    optimizer = onebit.DistributedOptimizer(
+        keras.optimizers.Adam(1e-3), schedule=onebit.Local(every=2, doubling=0, freeze=8)
+    )
+    optimizer.build(model.trainable_variables)
+    step = pass_over(model, optimizer, model.trainable_variables[0])
+    for number in range(16):
+        assert not int(optimizer._frozen)
+        step(number, whole=number >= 6)
+    assert int(optimizer._frozen)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_weights_that_are_loaded_in_the_middle_forget_what_came_after(kind, tmp_path):
+    """Wherever a round, or what compression has lost, was."""
+    file, found = str(tmp_path / "best.weights.h5"), []
+    for more in (0, 3):
+        model, optimizer = made(kind)
+        model.compile(optimizer=optimizer)
+        train(model, optimizer, 12, graph=True)
+        optimizer.flush()
+        model.save_weights(file)
+        for number in range(12, 12 + more):
+            train(model, optimizer, 1, start=number, graph=True)
+        if kind == "0/1":
+            optimizer.flush()
+        model.load_weights(file)
+        train(model, optimizer, 12, start=12, graph=True)
+        optimizer.flush()
+        assert_replicas_equal(model)
+        found.append(weights(model))
+    np.testing.assert_array_equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["local", "0/1"])
+def test_fit_ends_with_the_same_weights_on_all_workers(kind):
+    """Others may be put in their place then, as by ``EarlyStopping(restore_best_weights=True)``, and the next ``fit``
+    begins with these."""
+    model, optimizer = made(kind)
+    model.compile(optimizer=optimizer, loss=LOSS)
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(11)), strict=True))
+    others = [np.array(v) for v in model.trainable_variables]
+    for _ in range(2):
+        model.fit(x, y, batch_size=16, epochs=3, shuffle=False, verbose=0)
+        assert_replicas_equal(model)
+        for variable, value in zip(model.trainable_variables, others, strict=True):
+            variable.assign(value)
+    onebit.check_replicas(optimizer)
+
+
 def test_a_state_that_is_loaded_whole_is_no_edit(tmp_path):
     model, optimizer = made("one bit")
     train(model, optimizer, 9)

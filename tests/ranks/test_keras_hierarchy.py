@@ -13,6 +13,7 @@ from horovod_onebit.rules.adam import Adam
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from horovod_onebit.warmup import EXACT_FIRST
+from tests.long import LONG
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -66,6 +67,7 @@ def test_auto_takes_it_and_the_weights_are_those_of_numpy(graph):
     assert optimizer.stats().step_bytes_sent == other.engine.traffic.step
 
 
+@LONG
 @pytest.mark.parametrize("graph", [False, True])
 def test_gradients_in_few_bits_and_elastic_states(graph):
     model = build()
@@ -124,6 +126,7 @@ def test_models_that_are_built_by_their_first_batch_on_some_workers(built):
     assert_replicas_equal(model)
 
 
+@LONG
 def test_local_steps_and_elastic_states():
     schedule = onebit.Local(every=4, doubling=0)
     model = build()

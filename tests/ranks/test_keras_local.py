@@ -522,6 +522,8 @@ def test_replicas_are_compared_when_they_should_be_the_same():
     model.compile(optimizer=optimizer, loss=LOSS)
     x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(10)), strict=True))
     model.fit(x, y, batch_size=16, verbose=0, shuffle=False, callbacks=[onebit.callbacks.ReplicaCheckCallback(3)])
+    onebit.check_replicas(optimizer)  # ``fit`` has ended the round
+    model.train_on_batch(*batch(10))
     with pytest.raises(ConfigurationError, match=r"call optimizer.flush\(\)"):
         onebit.check_replicas(optimizer)
     optimizer.flush()

@@ -27,6 +27,7 @@ from horovod_onebit.tf.diagnostics import gradients as by_name
 from horovod_onebit.tools.monitor import read
 from horovod_onebit.warmup import Phase
 from horovod_onebit.world import total_residuals
+from tests.long import LONG
 from tests.ranks.keras_common import (
     LOSS,
     OPTIMIZERS,
@@ -214,6 +215,7 @@ def test_the_automatic_warm_up_is_the_default(kind, tmp_path):
     assert again.phase is Phase.COMPRESSED
 
 
+@LONG
 def test_backup_and_restore_resumes_a_run_that_was_interrupted(tmp_path):
     x, y = batch(0)
     data = tf.data.Dataset.from_tensor_slices((x, y)).batch(4)

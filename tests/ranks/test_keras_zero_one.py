@@ -125,6 +125,7 @@ def test_the_weights_are_those_of_numpy(recipe, schedule):
     assert optimizer.stats().bytes_sent == other.engine.traffic.total
 
 
+@LONG
 @pytest.mark.skipif(SIZE != 2, reason="compared on two ranks")
 def test_the_pytorch_face_gives_the_same_weights_and_sends_as_many_bytes():
     model = build()

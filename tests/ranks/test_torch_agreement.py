@@ -485,7 +485,7 @@ def test_two_optimizers_in_two_threads_are_refused(phase):
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(60)
+        thread.join(5)
     # One of them may be left waiting for workers that gave up; the next agreement tells it.
     for _, optimizer in pairs:
         if any(thread.is_alive() for thread in threads):

@@ -317,6 +317,30 @@ def test_a_parameter_that_comes_after_the_freeze_keeps_moments_of_its_own():
     assert not torch.equal(second[0], second[-1])
 
 
+@pytest.mark.parametrize("how", ["unfrozen", "added", "trained before"])
+def test_the_freeze_waits_for_a_parameter_that_has_seen_little(how):
+    """Its second moment would stay that of two gradients for the rest of the run."""
+    model, late = Net(), torch.nn.Parameter(torch.ones(64, 64))
+    if how != "added":
+        model.register_parameter("late", late)
+    late.requires_grad_(how == "trained before")
+    optimizer = local(model, schedule=onebit.Local(every=2, doubling=0, freeze=16))
+    first = 2 if how == "trained before" else 0
+    train_with(late, model, optimizer, range(first))
+    late.requires_grad_(how == "added")
+    train(model, optimizer, 14 - first, start=first)
+    late.requires_grad_()
+    if how == "added":
+        optimizer.add_param_group({"params": [late]})
+    train_with(late, model, optimizer, range(14, 30))
+    assert optimizer._parameters.seen(late) is None
+    assert optimizer._parameters.seen(model.second.weight) is None
+    train_with(late, model, optimizer, range(30, 34))
+    assert optimizer._parameters.seen(late) == optimizer._parameters.seen(model.second.weight) == 32
+    optimizer.flush()
+    assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))
+
+
 def test_optimizers_with_moments_that_the_rule_does_not_know_keep_their_own():
     model = Net()
     optimizer = local(model, amsgrad=True)

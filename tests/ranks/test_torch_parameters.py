@@ -122,6 +122,60 @@ def test_parameters_that_are_added_later_have_the_names_they_were_given(named):
     assert_replicas_equal(model)
 
 
+def test_a_parameter_that_comes_back_is_refused_where_another_has_its_name():
+    model = Words()
+    plain = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, warmup_steps=2)
+    heads = [torch.nn.Linear(64, 64, bias=False) for _ in range(2)]
+
+    def add(head):
+        optimizer.add_param_group({"params": list(head.named_parameters())})
+        read(model, optimizer, 1)
+
+    def remove(head):
+        (group,) = (g for g in optimizer.param_groups if any(p is head.weight for p in g["params"]))
+        optimizer.param_groups.remove(group)
+        read(model, optimizer, 1)
+
+    add(heads[0])
+    remove(heads[0])
+    add(heads[1])
+    with pytest.raises(ConfigurationError, match="the name 'weight' is taken by another parameter"):
+        add(heads[0])
+    optimizer.param_groups.pop()
+    read(model, optimizer, 6)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("exchange", ["direct", "two_stage"])
+def test_another_memory_format_gives_no_element_the_residual_of_another(exchange):
+    """Those of elements that never have a gradient are zeros; with others' they would begin to move."""
+    torch.manual_seed(0)
+    model = torch.nn.Conv2d(16, 32, 3, bias=False)
+    never = torch.rand(model.weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    model.weight.register_hook(lambda grad: grad.masked_fill(never, 0))
+    start = model.weight.detach().clone()
+    plain = torch.optim.Adam(model.parameters(), lr=0.01)
+    recipe = Recipe(exchange=exchange, block_size=64)
+    optimizer = onebit.DistributedOptimizer(plain, model.named_parameters(), recipe=recipe, warmup_steps=4)
+
+    def run(steps):
+        for step in steps:
+            generator = torch.Generator().manual_seed(10 * step + RANK)
+            optimizer.zero_grad()
+            model(torch.randn(4, 16, 6, 6, generator=generator)).square().mean().backward()
+            optimizer.step()
+        assert torch.equal(model.weight.detach()[never], start[never])
+        assert_replicas_equal(model)
+
+    run(range(16))
+    model.to(memory_format=torch.channels_last)
+    run(range(16, 60))
+    model.to(memory_format=torch.contiguous_format)
+    run(range(60, 80))
+    assert not torch.equal(model.weight.detach()[~never], start[~never])
+
+
 @pytest.mark.parametrize("how", ["name", "group"])
 def test_workers_that_disagree_about_what_stays_exact(how):
     model = Words()
