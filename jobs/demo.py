@@ -197,7 +197,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     add("--link", choices=("auto", "none", *RATES), default="auto", help="auto is 100mbit where that is possible")
     add("--output", type=Path, default=ROOT / "build" / "demo")
     args, args.more = parser.parse_known_args(argv)
-    exact = "zero_one_adam" in args.more or args.recipe in ("paper", "fixed")
+    exact = any(one.endswith("zero_one_adam") for one in args.more) or args.recipe in ("paper", "fixed")
     args.warmup = args.warmup or ("exact" if exact else "three_bit")
     if args.np < 2:
         parser.error(f"--np {args.np}: expected 2 processes or more, since one has nothing to send")

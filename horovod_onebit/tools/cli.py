@@ -133,6 +133,10 @@ def _plot(args: argparse.Namespace) -> Answer:
 def _simulate(args: argparse.Namespace) -> Answer:
     names = set(trial.Trial.__dataclass_fields__)
     task = trial.Trial(**{name: value for name, value in vars(args).items() if name in names})
+    for recipe in args.recipes:
+        trial.recipe_of(recipe, args.exchange)  # before the first one trains
+    if args.plot:
+        show.check(args.plot)
     outcomes = []
     for recipe in args.recipes:
         with show.progress(f"{recipe}, {task.workers} workers", task.steps) as advance:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,6 +16,8 @@ import numpy as np
 from horovod_onebit.checks import whole
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tools import show
+
+logger = logging.getLogger("horovod_onebit")
 
 Value = float | int | str | list[Any] | None
 
@@ -97,8 +100,12 @@ class Monitor:
         step = stats.pop("step")
         taken = max(step - self._last_step, 1)
         times = {"seconds": now - self._start, "step_seconds": (now - self._last) / taken}
-        for sink in self.sinks:
-            sink.write(step, {**given, **stats, **times})
+        for sink in list(self.sinks):
+            try:
+                sink.write(step, {**given, **stats, **times})
+            except OSError as error:  # a full disk must not end the training
+                logger.warning("%s is written no more: %s", type(sink).__name__, error)
+                self.sinks.remove(sink)
         self._last, self._last_step = now, step
 
     def close(self) -> None:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import asdict, dataclass, field, replace
 
 from horovod_onebit import checks, coded, costs
@@ -193,23 +194,25 @@ def plan(job: Job) -> Plan:
         _uncompressed(job, "float16", ring * 2 * size, ring * device.half, device.half_efficiency),
     ]
 
-    def known(recipe: Recipe) -> dict[str, Way]:
-        found = dict(costs.ways(size, recipe, n, job.workers_per_host, device))
-        if not job.process_sets:
-            found.pop("hierarchical", None)
-        return found
-
-    ways, untold = known(replace(job.recipe, link=job.link)), known(job.recipe)
+    ways, untold = _ways(job, replace(job.recipe, link=job.link), device), _ways(job, job.recipe, device)
     auto, unaware = costs.cheapest(ways, job.link, device), costs.cheapest(untold, job.recipe.link, device)
     estimates += [_compressed(job, name, way) for name, way in ways.items()]
     return Plan(job, tuple(estimates), WAYS[auto], _compressed(job, unaware, untold[unaware]), _few_bits(job))
+
+
+def _ways(job: Job, recipe: Recipe, device: costs.Device) -> dict[str, Way]:
+    """Those that are possible, by name."""
+    found = dict(costs.ways(job.parameters, recipe, job.workers, job.workers_per_host, device))
+    if not job.process_sets:
+        found.pop("hierarchical", None)
+    return found
 
 
 def _few_bits(job: Job) -> Estimate | None:
     recipe = resolve(replace(job.recipe, link=job.link), None)
     if job.device is not CPU or job.every > 1 or recipe.warmup == "exact":
         return None
-    ways = costs.ways(job.parameters, coded.own_recipe(recipe), job.workers, job.workers_per_host, FEW)
+    ways = _ways(job, coded.own_recipe(recipe), FEW)
     name = costs.cheapest(ways, job.link, FEW)
     return _compressed(job, name, ways[name])
 
@@ -246,8 +249,10 @@ _UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12}
 
 
 def number(text: str) -> int:
-    """``110M``, ``1.3B``, ``25_000_000`` -> a whole number."""
-    cleaned = text.strip().lower().replace("_", "").replace(",", "").replace("b", "g")
+    """``110M``, ``1.3B``, ``25_000_000``, ``25,000,000`` -> a whole number."""
+    cleaned = text.strip().lower().replace("_", "").replace("b", "g")
+    if re.fullmatch(r"\d{1,3}(,\d{3})+", cleaned):
+        cleaned = cleaned.replace(",", "")
     unit = cleaned[-1:] if cleaned[-1:].isalpha() else ""
     try:
         return round(float(cleaned.removesuffix(unit)) * _UNITS[unit])

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from horovod_onebit.errors import ConfigurationError
@@ -80,7 +81,7 @@ def figure(width: float, height: float) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigurationError("matplotlib is not installed: pip install 'horovod-onebit[plot]'") from error
+        raise ConfigurationError("matplotlib is not installed: pip install matplotlib") from error
     return Figure(figsize=(width, height), layout="constrained")
 
 
@@ -91,3 +92,11 @@ def save(figure: Any, path: str | os.PathLike[str]) -> None:
     except (OSError, ValueError) as error:
         text = f"{path} cannot be written ({error}): expected a name that ends in .png, .svg or .pdf"
         raise ConfigurationError(text) from error
+
+
+def check(path: str | os.PathLike[str]) -> None:
+    """Raise ``ConfigurationError`` if no figure can be written to ``path``, before the work whose result it shows."""
+    place, formats = Path(path), figure(1, 1).canvas.get_supported_filetypes()
+    if place.suffix.lstrip(".").lower() not in formats or not os.access(place.parent, os.W_OK):
+        text = f"{path} cannot be written: expected a name that ends in .png, .svg or .pdf, in a folder that is there"
+        raise ConfigurationError(text)

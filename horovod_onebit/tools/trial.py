@@ -75,6 +75,12 @@ class Outcome:
     curve: tuple[tuple[int, int, float], ...] = ()
 
 
+def recipe_of(recipe: str | Recipe, exchange: str | None) -> Recipe:
+    """That of a run with ``recipe``, which may be ``"exact"``; ``exchange`` replaces its own."""
+    chosen = Recipe(warmup="exact") if recipe == EXACT else resolve(recipe)
+    return chosen if exchange is None else replace(chosen, exchange=exchange)
+
+
 def run(
     trial: Trial,
     recipe: str | Recipe,
@@ -86,11 +92,7 @@ def run(
 
     ``exchange`` replaces the recipe's own.
     """
-    exact = recipe == EXACT
-    chosen = Recipe(warmup="exact") if exact else resolve(recipe)
-    if exchange is not None:
-        chosen = replace(chosen, exchange=exchange)
-    warmup = trial.steps if exact else trial.warmup_steps
+    chosen, warmup = recipe_of(recipe, exchange), trial.steps if recipe == EXACT else trial.warmup_steps
 
     every = max(1, trial.steps // POINTS)
     curve: list[tuple[int, int, float]] = []
