@@ -49,6 +49,7 @@ CASES = [
 ]
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize(("module", "rule", "arguments", "divides", "recipe", "workers"), CASES)
 def test_nothing_is_compiled_in_the_first_step(module, rule, arguments, divides, recipe, workers, tmp_path):
     names = {"module": module, "rule": rule, "arguments": arguments, "divides": divides, "recipe": recipe}

@@ -21,6 +21,7 @@ from horovod_onebit.schedule import Gradients, Local, ZeroOne, resolve
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import run
 from horovod_onebit.warmup import EXACT_FIRST
+from tests.long import LONG
 
 f32 = np.float32
 SIZES = {"scalar": 1, "odd": 1025, "even": 2048, "long": 5003}
@@ -442,7 +443,8 @@ def test_no_error_is_kept_where_the_optimizer_divides(exchange):
 
 
 @pytest.mark.parametrize(
-    ("bits", "workers", "off"), [("three_bit", 64, 0.2), ("three_bit", 16, 0.1), ("two_bit", 4, 0.3)]
+    ("bits", "workers", "off"),
+    [pytest.param("three_bit", 64, 0.2, marks=LONG), ("three_bit", 16, 0.1), ("two_bit", 4, 0.3)],
 )
 def test_adam_moves_elements_without_noise_as_far_beside_others(bits, workers, off):
     """Where most of a block is the noise of many workers, which sets its scale: they are told of when their unit has

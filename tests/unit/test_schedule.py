@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from itertools import permutations
 
 import numpy as np
 import pytest
@@ -267,8 +268,8 @@ def test_the_warm_up_of_a_schedule_of_ones_own(warmup):
 TOGETHER = Sends.MEAN, Sends.CONTRIBUTION, Sends.GRADIENT
 
 
-@pytest.mark.parametrize("first", TOGETHER)
-@pytest.mark.parametrize("second", TOGETHER)
+@pytest.mark.cases(5)
+@pytest.mark.parametrize(("first", "second"), list(permutations(TOGETHER, 2)))
 @pytest.mark.parametrize("often", [1, 9])
 def test_steps_of_all_kinds_follow_each_other(first, second, often):
     """Residuals of one are not sent with those of another, in whose unit they may be ten times too large."""

@@ -761,6 +761,7 @@ def test_robust_stays_close_to_adam(spread, recipe):
     assert final_loss(recipe, spread) < 1.5 * final_loss(EXACT, spread, compressed=False)
 
 
+@pytest.mark.cases(2)
 @pytest.mark.parametrize("spread", SPREADS)
 def test_gradients_in_few_bits_in_all_steps_stay_close_to_adam(spread):
     assert final_loss(BLOCKS, spread, compressed=False) < 1.1 * final_loss(EXACT, spread, compressed=False)
