@@ -40,6 +40,15 @@ def train(
         return {"losses": [line["loss"] for line in done.steps], "last": done.final, "replicas equal": equal}
 
 
+def width_for(memory: int) -> int:
+    """The largest width up to 8192 for which weights, gradients, moments, residuals and one more copy fit into 0.7 of
+    so many bytes; 1024 at least."""
+    width = 8192
+    while width > 1024 and 6 * 4 * 2.4e9 * (width / 8192) ** 2 > 0.7 * memory:
+        width //= 2
+    return width
+
+
 def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
     """The root mean square of the relative difference between two loss curves."""
     x, y = np.array(a["losses"]), np.array(b["losses"])
@@ -76,7 +85,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--large-width", type=int, default=8192, help="2.4 billion parameters")
+    parser.add_argument("--large-width", type=int, help="8192, 2.4 billion parameters, if the GPU's memory is enough")
     parser.add_argument("--large-steps", type=int, default=100)
     parser.add_argument("--large-batch", type=int, default=64)
     options, console = parser.parse_args(), Console()
@@ -87,6 +96,8 @@ def main() -> None:
     if options.device == "cuda" and not (torch.cuda.is_available() and has_gpu()):
         console.print("benchmarks.gpu_training: skipped, for want of an NVIDIA GPU, PyTorch's CUDA build or numba-cuda")
         return
+    if options.large_width is None:
+        options.large_width = width_for(torch.cuda.mem_get_info()[0] if options.device == "cuda" else 0)
     found = measure(options, console)
     if options.device == "cuda":
         card = {"card": torch.cuda.get_device_name(), "cuda": torch.version.cuda, "torch": torch.__version__}

@@ -76,7 +76,8 @@ def whole_rounds(model: Any, optimizer: Any, data: torch.Tensor, every: int) -> 
 
 
 def adamw(model: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-4)
+    """PyTorch's fastest."""
+    return torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
 
 
 def alone(name: str, data: torch.Tensor, way: str) -> Way:

@@ -28,8 +28,8 @@ RESULTS = Path(__file__).parent / "results" / "target.json"
 LINKS = ("10mbit", "50mbit", "100mbit", "1gbit", "10gbit")
 BASELINE = "horovod fp32"
 WAYS = (
-    BASELINE, "horovod fp16", "ddp powersgd 1", "diloco 16",
-    "onebit", "onebit three bits", "onebit local 8", "onebit local 16",
+    BASELINE, "horovod fp16", "ddp powersgd 1", "ddp powersgd 4", "diloco 16", "diloco 16 mean",
+    "onebit default", "onebit", "onebit three bits", "onebit local 8", "onebit local 16",
 )  # fmt: skip
 TASK = {"--task": "charlm", "--width": "64", "--lr": "4e-3"}
 STEPS = 800

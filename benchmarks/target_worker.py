@@ -32,7 +32,9 @@ sys.path.append(str(Path(__file__).resolve().parents[1] / "torch"))
 from networks import build
 
 EXACT = 20
-"""Exact steps that one bit and PowerSGD begin with."""
+"""Steps of the warm-up, where the way says how many."""
+START = 2
+"""Exact steps that PyTorch's PowerSGD begins with: the fewest that it takes."""
 ROWS = 128
 """Test examples."""
 TRIES = 3
@@ -59,14 +61,14 @@ def horovod(compression: Any) -> Make:
     return make
 
 
-def low_rank(rank: int, start: int = EXACT) -> Make:
-    return lambda module, optimizer, name: Trained(module, powersgd(module, rank, start=start), optimizer)
+def low_rank(rank: int) -> Make:
+    return lambda module, optimizer, name: Trained(module, powersgd(module, rank, start=START), optimizer)
 
 
-def every_step(*, warmup_steps: int | str = EXACT, **options: Any) -> Make:
+def every_step(**options: Any) -> Make:
     def make(module: torch.nn.Module, optimizer: Any, name: str) -> Trained:
         optimizer = onebit.DistributedOptimizer(
-            optimizer, named(name, module), warmup_steps=warmup_steps, process_set=hvd.global_process_set, **options
+            optimizer, named(name, module), process_set=hvd.global_process_set, **options
         )
         return Trained(module, module, optimizer)
 
@@ -95,9 +97,14 @@ WAYS: dict[str, Make] = {
     "horovod fp32": horovod(hvd.Compression.none),
     "horovod fp16": horovod(hvd.Compression.fp16),
     "ddp powersgd 1": low_rank(1),
+    "ddp powersgd 4": low_rank(4),
     "diloco 16": diloco(16),
-    "onebit": every_step(recipe=Recipe(warmup="exact")),
-    "onebit three bits": every_step(recipe=Recipe(warmup="three_bit"), compression=hvd.Compression.fp16),
+    "diloco 16 mean": diloco(16, lr=1.0, momentum=0.0),
+    "onebit default": every_step(),
+    "onebit": every_step(recipe=Recipe(warmup="exact"), warmup_steps=EXACT),
+    "onebit three bits": every_step(
+        recipe=Recipe(warmup="three_bit"), warmup_steps=EXACT, compression=hvd.Compression.fp16
+    ),
     "onebit local 8": local(8),
     "onebit local 16": local(16, freeze=0),
     "onebit local 16 hidden": local(16, delay=4),
@@ -119,7 +126,7 @@ def train(way: str, task: Task, options: Options, target: float, evaluate: int) 
     """Seconds, steps and received bytes until the test loss is at most ``target``, if it is ``reached``. Collective."""
     torch.manual_seed(options.seed)
     module = build(options.task, options.width, task.train_x.shape[1], task.classes)
-    optimizer = torch.optim.AdamW(module.parameters(), lr=options.lr, weight_decay=options.weight_decay)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=options.lr, weight_decay=options.weight_decay, fused=True)
     trained = WAYS[way](module, optimizer, f"{way}.{options.seed}")
     evaluate = max(evaluate, trained.every)
     seconds, done, loss, before = 0.0, 0, float("inf"), received()

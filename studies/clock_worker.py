@@ -31,19 +31,15 @@ from jobs.options import parse
 from studies import clock, large
 from studies.magnitudes import networks
 
-FIRST = 2
-"""Exact steps that PyTorch's PowerSGD begins with: the fewest that it takes."""
-
-
 MAKE: dict[str, Make] = {
     "float32": horovod(hvd.Compression.none),
     "float16": horovod(hvd.Compression.fp16),
-    "powersgd 1": low_rank(1, start=FIRST),
-    "powersgd 4": low_rank(4, start=FIRST),
+    "powersgd 1": low_rank(1),
+    "powersgd 4": low_rank(4),
     "diloco 16": diloco(16, lr=1.0, momentum=0.0),  # the best ones of study 18
     "diloco 64": diloco(64, lr=1.0, momentum=0.0),
-    "onebit": every_step(warmup_steps="auto", compression=hvd.Compression.fp16),
-    "onebit two": every_step(warmup_steps="auto", compression=hvd.Compression.fp16, recipe=Recipe(warmup="two_bit")),
+    "onebit": every_step(compression=hvd.Compression.fp16),
+    "onebit two": every_step(compression=hvd.Compression.fp16, recipe=Recipe(warmup="two_bit")),
     "onebit 20": every_step(warmup_steps=20, compression=hvd.Compression.fp16),
     "local": local(8),
 }
