@@ -238,6 +238,11 @@ class Compressor(RunState):
     def flush(self) -> None:
         """All workers have the same weights after each step."""
 
+    @property
+    def of_round(self) -> str:
+        """What must be the same on all workers where a round of local steps may end; nothing without such."""
+        return ""
+
     def fold(self) -> None:
         """Before the workers change: nothing that was moved since the last exchange is a residual."""
 
@@ -320,8 +325,7 @@ class Compressor(RunState):
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
-        self.settle()
-        self.engine.feedback.reset()
+        self._forget_residuals()
         self.moments.take_plain()
         self.warm_up_again()
         self.forget_trained()
@@ -332,10 +336,15 @@ class Compressor(RunState):
 
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole; residuals are of the old one. Local."""
-        self.engine.feedback.reset()
+        self._forget_residuals()
         self.moments.forget()
         self.unlearn()
         self._follow_recipe()
+
+    def _forget_residuals(self) -> None:
+        self.settle()
+        with self.here():
+            self.engine.feedback.reset()
 
     def unlearn(self) -> None:
         """What was learned of the gradients of the warm-up is of another state, or the warm-up is over, and its memory

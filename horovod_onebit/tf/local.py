@@ -414,6 +414,10 @@ class LocalSteps(Compressor):
         self.rounds.length, self.rounds.freezes, self.edits = 0, False, []  # the next step begins a round
         self.unbind()
 
+    @property
+    def of_round(self) -> str:
+        return f"{self.rounds.length} steps of this round"
+
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective; eager."""
         self.settle()

@@ -26,7 +26,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call, path_of
-from horovod_onebit.warmup import least
+from horovod_onebit.warmup import NEVER, least
 
 _live: weakref.WeakSet[Moments] = weakref.WeakSet()
 PROBES = 64
@@ -195,12 +195,13 @@ class Moments:
         marks: NDArray[np.int64],
     ) -> list[int]:
         """Of the variables ``indices``, those whose second moment is not the one that was frozen, or has seen nothing,
-        or less than half of a short warm-up: they were trained late.
+        or less than half of a short warm-up: they were trained late. With ``Local``, those of which none was frozen.
 
         ``variances`` are arrays in the host's memory or on the GPU.
         """
         found, seen_by, marked = [], seen.tolist(), marks.tolist()
-        enough = 1 if marks.all() else least(self._warmup_steps)
+        local = self._optimizer._wrapping.local is not None
+        enough = NEVER if local else least(int(self._optimizer._warmup_steps.value))
         for i, variance in zip(indices, variances, strict=True):
             if variance is None:
                 continue
@@ -210,11 +211,6 @@ class Moments:
             ):
                 found.append(i)
         return found
-
-    @property
-    def _warmup_steps(self) -> int:
-        local = self._optimizer._wrapping.local
-        return int(self._optimizer._warmup_steps.value) if local is None else local.freeze
 
     def _is_known(self, index: int, variance: Any, mark: int) -> bool:
         """Whether a second moment in other memory has the values of before, or those that the ``mark`` is of."""

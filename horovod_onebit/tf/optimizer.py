@@ -393,7 +393,8 @@ class _DistributedOptimizer(_Wrapped):
         process_set = self._wrapping.process_set
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
-            announce("the end of fit", process_set, remark=STOPPED if model.stop_training else "")
+            remark = STOPPED if model.stop_training else ""
+            announce("the end of fit", process_set, self._compressor.of_round, remark=remark)
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
         if self._averages_itself and process_set.included():
@@ -482,7 +483,7 @@ class _DistributedOptimizer(_Wrapped):
         return residuals | {feedback.mark(compressor.kind, compressor.workers): np.empty(0, np.float32)}
 
     def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:
-        """Take over what ``feedback_state_dict`` of the same worker gave.
+        """Take over what ``feedback_state_dict`` of the same worker gave; after a state was loaded, which resets them.
 
         Raises ``ConfigurationError`` if they are of another kind of run, model or number of workers.
         """

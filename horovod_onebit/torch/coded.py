@@ -88,9 +88,9 @@ class Coded:
 
     def leave(self) -> None:
         """Let all leave, gradients that are missing as zeros, if some of it has: see ``Engine.leave``."""
-        if self._early.plan is not None:
-            grads = {number: self._gradient(p) for number, p in enumerate(self._early.parts)}
-            self._mean.engine.send_rest(grads, self._early.plan)
+        engine, plan = self._mean.engine, self._early.plan
+        if plan is not None and engine.layout is not None and self._early.incomplete:
+            engine.send_rest({number: self._gradient(p) for number, p in enumerate(self._early.parts)}, plan)
         self._early.leave()
 
     def _same(self, now: Sequence[torch.Tensor]) -> bool:

@@ -47,6 +47,11 @@ class Early:
         if self.plan is not None:
             self._send(p, gradient, self.plan)
 
+    @property
+    def incomplete(self) -> bool:
+        """Whether some message of the step that is being sent waits for gradients."""
+        return any(self._missing)
+
     def leave(self) -> None:
         """See ``Engine.leave``."""
         if self.plan is not None:

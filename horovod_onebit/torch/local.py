@@ -12,6 +12,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -328,6 +329,10 @@ class LocalParameters(Parameters):
             own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
+    def progress(self) -> Progress:
+        joined = [i for i, p in enumerate(self.ordered()) if p in self.renewed]
+        return replace(super().progress(), joined=joined)
+
     def export(self, state: dict[str, Any]) -> None:
         super().export(state)
         packed = state["state"]
@@ -338,7 +343,8 @@ class LocalParameters(Parameters):
 
     def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
         self.thawed = False
-        self.renewed.clear()
+        joined = set(progress.joined)
+        self.renewed = {p for i, p in enumerate(self.ordered()) if i in joined}
         if whole is not None:
             self.kept.clear()
         saved = {} if whole is None else dict(self._saved(whole))

@@ -97,6 +97,7 @@ class Parameters:
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
+        self._strides = WeakTensorKeyDictionary()  # of those that were bound: the order of their residuals
         self._gone = WeakTensorKeyDictionary()  # names of those that are, or may still come, while somebody has them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
@@ -308,9 +309,9 @@ class Parameters:
         self._put_binding(p, binding)
 
     def _put_binding(self, p: torch.Tensor, binding: Binding) -> None:
-        before = self.bindings.get(p)
-        if before is not None and before.strides != binding.strides:  # of ``model.to(memory_format=...)``
+        if self._strides.setdefault(p, binding.strides) != binding.strides:  # of ``model.to(memory_format=...)``
             self.engine.forget_order(self.names[p])
+            self._strides[p] = binding.strides
         self.bindings[p] = binding
         self.changed()
 

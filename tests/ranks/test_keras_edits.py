@@ -454,6 +454,16 @@ def test_fit_ends_with_the_same_weights_on_all_workers(kind):
     onebit.check_replicas(optimizer)
 
 
+def test_fit_that_ends_in_other_rounds_is_an_error_on_all():
+    """One worker has a batch more, and would end its round alone."""
+    model = build()
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.SGD(0.01), schedule=onebit.Local(every=8, doubling=0))
+    model.compile(optimizer=optimizer, loss=LOSS)
+    x, y = (np.concatenate(part) for part in zip(*map(batch, range(9 if RANK else 8)), strict=True))
+    with pytest.raises(DesyncError, match="steps of this round"):
+        model.fit(x, y, batch_size=16, verbose=0)
+
+
 def test_a_state_that_is_loaded_whole_is_no_edit(tmp_path):
     model, optimizer = made("one bit")
     train(model, optimizer, 9)

@@ -332,7 +332,10 @@ def test_the_freeze_waits_for_a_parameter_that_has_seen_little(how):
     late.requires_grad_()
     if how == "added":
         optimizer.add_param_group({"params": [late]})
-    train_with(late, model, optimizer, range(14, 30))
+    train_with(late, model, optimizer, range(14, 15))
+    optimizer.flush()
+    optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train_with(late, model, optimizer, range(15, 30))
     assert optimizer._parameters.seen(late) is None
     assert optimizer._parameters.seen(model.second.weight) is None
     train_with(late, model, optimizer, range(30, 34))
