@@ -200,8 +200,7 @@ class Moments:
         ``variances`` are arrays in the host's memory or on the GPU.
         """
         found, seen_by, marked = [], seen.tolist(), marks.tolist()
-        local = self._optimizer._wrapping.local is not None
-        enough = NEVER if local else least(int(self._optimizer._warmup_steps.value))
+        enough = 1 if all(marked[i] for i in indices) else self._enough
         for i, variance in zip(indices, variances, strict=True):
             if variance is None:
                 continue
@@ -211,6 +210,12 @@ class Moments:
             ):
                 found.append(i)
         return found
+
+    @property
+    def _enough(self) -> int:
+        """Gradients that one which is not frozen has to have seen; with ``Local`` all are frozen by then."""
+        local = self._optimizer._wrapping.local is not None
+        return NEVER if local else least(int(self._optimizer._warmup_steps.value))
 
     def _is_known(self, index: int, variance: Any, mark: int) -> bool:
         """Whether a second moment in other memory has the values of before, or those that the ``mark`` is of."""
