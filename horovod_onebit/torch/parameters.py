@@ -151,7 +151,7 @@ class Parameters:
     def set_seen(self, group: Group, p: torch.Tensor, steps: int) -> None:
         """The second moment of ``p`` has seen so many steps, by the beta2 of now, and is frozen."""
         self.optimizer.state[p][VARIANCE_STEPS] = steps
-        if "betas" in group and self.adapter.variance_key is not None:
+        if "betas" in group and self.moments.variance_key is not None:
             self._beta2[p] = float(group["betas"][1])
 
     def overruled(self) -> dict[int, float]:

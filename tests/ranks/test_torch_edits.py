@@ -703,7 +703,7 @@ def test_a_beta2_that_is_changed_leaves_frozen_second_moments_as_they_are(kind, 
         for step in range(61):
             if changes and step == when:
                 optimizer.param_groups[0]["betas"] = (0.9, 0.9)
-            p.grad = torch.randn(64, 64, generator=draw)
+            p.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
             optimizer.step()
         optimizer.flush()
         state, again = optimizer.state_dict(), KINDS[kind]([torch.nn.Parameter(torch.ones(64, 64))])

@@ -192,7 +192,8 @@ def test_a_refused_step_with_a_grad_scaler_is_taken_again_as_it_was():
                 scaler.step(optimizer)
             scaler.update()
         found.append(weights(model))
-    assert torch.equal(*found) or SIZE > 2
+    # Residuals come back to rounding: see ``kernels.reference.restore``.
+    torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
     assert_replicas_equal(model)
 
 

@@ -12,6 +12,7 @@ from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Reci
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from tests.ranks.torch_common import (
+    DEVICE,
     RANK,
     REPEATABLE,
     SIZE,
@@ -178,7 +179,7 @@ def test_the_weights_are_those_of_numpy(kind, arguments):
     optimizer = local(model, kind, schedule, wrapping={"exact": ["*"]}, **arguments)
     cross_entropy(model(batch(0)[0]), batch(0)[1]).backward()
     named = {name: p for name, p in model.named_parameters() if p.grad is not None}
-    arrays = {name: p.detach().clone().numpy() for name, p in named.items()}
+    arrays = {name: p.detach().cpu().clone().numpy() for name, p in named.items()}
     options = dict(arguments)
     options.pop("fused", None)
     scale = -1.0 if options.pop("maximize", False) else 1.0
@@ -190,11 +191,11 @@ def test_the_weights_are_those_of_numpy(kind, arguments):
         x, y = batch(step)
         optimizer.zero_grad()
         cross_entropy(model(x), y).backward()
-        grads = {name: p.grad.clone().numpy() for name, p in named.items()}
+        grads = {name: p.grad.cpu().clone().numpy() for name, p in named.items()}
         optimizer.step()
         other.step(grads)
     for name, p in named.items():
-        torch.testing.assert_close(p.detach(), torch.from_numpy(arrays[name]), atol=2e-5, rtol=0)
+        torch.testing.assert_close(p.detach().cpu(), torch.from_numpy(arrays[name]), atol=2e-5, rtol=0)
 
 
 @pytest.mark.parametrize("when", [12, 14])
@@ -999,7 +1000,7 @@ def test_weight_decay_in_the_gradient_is_no_noise_at_the_freeze(maximize):
     generator = torch.Generator().manual_seed(0)
     for _ in range(24):
         optimizer.zero_grad()
-        noise = 0.01 * torch.randn(64, 64, generator=generator)
+        noise = 0.01 * torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE)
         p.grad = noise if RANK % 2 else -noise
         optimizer.step()
     second = plain.state[p]["exp_avg_sq"] / (1 - 0.999 ** optimizer._compressor.parameters.seen(p))

@@ -152,7 +152,7 @@ def test_another_memory_format_gives_no_element_the_residual_of_another(exchange
     """Those of elements that never have a gradient are zeros; with others' they would begin to move."""
     torch.manual_seed(0)
     model = torch.nn.Conv2d(16, 32, 3, bias=False)
-    never = torch.rand(model.weight.shape, generator=torch.Generator().manual_seed(1)) < 0.5
+    never = torch.rand(model.weight.shape, generator=torch.Generator(DEVICE).manual_seed(1)) < 0.5
     model.weight.register_hook(lambda grad: grad.masked_fill(never, 0))
     start = model.weight.detach().clone()
     plain = torch.optim.Adam(model.parameters(), lr=0.01)
@@ -161,7 +161,7 @@ def test_another_memory_format_gives_no_element_the_residual_of_another(exchange
 
     def run(steps):
         for step in steps:
-            generator = torch.Generator().manual_seed(10 * step + RANK)
+            generator = torch.Generator(DEVICE).manual_seed(10 * step + RANK)
             optimizer.zero_grad()
             model(torch.randn(4, 16, 6, 6, generator=generator)).square().mean().backward()
             optimizer.step()

@@ -35,6 +35,7 @@ from horovod_onebit.kernels.cuda.launch import (
     buffer,
     copy_to_device,
     copy_to_host,
+    has_happened,
     launcher,
 )
 from horovod_onebit.kernels.cuda.loops import EMPTY, PARTS, Column, Program
@@ -387,7 +388,7 @@ class Twin:
     def arrived(self) -> bool:
         """Whether ``wait`` would not block. The simulator's copies take until they are asked for a second time."""
         self._asked += 1
-        return self._asked > 1 if SIMULATED else bool(self._event.query())
+        return self._asked > 1 if SIMULATED else has_happened(self._event)
 
     def wait(self) -> None:
         """Block until all is there."""

@@ -121,6 +121,16 @@ def copy_to_host(here: int, there: int, size: int, stream: Any) -> None:
     _check(driver.cuMemcpyDtoHAsync(here, there, size, stream.handle))
 
 
+def has_happened(event: Any) -> bool:
+    """Whether all that was launched before ``event`` was recorded is done. Numba's own answer to no is an error that it
+    catches, and logs."""
+    result = driver.cuEventQuery(event.handle)
+    if result[0] == driver.CUresult.CUDA_ERROR_NOT_READY:
+        return False
+    _check(result)
+    return True
+
+
 class Staging:
     """Bytes on the device and their twin on the host, pinned; they grow as needed. ``address`` is on the device."""
 
