@@ -531,6 +531,8 @@ class Compressor(RunState):
         the squared norms of all gradients, if it ``clips_norms``, else none. ``finite``: whether the exact ones'
         averages are, as far as that is known.
         """
+        if not self.engine.exchanges:  # or it goes on from a file of Keras's, which tells it by these alone
+            self.engine.exchanges = max(0, progress.steps - int(progress.seen[list(indices)].max()))
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         self.moments.check_form()
@@ -567,7 +569,7 @@ class Compressor(RunState):
             variable.assign(np.reshape(second, variable.shape))
             tensor.variance = self.compute(partial(self._copied, second))
             if marks[index]:
-                marks[index] = self.moments.mark(tensor.variance)
+                marks[index] = self.moments.mark(second)
                 self.moments.hold(index, tensor.variance)
         self.optimizer._marks.assign(marks)
 

@@ -97,18 +97,28 @@ def test_residuals_are_looked_at_once_in_a_step_of_which_workers_tell_each_other
     assert_replicas_equal(model)
 
 
-def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(tmp_path):
+@pytest.mark.parametrize(("kept_by", "stop"), [("save_checkpoint", 50), ("Keras", MET + 1)])
+def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(kept_by, stop, tmp_path):
+    """After 50 steps workers have looked after 46, 48 and 50 compressed ones, and look after each second one; after
+    MET + 1 they look in the next one, and find the late words."""
     folder = Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
-    ends = []
+    file, residuals, ends = str(tmp_path / "own.keras"), {}, []
     for resumed in (False, True):
         model, optimizer, read = make("AdamW")
         model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
-        if resumed:
+        if not resumed:
+            read(0, stop)
+            onebit.save_checkpoint(folder, model)
+            model.save(file)
+            residuals = optimizer.feedback_state_dict()
+        elif kept_by == "save_checkpoint":
             onebit.load_checkpoint(folder, model)
         else:
-            read(0, 50)  # workers look after 46, 48 and 50 compressed steps, and then after each second one
-            onebit.save_checkpoint(folder, model)
-        read(50, 70)
+            model = keras.models.load_model(file)
+            optimizer = model.optimizer
+            optimizer.load_feedback_state_dict(residuals)
+            read = reader(model, optimizer, graph=True)
+        read(stop, stop + 20)
         ends.append((rows(model), *optimizer.feedback_state_dict().values()))
     for before, after in zip(*ends, strict=True):
         np.testing.assert_array_equal(before, after)
