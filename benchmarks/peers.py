@@ -65,11 +65,9 @@ class DiLoCo:
             p.copy_(anchor)
 
 
-def powersgd(
-    module: torch.nn.Module, rank: int, start: int
-) -> tuple[DistributedDataParallel, powerSGD_hook.PowerSGDState]:
-    """``module``, whose gradients PyTorch's hook compresses from step ``start`` on; and what that hook counts."""
+def powersgd(module: torch.nn.Module, rank: int, start: int) -> DistributedDataParallel:
+    """``module``, whose gradients PyTorch's hook compresses from step ``start`` on."""
     model = DistributedDataParallel(module, bucket_cap_mb=1000)  # over Gloo it crashes with more than one bucket
     state = powerSGD_hook.PowerSGDState(None, matrix_approximation_rank=rank, start_powerSGD_iter=start)
     model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
-    return model, state
+    return model

@@ -62,7 +62,7 @@ def horovod(compression: Any) -> Make:
 
 
 def low_rank(rank: int) -> Make:
-    return lambda module, optimizer, name: Trained(module, powersgd(module, rank, start=START)[0], optimizer)
+    return lambda module, optimizer, name: Trained(module, powersgd(module, rank, start=START), optimizer)
 
 
 def every_step(**options: Any) -> Make:

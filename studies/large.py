@@ -46,9 +46,7 @@ TEXT = RUNS / "large" / "text.npy"
 @dataclass(frozen=True)
 class Way:
     """A row of the table, in so many ``processes``: our optimizer with these ``options``, or DiLoCo ``every`` so many
-    steps with ``outer``'s rate and momentum, or PowerSGD of a ``rank`` after
-    ``start`` exact steps, or exact Adam. ``bits`` a parameter and step,
-    where they are not counted."""
+    steps with ``outer``'s rate and momentum, or exact Adam. ``bits`` a parameter and step, where they are not ours."""
 
     text: str
     processes: int = 2
@@ -57,29 +55,22 @@ class Way:
     options: dict[str, Any] | None = None
     every: int = 0
     outer: tuple[float, float] = (0.7, 0.9)
-    rank: int = 0
-    start: int = 2
 
 
 PLAIN = "DiLoCo, rounds of {}, outer rate 1, no momentum"
 WAYS = {
     "exact": Way("exact Adam", 1, bits=32),
-    "exact 0.001": Way("exact Adam at a rate of 0.001", 1, 1e-3, bits=32),
     "exact 0.004": Way("exact Adam at a rate of 0.004", 1, 4e-3, bits=32),
     "onebit": Way("one bit", options={"recipe": Recipe(warmup="exact")}),
-    "two bits": Way('one bit, `warmup="two_bit"`', options={"recipe": Recipe(warmup="two_bit")}),
     "three bits": Way('one bit, `warmup="three_bit"`', options={"recipe": Recipe(warmup="three_bit")}),
     "local": Way("`Local()`: rounds of 8", options={"schedule": Local()}),
     "local 64": Way("`Local(every=64)`", options={"schedule": Local(every=64)}),
     "diloco 16": Way("DiLoCo, rounds of 16", every=16, bits=32 / 16),
     "diloco 16 plain": Way(PLAIN.format(16), every=16, outer=(1.0, 0.0), bits=32 / 16),
     "diloco 64 plain": Way(PLAIN.format(64), every=64, outer=(1.0, 0.0), bits=32 / 64),
-    "powersgd 1": Way("PowerSGD, rank 1", rank=1),
-    "powersgd 4": Way("PowerSGD, rank 4", rank=4),
-    "powersgd 4 300": Way("PowerSGD, rank 4, 300 exact steps", rank=4, start=300),
 }
-FIRST = ("exact 0.001", "exact 0.004", "diloco 16", "powersgd 4 300")
-"""Run with the first of SEEDS alone."""
+SECOND = ("exact", "onebit")
+"""Run with all of SEEDS; the others with the first."""
 
 
 def text() -> NDArray[np.uint16]:
@@ -110,7 +101,7 @@ def data() -> Task:
 
 def todo(names: Sequence[str] = tuple(WAYS), seeds: Sequence[int] = SEEDS) -> list[tuple[str, int]]:
     """The runs of these ways and seeds that the page shows."""
-    return [(name, seed) for seed, name in product(seeds, names) if seed == SEEDS[0] or name not in FIRST]
+    return [(name, seed) for seed, name in product(seeds, names) if seed == SEEDS[0] or name in SECOND]
 
 
 def measured(one: tuple[str, int]) -> dict[str, Any]:
@@ -181,8 +172,10 @@ def run() -> str:
         report.table(head, _rows(found)),
         "One bit ends above exact Adam here, with both seeds; on smaller models and shorter runs (studies 6, 10) it "
         "ends below. `Local()` sends 18 times less than one bit in every step, whose first 300 steps are exact, and "
-        "costs little more. DiLoCo with its published settings has not caught up after 320 rounds. All workers ended "
-        "with the same weights, bit for bit.",
+        "costs little more. DiLoCo with its published settings has not caught up after 320 rounds; with an "
+        "outer rate of 1 it ends 2.6 % above exact Adam where it exchanges 16 times less often, and 4.4 % where 64 "
+        "times. DiLoCo's rounds of 16 were run twice, on two such machines: 2.396 and 2.389, which the table has. All "
+        "workers ended with the same weights, bit for bit.",
         _curves(found),
     ]
     return "\n\n".join(text) + "\n"

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
-from benchmarks.peers import DiLoCo, powersgd
+from benchmarks.peers import DiLoCo
 from jobs.options import parse
 from studies import large, report
 from studies.magnitudes import networks
@@ -28,17 +28,14 @@ def average(tensors: Sequence[torch.Tensor]) -> None:
         tensor /= dist.get_world_size()
 
 
-def made(way: large.Way, module: torch.nn.Module) -> tuple[torch.nn.Module, Any, Any]:
-    """What is called, what takes the steps, and what PowerSGD counts. Collective."""
+def made(way: large.Way, module: torch.nn.Module) -> Any:
+    """What takes the steps. Collective."""
     optimizer: Any = torch.optim.AdamW(module.parameters(), lr=way.rate, weight_decay=0.1)
     if way.options is not None:
-        return module, onebit.DistributedOptimizer(optimizer, module.named_parameters(), **way.options), None
+        return onebit.DistributedOptimizer(optimizer, module.named_parameters(), **way.options)
     if way.every:
-        return module, DiLoCo(optimizer, way.every, average, lr=way.outer[0], momentum=way.outer[1]), None
-    if way.rank:
-        model, state = powersgd(module, way.rank, way.start)
-        return model, optimizer, state
-    return module, optimizer, None
+        return DiLoCo(optimizer, way.every, average, lr=way.outer[0], momentum=way.outer[1])
+    return optimizer
 
 
 @torch.no_grad()
@@ -67,7 +64,7 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
     rank, workers, task = dist.get_rank(), dist.get_world_size(), large.data()
     torch.manual_seed(seed)
     module = networks().CharacterModel(large.TOKENS, large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH).to(device)
-    model, optimizer, state = made(way, module)
+    optimizer = made(way, module)
     options = parse(["--seed", str(seed), "--batch-size", str(large.ROWS // workers)])
     test = [torch.from_numpy(a).to(device) for a in (task.test_x, task.test_y)]
     losses, sent, seconds = [], [], 0.0
@@ -77,7 +74,7 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
             group["lr"] = of_cosine(way.rate, step, large.STEPS, large.RISE)
         x, y = (torch.from_numpy(a).to(device) for a in task.batch(options, step, rank, workers))
         optimizer.zero_grad()
-        cross_entropy(model(x).flatten(0, -2), y.flatten()).backward()
+        cross_entropy(module(x).flatten(0, -2), y.flatten()).backward()
         optimizer.step()
         if (step + 1) % large.LOOK == 0:
             if device == "cuda":
@@ -93,8 +90,6 @@ def train(way: large.Way, seed: int, device: str) -> dict[str, Any]:
     found = {"loss": loss, "accuracy": right, "losses": losses, "parameters": parameters, "seconds": seconds}
     found |= {"tokens": task.train_x.size, "replicas equal": equal(module)}
     found["device"] = torch.cuda.get_device_name() if device == "cuda" else report.machine()
-    if state:
-        found["bits"] = 32 * (way.start * parameters + state.compression_stats()[2]) / (large.STEPS * parameters)
     if sent:
         found |= {"sent": sent, "bits": 8 * sent[-1] / large.STEPS}
     return found

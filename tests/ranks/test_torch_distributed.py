@@ -16,7 +16,7 @@ import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, Recipe, UnsupportedError
 from horovod_onebit.torch import exact
 from horovod_onebit.torch.distributed import DistributedCollectives
-from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+from tests.ranks.torch_common import DEVICE, RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
 from tests.ranks.world import OVER_TORCH, collectives, world
 
 pytestmark = pytest.mark.skipif(not OVER_TORCH, reason="is about torch.distributed")
@@ -257,7 +257,8 @@ def test_messages_leave_during_the_backward_pass(exchange, monkeypatch):
     optimizer.zero_grad()
     left.clear()
     cross_entropy(model(x), y).backward()
-    assert len(left) == len(optimizer._compressor.engine.layout.buckets) - 1 > 1  # that of ``unused`` waits
+    most = len(optimizer._compressor.engine.layout.buckets) - 1  # that of ``unused`` waits
+    assert 1 < len(left) <= most if DEVICE == "cuda" else len(left) == most > 1  # a GPU may still compute the last ones
     optimizer.step()
     assert_replicas_equal(model)
 
