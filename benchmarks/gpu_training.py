@@ -3,7 +3,7 @@
     python -m benchmarks.gpu_training       writes benchmarks/results/gpu_training.json
 
 By horovodrun, or with `--launcher torchrun`. One process, and two on one card over Gloo, each on the CPU
-and on the GPU; noise is what another seed makes of the run on the CPU. Then a network that fills the card, in one
+and on the GPU; noise is what another seed makes of the run on the CPU. Then a large network, in one
 process. Without a GPU it says so and ends; `--device cpu` goes through it all the same, to try this program.
 """
 
@@ -11,7 +11,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -30,20 +33,26 @@ def train(
     """One job: its losses, the last line of its metrics, and whether the replicas were equal."""
     with tempfile.TemporaryDirectory() as folder:
         weights = str(Path(folder, "{rank}.npz"))
-        job = ["--device", device, "--width", str(width), "--batch-size", str(batch), "--save-weights", weights]
+        job = ["--device", device, "--width", str(width), "--batch-size", str(batch)]
+        job += ["--save-weights", weights] if processes > 1 else []
         own = ["--task", "charlm", "--steps", str(steps), "--warmup-steps", "50", "--warmup", "exact"]
         options = parse([*own, "--launcher", launcher, "--output", folder, *job])
         options.np = processes
         done = run(options, "onebit", seed, launcher=launcher)
-        ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)]
-        equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks for name in ranks[0].files)
-        return {"losses": [line["loss"] for line in done.steps], "last": done.final, "replicas equal": equal}
+        first, *others = [np.load(weights.format(rank=rank)) for rank in range(processes) if processes > 1] or [None]
+        equal = all(np.array_equal(first[name], other[name]) for other in others for name in first.files)
+        return {
+            "losses": [line["loss"] for line in done.steps],
+            "seconds": [line["seconds"] for line in done.steps],
+            "last": done.final,
+            "replicas equal": equal,
+        }
 
 
 def width_for(memory: int) -> int:
-    """The largest width up to 8192 for which weights, gradients, moments, residuals and one more copy fit into 0.7 of
+    """The largest width up to 4096 for which weights, gradients, moments, residuals and one more copy fit into 0.7 of
     so many bytes; 1024 at least."""
-    width = 8192
+    width = 4096
     while width > 1024 and 6 * 4 * 2.4e9 * (width / 8192) ** 2 > 0.7 * memory:
         width //= 2
     return width
@@ -57,11 +66,21 @@ def distance(a: dict[str, Any], b: dict[str, Any]) -> float:
 
 def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     found: dict[str, Any] = {}
+    kinds = {"cpu": ("cpu", 0), "noise": ("cpu", 1), "gpu": (options.device, 0)}
+
+    def small(job: tuple[int, str]) -> dict[str, Any]:
+        processes, kind = job
+        device, seed = kinds[kind]
+        return train(options.launcher, processes, device, options.steps, options.width, seed)
+
+    jobs = list(product((1, 2), kinds))
+    with (
+        console.status(f"charlm, {len(jobs)} jobs ..."),
+        ThreadPoolExecutor(max(1, (os.cpu_count() or 1) // 3)) as pool,
+    ):
+        done = dict(zip(jobs, pool.map(small, jobs), strict=True))
     for processes in (1, 2):
-        runs = {}
-        for name, device, seed in (("cpu", "cpu", 0), ("noise", "cpu", 1), ("gpu", options.device, 0)):
-            with console.status(f"charlm, {processes} processes, {name} ..."):
-                runs[name] = train(options.launcher, processes, device, options.steps, options.width, seed)
+        runs = {kind: done[processes, kind] for kind in kinds}
         found[f"{processes} processes"] = {
             "test loss": {name: run["last"]["test_loss"] for name, run in runs.items()},
             "distance of the loss curves, GPU to CPU": distance(runs["gpu"], runs["cpu"]),
@@ -74,7 +93,7 @@ def measure(options: argparse.Namespace, console: Console) -> dict[str, Any]:
     found["large"] = {
         "parameters": large["last"]["parameters"],
         "loss, first and last": [large["losses"][0], large["last"]["loss"]],
-        "milliseconds a step": 1e3 * large["last"]["seconds"] / options.large_steps,
+        "milliseconds a step with one bit": 1e3 * float(np.median(np.diff(large["seconds"][-10:]))),
     }
     return found
 
@@ -83,10 +102,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--launcher", choices=LAUNCHERS, default="horovodrun")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
-    parser.add_argument("--steps", type=int, default=300)
+    parser.add_argument("--steps", type=int, default=119)
     parser.add_argument("--width", type=int, default=128)
-    parser.add_argument("--large-width", type=int, help="8192, 2.4 billion parameters, if the GPU's memory is enough")
-    parser.add_argument("--large-steps", type=int, default=100)
+    parser.add_argument("--large-width", type=int, help="4096, 0.6 billion parameters, if the GPU's memory is enough")
+    parser.add_argument("--large-steps", type=int, default=60)
     parser.add_argument("--large-batch", type=int, default=64)
     options, console = parser.parse_args(), Console()
     import torch

@@ -214,7 +214,6 @@ class Driver:
     Attributes:
         face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them. Where a graph orders steps that workers
             take together, ``Compresses`` (``Stepwise``) or ``Prepares``.
-        frozen: whether second moments have been made those of all workers.
         rounds: of local steps; None without them.
     """
 
@@ -224,7 +223,6 @@ class Driver:
         self.engine, self.warmup, self.schedule = engine, warmup, schedule
         self._stepwise = None if isinstance(schedule, Local) else schedule
         self.face: Any = face
-        self.frozen = False
         self.rounds: Any = None
         if isinstance(schedule, Local):
             self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
@@ -407,7 +405,6 @@ class Driver:
             return
         for m, second in zip(moments, found, strict=True):
             face.freeze(m.of, second * np.float32(1 - m.beta2**m.count))
-        self.frozen = True
         face.unbind()
 
     def flush(self) -> Task[None]:

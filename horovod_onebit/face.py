@@ -16,7 +16,7 @@ from typing import Any, ClassVar
 from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
-from horovod_onebit.schedule import Gradients, Local, Schedule, check, named, resolve
+from horovod_onebit.schedule import EXACT, Gradients, Local, Schedule, check, resolve
 from horovod_onebit.warmup import FOREVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
@@ -99,10 +99,11 @@ def chosen(
 ) -> tuple[Recipe, Schedule | None, Warmup]:
     """What these arguments mean together. With ``recipe="exact"`` the warm-up does not end, however many ``steps``."""
     warmup = warmup_of(steps, total_steps, schedule)
-    recipe, named_schedule = named(recipe, schedule)
-    if named_schedule != schedule:
-        warmup = warmup_of(None, None, named_schedule)
-    return resolve(recipe, named_schedule), named_schedule, warmup
+    if isinstance(recipe, str) and recipe == EXACT:
+        if schedule is not None:
+            raise ConfigurationError(f"recipe='exact' never compresses, and schedule={schedule!r}: leave one out")
+        recipe, schedule, warmup = Recipe(), Gradients(EXACT), make_warmup(FOREVER)
+    return resolve(recipe, schedule), schedule, warmup
 
 
 def host_number() -> int:

@@ -73,6 +73,9 @@ class NumpyOptimizer(RunState):
             second moment, those with elements whose gradient is always zero, which must not move.
         kernels: ``"cpu"``, ``"reference"`` or, in Numba's simulator, ``"cuda"``.
 
+    Attributes:
+        steps: steps taken; local ones that this worker has skipped, too.
+
     A step raises ``DesyncError`` on all workers, and changes nothing, if the rule's hyperparameters or the number of
     steps taken are not the same on all, or if one was given wrong gradients; that one raises what is wrong. The first
     step compares these arguments, too, ``kernels`` apart, and the names and shapes of ``weights``. With ``Local``,
@@ -135,9 +138,9 @@ class NumpyOptimizer(RunState):
         return Phase.COMPRESSED if self.driver.rounds is not None else self.driver.warmup.phase(self.steps)
 
     @property
-    def step_count(self) -> int:
-        """Steps taken; local ones that this worker has skipped, too."""
-        return self.steps
+    def frozen(self) -> bool:
+        """Whether local steps have made the second moments those of all workers, and frozen them."""
+        return self.driver.rounds is not None and self._beta2 is not None
 
     def step(self, grads: Mapping[str, Array]) -> bool:
         """Take one step with this worker's gradients (shapes as the weights'); collective.
@@ -257,7 +260,6 @@ class NumpyOptimizer(RunState):
             "rule": self.rule.name,
             "schedule": str(self._schedule and text_of(self._schedule)),
             "steps": self.steps,
-            "frozen": self.driver.frozen,
             "compresses": self._mature,
             "beta2": self._beta2,
             "taken": {tensor.name: [tensor.step, tensor.variance_steps] for tensor in self._tensors},
@@ -291,7 +293,7 @@ class NumpyOptimizer(RunState):
         for name, values in arrays.items():
             own[name][:] = values
         run_state.take_counts(self.engine, self.driver.warmup, counts)
-        self.steps, self.driver.frozen = counts["steps"], counts["frozen"]
+        self.steps = counts["steps"]
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
         self._bound, self._mature = False, counts["compresses"]
@@ -400,7 +402,7 @@ class NumpyOptimizer(RunState):
 
     def bind(self) -> tuple[list[Tensor], list[Tensor]]:
         self._bound = True
-        if not self.driver.frozen:  # rounds have momenta of their own
+        if not self.frozen:  # rounds have momenta of their own
             momenta = self._round_momenta or {t.name: np.zeros_like(t.weight) for t in self._tensors}
             bare = {t.name: Tensor(t.name, t.weight, momenta[t.name], None, t.residual) for t in self._tensors}
             found = [bare[t.name] for t in self._large], [bare[t.name] for t in self._small]
@@ -429,7 +431,7 @@ class NumpyOptimizer(RunState):
         return dict.fromkeys([t.name for t in self._tensors], self.learning_rate)
 
     def frozen_rules(self) -> Frozen:
-        return dict.fromkeys([t.name for t in self._tensors], self._frozen) if self.driver.frozen else {}
+        return dict.fromkeys([t.name for t in self._tensors], self._frozen) if self.frozen else {}
 
     def _step_alone(self, rules: Frozen) -> bool:
         if not all_finite(self._grads.values()):

@@ -249,15 +249,6 @@ def resolve(recipe: str | Recipe, schedule: Schedule | None) -> Recipe:
     return replace(found, warmup=schedule.warmup)
 
 
-def named(recipe: str | Recipe, schedule: Schedule | None) -> tuple[str | Recipe, Schedule | None]:
-    """``recipe`` and ``schedule``; of the recipe ``"exact"``, what it means."""
-    if not isinstance(recipe, str) or recipe != EXACT:
-        return recipe, schedule
-    if schedule is not None:
-        raise ConfigurationError(f"recipe='exact' never compresses, and schedule={schedule!r}: leave one out")
-    return Recipe(), Gradients(EXACT)
-
-
 @functools.cache
 def _intervals(scaler: int) -> tuple[tuple[int, int], ...]:
     """Interval and the last step that it is in force."""

@@ -33,7 +33,7 @@ class InFewBits(NumpyOptimizer):
         self.coded = three_bit_means(self)
 
     def step(self, grads: Mapping[str, NDArray]) -> bool:
-        if self.driver.frozen:
+        if self.frozen:
             return super().step(grads)
         self._grads = self._flat(grads)
         finite = run_task(self.average(Verdict()))
@@ -43,7 +43,6 @@ class InFewBits(NumpyOptimizer):
         if self.driver.warmup.reached(self.steps, self.learning_rate):  # type: ignore[attr-defined]
             for moment in self.second_moments():
                 self.freeze(moment.of, moment.variance)
-            self.driver.frozen = True
         self.engine.end_step()
         return True
 

@@ -21,8 +21,6 @@ from horovod_onebit.rules import Context, Rule
 from horovod_onebit.tasks import Handle, Task
 from horovod_onebit.wire import Gathered, Message, Stamp
 
-Bytes = NDArray[np.uint8]
-
 
 class Collectives(Protocol):
     """What a world of workers offers. Every call is collective and named: all workers call it with the same name.

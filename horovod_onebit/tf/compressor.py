@@ -180,6 +180,7 @@ class Compressor(RunState):
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
+        self._gpu: Place | None = None  # of the last step that was taken on one: residuals may still be there
         self._now: Now | None = None
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
@@ -203,14 +204,15 @@ class Compressor(RunState):
         if place is not None and self.place is None:
             self.engine.use_kernels("cuda")
         self.place = place
+        self._gpu = place or self._gpu
 
     def here(self) -> contextlib.AbstractContextManager[None]:
         """For what may be in the memory of a GPU, on whatever thread."""
-        return contextlib.nullcontext() if self.place is None else self.place.here()
+        return contextlib.nullcontext() if self._gpu is None else self._gpu.here()
 
     def compute(self, work: Callable[[], T]) -> T:
         """``work`` of a step, which may run the kernels: on the thread of their place."""
-        return work() if self.place is None else self.place.compute(work)
+        return work() if self._gpu is None else self._gpu.compute(work)
 
     def options_now(self) -> Options:
         """The wrapped optimizer's hyperparameters, but for the learning rate, as they are now. Steps of a graph are
@@ -319,7 +321,8 @@ class Compressor(RunState):
     def begin_again(self, edited: Sequence[int] = ()) -> None:
         """The state is that of a plain optimizer from now on, and the warm-up begins. The moments of the variables
         ``edited`` were set by somebody. Local; on all workers alike."""
-        self.moments.make_plain(edited)
+        # Where ``iterations`` was set, all are corrected by the old count, and none was edited by itself.
+        self.moments.make_plain(edited if self.moments.moved is None else ())
         self.warm_up_again()
         self.forget_trained()
 
@@ -531,7 +534,7 @@ class Compressor(RunState):
         the squared norms of all gradients, if it ``clips_norms``, else none. ``finite``: whether the exact ones'
         averages are, as far as that is known.
         """
-        if not self.engine.exchanges:  # or it goes on from a file of Keras's, which tells it by these alone
+        if indices and not self.engine.exchanges:  # or it goes on from a file of Keras's, which tells it by these alone
             self.engine.exchanges = max(0, progress.steps - int(progress.seen[list(indices)].max()))
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
@@ -635,7 +638,7 @@ class Compressor(RunState):
             self.awakened(self.compute(lambda: self.engine.awaken(step.moves, step.plan.rules)))
         if step.edited:
             self.moments.say(step.edited)
-            self.begin_again(step.edited if self.moments.moved is None else ())
+            self.begin_again(step.edited)
         return taken, np.array(step.factors[len(self.indices) :], np.float32), step.moved
 
     def _refuse(self) -> bool:

@@ -154,7 +154,7 @@ class LocalSteps(Compressor):
                 "the change, on all workers"
             )
         if self.edits:
-            self.begin_again(self.edits if self.moments.moved is None else ())
+            self.begin_again(self.edits)
         if self.adapter.frozen(self.optimizer):
             self.rounds.freezing.resume(self.steps)
         self._members, self._values = indices, values
@@ -349,7 +349,7 @@ class LocalSteps(Compressor):
                 assert self.adapter.adam is not None
                 momentum = self.adapter.adam.momentum(self.optimizer, i)  # of the steps that are given up
                 momentum.assign(tf.zeros_like(momentum.value))
-        self.begin_again(edited if self.moments.moved is None else ())
+        self.begin_again(edited)
         self.engine.end_step()
 
     def warm_up_again(self) -> None:

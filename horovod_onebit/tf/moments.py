@@ -304,7 +304,9 @@ def broadcast(variables: Iterable[Any]) -> None:
     sent = {id(v) for v in variables}
     for moments in list(_live):
         if any(id(v) in sent for v in moments._optimizer._variables):
+            decay = moments.decay  # no variable, and not sent
             moments.forget()
+            moments.decay = decay
 
 
 def same(held: Any, array: Any) -> bool:

@@ -84,7 +84,7 @@ class ZeroOneSteps(Compressor):
             engine.end_step()
         if edited:
             self.moments.say(edited)
-            self.begin_again(edited if self.moments.moved is None else ())
+            self.begin_again(edited)
 
     def _check_departed(self, indices: Sequence[int]) -> None:
         """Raise if a step of the variables ``indices`` lacks one that local steps have moved, which the next exchange

@@ -414,7 +414,7 @@ class Compressor(Steps):
         self._now.compresses = True
         means, now = self.gradients.means, self._now
         # Unscaled before: scales may differ. The gradients themselves are not, in case the workers refuse the step.
-        return means.fused(self._exact(), self.gradients.generation, now.scaling.scale, whole=now.scaling.used)
+        return means.fused(self._exact(), now.scaling.scale, whole=now.scaling.used)
 
     def own_gradients(self) -> Mapping[int, Array]:
         return self.parameters.gradients()

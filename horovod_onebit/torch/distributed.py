@@ -76,6 +76,8 @@ class _Held:
         self.start()
         with _named(self._name):
             self._work.wait()
+        if isinstance(self._result, torch.Tensor) and self._result.is_cuda:  # made on the stream of a hook, perhaps
+            self._result.record_stream(torch.cuda.current_stream(self._result.device))
         return self._finish(self._result)
 
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod_onebit.engine import Engine
+from horovod_onebit.engine import Engine, Generation
 from horovod_onebit.exchange import Lane
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
@@ -34,8 +34,10 @@ class ByName:
     another one after what has left was dropped.
     """
 
-    def __init__(self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str]) -> None:
-        self._arguments, self._engine, self._names = arguments, engine, names
+    def __init__(
+        self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str], generation: Generation
+    ) -> None:
+        self._arguments, self._engine, self._names, self._generation = arguments, engine, names, generation
         self._started: dict[Any, Started] = {}
 
     @property
@@ -47,34 +49,34 @@ class ByName:
         """Whether something has left that is not of use for the means of ``exact``."""
         return False
 
-    def begin(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+    def begin(self, exact: Callable[[], Sequence[torch.Tensor]]) -> None:
         """A gradient of a step is there, perhaps the first. Local."""
 
-    def computed(self, p: torch.Tensor, generation: str) -> None:
+    def computed(self, p: torch.Tensor) -> None:
         """The gradient of ``p`` is final: let it leave, if it may. Local."""
-        self._start(p, generation, in_place=False)
+        self._start(p, in_place=False)
 
-    def leave(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+    def leave(self, exact: Callable[[], Sequence[torch.Tensor]]) -> None:
         """Let all leave that may, as ``start`` does, before the workers have agreed: those that are missing as zeros.
         Local. (Horovod negotiates what is sent: nobody waits for what is missing.)"""
 
-    def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+    def recall(self, exact: Sequence[torch.Tensor]) -> Task[None]:
         """Drop what some workers have let leave. Collective."""
         for p in exact:
-            self._start(p, generation, in_place=False)
+            self._start(p, in_place=False)
         for handle, _ in self._started.values():
             yield handle
         self.drop()
 
-    def start(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+    def start(self, exact: Sequence[torch.Tensor]) -> Task[None]:
         """Let all leave that has not. The task waits, and the gradients are then means, or sums. Collective."""
         for p in exact:
-            self._start(p, generation, in_place=True)
+            self._start(p, in_place=True)
         return self._arrive()
 
-    def _start(self, p: torch.Tensor, generation: str, *, in_place: bool) -> None:
+    def _start(self, p: torch.Tensor, *, in_place: bool) -> None:
         if p not in self._started:
-            name = f"{generation}.{self._names[p]}"
+            name = f"{self._generation.text}.{self._names[p]}"
             self._started[p] = self.allreduce(gradient_of(p).contiguous(), name, in_place=in_place)
 
     def _arrive(self) -> Task[None]:
@@ -85,7 +87,7 @@ class ByName:
                 p.grad.copy_(result)
 
     def fused(
-        self, exact: Sequence[torch.Tensor], generation: str, loss_scale: float | None = None, *, whole: bool = False
+        self, exact: Sequence[torch.Tensor], loss_scale: float | None = None, *, whole: bool = False
     ) -> Task[bool]:
         """Start one allreduce for each dtype and device of ``exact``, which stay so after the warm-up, of gradients
         that are divided by ``loss_scale``. The task waits; their gradients are then means, or sums. Returns whether all
@@ -98,7 +100,7 @@ class ByName:
             flat = _flat(group)
             if loss_scale is not None:
                 flat *= 1.0 / loss_scale
-            started.append((group, self.allreduce(flat, f"exact.{generation}.{number}", whole=whole)))
+            started.append((group, self.allreduce(flat, f"exact.{self._generation.text}.{number}", whole=whole)))
         return self._store(started)
 
     def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Started]]) -> Task[bool]:
@@ -152,45 +154,45 @@ class InOrder(ByName):
     def stale(self, exact: Callable[[], Sequence[torch.Tensor]]) -> bool:
         return self.begun and _layout(exact()) != self._last
 
-    def begin(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
+    def begin(self, exact: Callable[[], Sequence[torch.Tensor]]) -> None:
         if self._missing is None:
-            ready = self._lane is not None and self._lane.generation == generation
+            ready = self._lane is not None and self._lane.generation == self._generation.text
             may = ready and _layout(exact()) == self._last
             self._missing = [len(group) for group in self._groups] if may else []
 
-    def computed(self, p: torch.Tensor, generation: str) -> None:
+    def computed(self, p: torch.Tensor) -> None:
         if self._missing and p in self._of:
             self._missing[self._of[p]] -= 1
             while len(self._started) < len(self._groups) and not self._missing[len(self._started)]:
-                self._leave(generation)
+                self._leave()
 
-    def leave(self, exact: Callable[[], Sequence[torch.Tensor]], generation: str) -> None:
-        self.begin(exact, generation)
+    def leave(self, exact: Callable[[], Sequence[torch.Tensor]]) -> None:
+        self.begin(exact)
         while self._missing and len(self._started) < len(self._groups):
-            self._leave(generation)
+            self._leave()
 
-    def recall(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+    def recall(self, exact: Sequence[torch.Tensor]) -> Task[None]:
         self.drop()
         if self._lane is not None:
             self._lane.generation = None  # ``start`` gives it new groups, in which nothing is under way
         yield from ()
 
-    def start(self, exact: Sequence[torch.Tensor], generation: str) -> Task[None]:
+    def start(self, exact: Sequence[torch.Tensor]) -> Task[None]:
         if self._lane is not None:
-            self._lane.renew(generation)
+            self._lane.renew(self._generation.text)
         if not self.begun:
             self._last, self._groups = _layout(exact), list(_fused(exact))[::-1]
             self._of = {p: number for number, group in enumerate(self._groups) for p in group}
         while len(self._started) < len(self._groups):
-            self._leave(generation)
+            self._leave()
         return self._arrive()
 
     @torch.no_grad()
-    def _leave(self, generation: str) -> None:
+    def _leave(self) -> None:
         """The next group does."""
         number = len(self._started)
         flat = _flat(self._groups[number])
-        self._started[number] = self.allreduce(flat, f"means.{generation}.{number}", lane=self._lane)
+        self._started[number] = self.allreduce(flat, f"means.{self._generation.text}.{number}", lane=self._lane)
         start(self._started[number][0])
 
     def _arrive(self) -> Task[None]:

@@ -123,8 +123,8 @@ class Gradients:
         self._lock = threading.Lock()
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
         self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
-        self.means = exact.means(arguments, engine, parameters.names)
         self._generation = Generation()  # of averages
+        self.means = exact.means(arguments, engine, parameters.names, self._generation)
         self._sends_early = overlap
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
@@ -222,8 +222,8 @@ class Gradients:
             if self.coded is not None and self._proven:
                 self.coded.computed(p, self._in_few_bits)
         elif self._means_leave:
-            self.means.begin(self._exact, self.generation)
-            self.means.computed(p, self.generation)
+            self.means.begin(self._exact)
+            self.means.computed(p)
 
     @property
     def _means_leave(self) -> bool:
@@ -257,7 +257,7 @@ class Gradients:
         if self.coded is not None:
             self.coded.leave()
         if self.where is Where.LOCAL and self._warm and self._averages_early and self._means_leave:
-            self.means.leave(self._exact, self.generation)
+            self.means.leave(self._exact)
         self._early.leave()
 
     def _surroundings(self) -> object:
@@ -313,7 +313,7 @@ class Gradients:
         """
         exact, in_few_bits = self._exact(), self._in_few_bits()
         if again:
-            yield from self.means.recall(exact, self.generation)
+            yield from self.means.recall(exact)
             if self.coded is not None:
                 yield from self.coded.recall(self._overwritten())
         arrive = self._mean(exact)
@@ -330,7 +330,7 @@ class Gradients:
     def _mean(self, exact: Sequence[torch.Tensor]) -> Task[bool]:
         """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
         they are finite when they have arrived, where somebody asks."""
-        yield from self.means.start(exact, self.generation)
+        yield from self.means.start(exact)
         return self.coded is None or all_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:

@@ -62,6 +62,11 @@ class LocalAdapter(AnyAdapter):
         self.sent_key = SENT if schedule.delay else None
         self.adam = _adam(optimizer) if schedule.shares_moments else None
 
+    def check(self, options: Mapping[str, Any]) -> None:
+        super().check(options)
+        if self.adam is not None:  # or a group that is added later could not be frozen
+            self.adam.check(options)
+
 
 class FrozenAdapter(Adapter):
     """Adam with a second moment that is frozen: its moments are those that the steps and rounds look at."""
@@ -364,6 +369,7 @@ class LocalParameters(Parameters):
         """Second moments that are frozen; the state has them as in ``plain``, what was ``saved`` in float32."""
         key = str(adam.variance_key)
         seen, taken = self._by_position(progress.variance_steps), self._by_position(progress.taken)
+        beta2 = self._by_position(progress.beta2)
         for group, _, p in self.enumerated():
             state = self.optimizer.state.get(p, {})
             # A plain optimizer that has gone on from there has taken more steps.
@@ -371,8 +377,9 @@ class LocalParameters(Parameters):
                 continue
             if p in saved:
                 adam.keep_float32(p, saved[p], state, compressed=True)
-            state[key] = plain.restored(state[key], adam.variance_factor(group, self.taken(p), seen[p]))
-            self.set_seen(group, p, seen[p])
+            before = beta2[p] or None
+            state[key] = plain.restored(state[key], adam.variance_factor(group, self.taken(p), seen[p], before))
+            self.set_seen(group, p, seen[p], before)
 
 
 def _on_host(tensor: torch.Tensor) -> Array:
@@ -391,7 +398,6 @@ class OwnGradients:
     coded = None
     where = Where.NOWHERE
     automatic = True
-    generation = ""
 
     def __init__(self, rounds: Rounds, arguments: Arguments) -> None:
         self._rounds = rounds
@@ -434,7 +440,7 @@ class OwnGradients:
         return self._arguments.named()
 
     def progress(self) -> dict[str, object]:
-        return {"steps given up": self.generation}
+        return {}
 
     def set_passes(self, passes: int) -> None:
         self.passes = whole("backward_passes_per_step", passes)

@@ -30,7 +30,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import names_in
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.norms import sum_of_squares
-from horovod_onebit.torch.plain import VARIANCE_STEPS, Marks
+from horovod_onebit.torch.plain import FROZEN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
@@ -101,7 +101,6 @@ class Parameters:
         self._gone = WeakTensorKeyDictionary()  # names of those that are, or may still come, while somebody has them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
-        self._beta2: dict[torch.Tensor, float] = {}  # of second moments that are frozen, when they were
         self._overruled: tuple[Any, dict[int, float]] = (None, {})  # see ``overruled``
         self.prepared_for = -1
         self._patterns = exact
@@ -148,22 +147,28 @@ class Parameters:
         found: int | None = self.optimizer.state.get(p, {}).get(VARIANCE_STEPS)
         return found
 
-    def set_seen(self, group: Group, p: torch.Tensor, steps: int) -> None:
-        """The second moment of ``p`` has seen so many steps, by the beta2 of now, and is frozen."""
-        self.optimizer.state[p][VARIANCE_STEPS] = steps
+    def set_seen(self, group: Group, p: torch.Tensor, steps: int, before: float | None = None) -> None:
+        """The second moment of ``p`` has seen so many steps, by the beta2 of now or of ``before``, and is frozen."""
+        state = self.optimizer.state[p]
+        state[VARIANCE_STEPS] = steps
         if "betas" in group and self.moments.variance_key is not None:
-            self._beta2[p] = float(group["betas"][1])
+            state[VARIANCE_BETA2] = float(group["betas"][1]) if before is None else before
+
+    def beta2(self, p: torch.Tensor) -> float | None:
+        """That of the steps that the second moment of ``p`` has seen, if it is frozen."""
+        found: float | None = self.optimizer.state.get(p, {}).get(VARIANCE_BETA2)
+        return found
 
     def overruled(self) -> dict[int, float]:
         """Where a group's beta2 was changed after second moments were frozen: theirs, by ``id`` of the parameter. They
         do not follow the new one, nor must the correction of their bias."""
-        betas = [group.get("betas") for group in self.optimizer.param_groups]
-        key = (self.version, self.loads, [None if pair is None else float(pair[1]) for pair in betas])
+        groups = self.optimizer.param_groups
+        betas = [None if (pair := group.get("betas")) is None else float(pair[1]) for group in groups]
+        key = (self.version, self.loads, betas, [len(group["params"]) for group in groups])
         if key != self._overruled[0]:
             found = dict[int, float]()
-            for group, beta2 in zip(self.optimizer.param_groups, key[2], strict=True):
-                changed = [p for p in group["params"] if self._beta2.get(p, beta2) != beta2]
-                found |= {id(p): self._beta2[p] for p in changed if self.seen(p) is not None}
+            for group, now in zip(groups, betas, strict=True):
+                found |= {id(p): b for p in group["params"] if (b := self.beta2(p)) is not None and b != now}
             if found and not self._overruled[1]:
                 text = "betas[1] was changed, and %d second moments are frozen: they stay what they are"
                 self.engine.say(logging.WARNING, text, len(found))
@@ -227,7 +232,6 @@ class Parameters:
         for p in gone:
             self.bindings.pop(p, None)
             self._marks.pop(p, None)
-            self._beta2.pop(p, None)
             self._zeros.pop(p, None)
             self.unstarted.discard(p)
             del self.exact_steps[p]
@@ -637,6 +641,7 @@ class Parameters:
             **{**counts(self.engine, self.warmup), "rates": rates},
             exact_steps=[self.exact_steps.get(p, 0) for p in parameters],
             variance_steps=[self.seen(p) or 0 for p in parameters],
+            beta2=[self.beta2(p) or 0.0 for p in parameters],
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
             common=[self.common_steps(p) for p in parameters],
@@ -653,10 +658,10 @@ class Parameters:
             seen = self.seen(p)
             if seen is None or position not in packed:
                 continue
-            packed[position] = {k: value for k, value in packed[position].items() if k != VARIANCE_STEPS}
+            packed[position] = {k: value for k, value in packed[position].items() if k not in FROZEN_KEYS}
             if key is None or key not in packed[position]:
                 continue
-            by = self.moments.variance_factor(group, self.taken(p), seen, self._beta2.get(p))
+            by = self.moments.variance_factor(group, self.taken(p), seen, self.beta2(p))
             if by != 1.0:
                 self._exported[p] = packed[position][key] * by
                 packed[position][key] = self._exported[p]
@@ -689,7 +694,8 @@ class Parameters:
         self._find_never()
         self.changed()
         for state in plain.entries_of(self.optimizer.state):
-            state.pop(VARIANCE_STEPS, None)
+            for key in FROZEN_KEYS:
+                state.pop(key, None)
         if not keep_feedback:
             self.engine.feedback.reset()
         self.steps = progress.steps
@@ -729,23 +735,23 @@ class Parameters:
     def _load_moments(self, progress: Progress, seen: Mapping[torch.Tensor, int]) -> None:
         """Second moments from which compressed steps, or exact ones, continue; the state has them as in ``plain``."""
         key = self.adapter.variance_key
-        taken = self._by_position(progress.taken)
+        taken, beta2 = self._by_position(progress.taken), self._by_position(progress.beta2)
         for group, _, p in self.enumerated():
             steps = seen[p]
             if not steps:
                 continue
-            state = self.optimizer.state[p]
+            state, before = self.optimizer.state[p], None
             if key is not None and key in state:
                 now, by = int(state["step"]), 1.0
                 if now == taken[p]:
-                    by = self.adapter.variance_factor(group, now, steps)
+                    by, before = self.adapter.variance_factor(group, now, steps, beta2[p] or None), beta2[p] or None
                 else:  # a plain optimizer has gone on from there
                     steps = now
                 state[key] = plain.restored(state[key], by)
             if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
-                self.set_seen(group, p, steps)
+                self.set_seen(group, p, steps, before)
             else:
-                self.adapter.rewind(group, state, steps)
+                self.adapter.rewind(group, state, steps, before)
 
     def _saved(self, whole: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:
         """Each parameter, and its entries in the state ``whole``."""

@@ -13,9 +13,9 @@ from typing import Any
 
 import torch
 
-VARIANCE_STEPS = "onebit_variance_steps"
+VARIANCE_STEPS, VARIANCE_BETA2 = FROZEN_KEYS = ("onebit_variance_steps", "onebit_variance_beta2")
 """In the state of a parameter: how many steps its second moment has seen, where that is frozen, or a compressed step
-was taken. It goes wherever the state goes."""
+was taken, and with which beta2, if it has one. They go wherever the state goes."""
 
 SPARE = 16  # units in the last place of a float32
 

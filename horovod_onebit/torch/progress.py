@@ -24,6 +24,7 @@ class Progress:
         warmup: the state of the warm-up's policy.
         exact_steps: exact steps that each parameter has had.
         variance_steps: steps that its second moment has seen; 0 while it is not frozen.
+        beta2: of these steps; 0 where there is none.
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
         unstarted: parameters whose momentum is there and must not be at their first step.
         rates: of residuals, as ``ErrorFeedback`` has them.
@@ -38,6 +39,7 @@ class Progress:
     warmup: Mapping[str, Any] = field(default_factory=dict)
     exact_steps: Sequence[int] = ()
     variance_steps: Sequence[int] = ()
+    beta2: Sequence[float] = ()
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
     rates: Sequence[float] = ()

@@ -15,7 +15,7 @@ from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Stepwise
 from horovod_onebit.torch.lamb import init_state
-from horovod_onebit.torch.plain import VARIANCE_STEPS, factor
+from horovod_onebit.torch.plain import VARIANCE_BETA2, VARIANCE_STEPS, factor
 
 ParamGroup = dict[str, Any]
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
@@ -85,8 +85,11 @@ class Adapter:
         """See ``plain.factor``."""
         return 1.0
 
-    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
-        """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its variance has seen."""
+    def rewind(
+        self, group: ParamGroup, state: MutableMapping[str, Any], steps: int, before: float | None = None
+    ) -> None:
+        """Fit the state of a parameter that goes back to exact steps to ``steps``, those that its second moment has
+        seen; ``before``: beta2 in these, if it was another."""
 
     def to_plain(self, group: ParamGroup, p: torch.Tensor, state: MutableMapping[str, Any]) -> None:
         """Make of ``state``, in which a compressed run has left its marks, what a plain optimizer has."""
@@ -94,7 +97,7 @@ class Adapter:
             value = state.get(key)
             if value is not None:
                 state[key] = value.to(p.device, value.dtype if key == self.layer_key else p.dtype)
-        self.rewind(group, state, state.pop(VARIANCE_STEPS))
+        self.rewind(group, state, state.pop(VARIANCE_STEPS), state.pop(VARIANCE_BETA2, None))
         for key in set(ZERO_ONE_KEYS) - {self.anchor_key, self.layer_key}:
             state.pop(key, None)
 
@@ -133,13 +136,18 @@ class AdamAdapter(Adapter):
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
         return factor(float(group["betas"][1]), taken, seen, before)
 
-    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
+    def rewind(
+        self, group: ParamGroup, state: MutableMapping[str, Any], steps: int, before: float | None = None
+    ) -> None:
         # Adam corrects both moments by one count; the momentum's is higher, so it would be corrected too much.
         beta1 = float(group["betas"][0])
         taken = float(state["step"])
         if taken > steps > 0:
             state["exp_avg"].mul_((1 - beta1**steps) / (1 - beta1**taken))
+        if steps > 0:  # a worker may have taken fewer than were seen: with local steps, gradients may be missing
             state["step"].fill_(steps)
+            if (by := self.variance_factor(group, steps, steps, before)) != 1.0:
+                state["exp_avg_sq"] = state["exp_avg_sq"] * by
 
 
 class SGDAdapter(Adapter):
@@ -162,9 +170,11 @@ class LAMBAdapter(AdamAdapter):
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
         return super().variance_factor(group, taken, seen, before) if group["bias_correction"] else 1.0
 
-    def rewind(self, group: ParamGroup, state: MutableMapping[str, Any], steps: int) -> None:
+    def rewind(
+        self, group: ParamGroup, state: MutableMapping[str, Any], steps: int, before: float | None = None
+    ) -> None:
         if group["bias_correction"]:
-            super().rewind(group, state, steps)
+            super().rewind(group, state, steps, before)
 
 
 class ZeroOneAdapter(AdamAdapter):

@@ -719,3 +719,78 @@ def test_a_beta2_that_is_changed_leaves_frozen_second_moments_as_they_are(kind, 
     for steady, changed in zip(*results, strict=True):
         torch.testing.assert_close(changed, steady, rtol=1e-4, atol=1e-9)
     assert torch.equal(results[0][0], results[1][0])
+
+
+def with_changed_beta2(mode, steps=45, when=41):
+    """An optimizer whose beta2 was changed after its second moment was frozen; and a step of it with gradients drawn
+    anew."""
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p], lr=LR), [("p", p)], **MODES[mode])
+    draw = torch.Generator().manual_seed(RANK)
+
+    def step():
+        p.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
+        optimizer.step()
+
+    for number in range(steps):
+        if number == when:
+            optimizer.flush()
+            optimizer.param_groups[0]["betas"] = (0.9, 0.9)
+        step()
+    optimizer.flush()
+    return p, optimizer, step
+
+
+@pytest.mark.parametrize("mode", ["compressed", "zero_one"])
+def test_a_changed_beta2_is_the_same_on_all_workers_after_a_broadcast(mode):
+    p, optimizer, step = with_changed_beta2(mode)
+    before = optimizer.state[p]["exp_avg_sq"].clone()
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    for _ in range(24):
+        step()
+    optimizer.flush()
+    optimizer.check_replicas()
+    if mode == "compressed":
+        assert torch.equal(optimizer.state[p]["exp_avg_sq"], before)
+        assert optimizer._compressor.parameters.beta2(p) == 0.999
+
+
+@pytest.mark.parametrize("mode", ["compressed", "frozen"])
+def test_second_moments_that_are_taken_back_are_corrected_by_the_beta2_that_they_have_seen(mode):
+    p, optimizer, _ = with_changed_beta2(mode)
+    state = optimizer.state[p]
+    second = state["exp_avg_sq"] / (1 - 0.999 ** state["onebit_variance_steps"])
+    state["exp_avg"].zero_()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()  # an exact one; of zeros
+    state = optimizer.state[p]
+    assert not any(key.startswith("onebit") for key in state)
+    taken = int(state["step"])
+    torch.testing.assert_close(state["exp_avg_sq"] / 0.9 / (1 - 0.9 ** (taken - 1)), second, rtol=1e-4, atol=0)
+
+
+def test_a_parameter_that_moves_to_a_group_with_another_beta2_keeps_the_one_of_its_second_moment():
+    results = []
+    for moves in (False, True):
+        p, q = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+        groups = [{"params": [p]}, {"params": [q], "betas": (0.9, 0.9)}]
+        plain = torch.optim.AdamW(groups, lr=LR)
+        optimizer = onebit.DistributedOptimizer(plain, [("p", p), ("q", q)], **MODES["compressed"])
+        draw = torch.Generator().manual_seed(RANK)
+        for step in range(40):
+            if moves and step == 30:
+                first, second = optimizer.param_groups
+                first["params"], second["params"] = [], [*second["params"], p]
+            for one in (p, q):
+                one.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
+            optimizer.step()
+        results.append(p.detach().clone())
+    torch.testing.assert_close(*results, rtol=0, atol=LR)  # else steps would be six times as long
+
+
+def test_a_group_that_could_not_be_frozen_is_refused_when_it_is_added():
+    p, q = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    optimizer = onebit.DistributedOptimizer(torch.optim.Adam([p], lr=LR), [("p", p)], **MODES["frozen"])
+    with pytest.raises(UnsupportedError, match="without amsgrad"):
+        optimizer.add_param_group({"params": [q], "amsgrad": True})
+    assert len(optimizer.param_groups) == 1

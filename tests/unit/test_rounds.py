@@ -141,7 +141,7 @@ def test_any_rule_trains_to_where_exact_steps_lead(rule, momentum, delay):
     # With Adam, the second moments and the last gradients travel once.
     once = (
         1.5 * sum(8 * size + 4 * -(-size // 16) + 4 for size in SIZES.values())
-        if schedule.freeze and local.driver.frozen
+        if schedule.freeze and local.frozen
         else 0
     )
     assert traffic.total == 110 * traffic.step + once
@@ -344,7 +344,7 @@ def test_moments_stay_each_workers_own(options):
     rule = options.pop("rule")
     schedule = Local(**options)
     results = simulation.run(functools.partial(train, rule=rule, schedule=schedule), 2)
-    assert not any(optimizer.driver.frozen for optimizer, _ in results)
+    assert not any(optimizer.frozen for optimizer, _ in results)
     assert not all((a.momentum == b.momentum).all() for a, b in zip(*(o._tensors for o, _ in results), strict=True))
 
 

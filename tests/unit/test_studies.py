@@ -249,7 +249,7 @@ def test_local_steps_after_gradients_in_few_bits():
     """Until the freeze all workers have the same weights in every step, then after every round."""
     for steps, alike in ((7, True), (12, True), (15, False), (16, True), (32, True)):
         _, found = trained(steps, before_freeze.InFewBits, schedule=Local(4, freeze=12))
-        assert all(optimizer.driver.frozen == (steps >= 12) for _, optimizer in found)
+        assert all(optimizer.frozen == (steps >= 12) for _, optimizer in found)
         for (weights, optimizer), name in itertools.product(found[1:], found[0][0]):
             assert np.array_equal(weights[name], found[0][0][name]) == alike
             own, other = ({t.name: t.variance for t in each._tensors} for each in (optimizer, found[0][1]))
