@@ -794,3 +794,44 @@ def test_a_group_that_could_not_be_frozen_is_refused_when_it_is_added():
     with pytest.raises(UnsupportedError, match="without amsgrad"):
         optimizer.add_param_group({"params": [q], "amsgrad": True})
     assert len(optimizer.param_groups) == 1
+
+
+def test_a_state_that_moves_to_a_new_parameter_before_the_freeze_is_frozen_as_what_it_is():
+    """Its gradients were this worker's own, and have more noise than the mean, whose second moment is wanted."""
+    seconds = []
+    for moves in (False, True):
+        p = torch.nn.Parameter(torch.ones(64, 64))
+        plain = torch.optim.AdamW([p], lr=LR)
+        optimizer = onebit.DistributedOptimizer(plain, [("p", p)], **MODES["frozen"])
+        draw = torch.Generator().manual_seed(RANK)
+        for step in range(24):
+            if moves and step == 12:
+                q = torch.nn.Parameter(p.detach().clone())
+                optimizer.state[q] = optimizer.state.pop(p)
+                optimizer.param_groups[0]["params"] = [q]
+                p = q
+            p.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
+            optimizer.step()
+        optimizer.flush()
+        assert optimizer.state[p]["onebit_variance_steps"] == 20
+        seconds.append(optimizer.state[p]["exp_avg_sq"])
+    torch.testing.assert_close(*seconds, rtol=1e-5, atol=0)
+
+
+def test_second_moments_that_are_taken_back_on_a_worker_with_few_gradients_are_corrected_as_on_the_others():
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p], lr=LR), [("p", p)], **MODES["frozen"])
+    draw = torch.Generator().manual_seed(RANK)
+    for step in range(24):
+        grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
+        p.grad = None if ODD and step < 17 else grad
+        optimizer.step()
+    optimizer.flush()
+    state = optimizer.state[p]
+    second = state["exp_avg_sq"] / (1 - 0.999 ** state["onebit_variance_steps"])
+    state["exp_avg"].zero_()
+    p.grad = torch.zeros_like(p)
+    optimizer.step()
+    taken = int(optimizer.state[p]["step"]) - 1
+    now = optimizer.state[p]["exp_avg_sq"] / 0.999 / (1 - 0.999**taken)
+    torch.testing.assert_close(now, second, rtol=1e-4, atol=0)
