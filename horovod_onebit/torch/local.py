@@ -307,7 +307,7 @@ class LocalParameters(Parameters):
     def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
         if p not in self._common:  # or it was taken out of the groups, and comes back
-            # A state that comes with more than the run has steps was a plain optimizer's; else it may be another's here.
+            # What comes with more steps than the run has was a plain optimizer's; else it may be of another one here.
             self._common[p] = max(0, self.taken(p) - self.steps)
 
     def round(self) -> None:
