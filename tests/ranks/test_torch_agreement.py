@@ -12,7 +12,7 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import CheckpointError, ConfigurationError, DesyncError, NonFiniteError, Recipe, handshake, tasks
 from tests.ranks.torch_common import RANK, SIZE, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
-from tests.ranks.world import world
+from tests.ranks.world import OVER_TORCH, world
 
 ODD = RANK == SIZE - 1
 PHASES = {"warm-up": 50, "first compressed step": 3, "compressed": 2}
@@ -469,6 +469,7 @@ def test_nan_in_warm_up_raises_on_all_when_asked_to():
 # -- threads ----------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.skipif(OVER_TORCH, reason="PyTorch pairs what two threads send by its order, and Gloo may end the process")
 @pytest.mark.parametrize("phase", ["warm-up", "compressed"])
 def test_two_optimizers_in_two_threads_are_refused(phase):
     pairs = [started(phase) for _ in range(2)]
