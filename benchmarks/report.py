@@ -171,9 +171,8 @@ seeds for all methods (`python -m benchmarks.target`). The learning rate is cons
 - `diloco 16` has the published outer rate and momentum; `diloco 16 mean` has an outer rate of 1 and no momentum, which
   [study 18](studies.md#18-diloco-and-powersgd-tuned) found to be the best for short runs.
 
-All methods have `AdamW(fused=True)`. The tables of 50 Mbit/s, 1 and 10 Gbit/s are older, of another machine that
-computes about twice as fast: there, AdamW is PyTorch's default, PowerSGD begins with 20 exact steps, and gradients in
-three bits have blocks of 1,024 elements. The clock stands still during evaluations. Brackets hold the smallest and the
+All methods have `AdamW(fused=True)`. The tables of 10 and 100 Mbit/s are of another machine of this kind: compare
+seconds within a table only. The clock stands still during evaluations. Brackets hold the smallest and the
 largest of the seeds; ratios are taken within a seed.
 
 {tables}
