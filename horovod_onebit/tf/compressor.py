@@ -534,8 +534,8 @@ class Compressor(RunState):
         the squared norms of all gradients, if it ``clips_norms``, else none. ``finite``: whether the exact ones'
         averages are, as far as that is known.
         """
-        if indices and not self.engine.exchanges:  # or it goes on from a file of Keras's, which tells it by these alone
-            self.engine.exchanges = max(0, progress.steps - int(progress.seen[list(indices)].max()))
+        if not self.engine.exchanges:  # the run goes on from a file of Keras's, perhaps
+            self.engine.exchanges = int(self.optimizer._compressed_steps.value)
         self.count_averages(sum(sizes))
         factors = yield from self._clip_factors(squares, len(indices) + len(sizes))
         self.moments.check_form()

@@ -37,7 +37,7 @@ from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Scaling, Where, all_finite, densify, let_go, release, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
-from horovod_onebit.torch.plain import VARIANCE_STEPS
+from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
@@ -107,12 +107,13 @@ class LocalParameters(Parameters):
         super().__init__(optimizer, adapter, names, engine, schedule=None, sum_gradients=False, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
-        self._common: Any = WeakTensorKeyDictionary()  # see ``common_steps``
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
         self.renewed: set[torch.Tensor] = set()  # whose state was edited, or which joined a run, and are not frozen
         self._joined: Any = None  # the parameters that the last round began with, if there was one
         self.thawed = False  # whether some second moments were frozen, and have to be again
+        for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
+            self._set_common(p, self.taken(p))
 
     @property
     def phase(self) -> Phase:
@@ -200,11 +201,17 @@ class LocalParameters(Parameters):
 
     def _take_back(self, group: dict[str, Any], p: torch.Tensor) -> None:
         super()._take_back(group, p)
-        self._common[p] = self.taken(p)
+        self._set_common(p, self.taken(p))
         self.thawed = True
 
     def common_steps(self, p: torch.Tensor) -> int:
-        return int(self._common.get(p, 0)) if self.seen(p) is None else super().common_steps(p)
+        if self.seen(p) is not None:
+            return super().common_steps(p)
+        return int(self.optimizer.state.get(p, {}).get(COMMON_STEPS, 0))
+
+    def _set_common(self, p: torch.Tensor, steps: int) -> None:
+        if self.adam is not None and (state := self.optimizer.state.get(p)):
+            state[COMMON_STEPS] = steps
 
     def _takes_frozen(self, p: torch.Tensor) -> bool:
         binding = self.bindings.get(p)
@@ -225,7 +232,7 @@ class LocalParameters(Parameters):
         if binding is not None:  # the round ends for it, too, without a momentum of the steps so far
             self.bindings[p] = binding
             forget_steps(binding.tensor)
-        self._common[p] = min(self.common_steps(p), self.taken(p))
+        self._set_common(p, min(self.common_steps(p), self.taken(p)))
         self.thawed |= self.steps >= self.warmup.steps
         self.renewed.add(p)
 
@@ -306,9 +313,6 @@ class LocalParameters(Parameters):
 
     def _init_state(self, group: dict[str, Any], p: torch.Tensor) -> None:
         """Nothing, not even an empty entry, which the wrapped optimizer might take for its own."""
-        if p not in self._common:  # or it was taken out of the groups, and comes back
-            # What comes with more steps than the run has was a plain optimizer's; else it may be of another one here.
-            self._common[p] = max(0, self.taken(p) - self.steps)
 
     def round(self) -> None:
         """No exchange is under way: what is common to all is the weights as they are kept, in bfloat16 say."""
@@ -343,6 +347,8 @@ class LocalParameters(Parameters):
         super().export(state)
         packed = state["state"]
         for _, position, p in self.enumerated():
+            if COMMON_STEPS in packed.get(position, {}):
+                packed[position] = {key: value for key, value in packed[position].items() if key != COMMON_STEPS}
             momentum = self.kept.get(p, {}).get(MOMENTUM)
             if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
                 packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
@@ -358,9 +364,8 @@ class LocalParameters(Parameters):
             self._load_frozen(self.adam, progress, saved)
         common, frozen = self._by_position(progress.common), self._by_position(progress.variance_steps)
         for p in self.ordered():
-            # What a plain optimizer has seen is taken to be of the mean gradient.
             own = is_plain or (frozen[p] > 0 and self.seen(p) is None)
-            self._common[p] = self.taken(p) if own else common[p]
+            self._set_common(p, self.taken(p) if own else common[p])
             # In float32: PyTorch casts loaded state to the parameter's dtype.
             if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
                 found = saved.get(p, {}).get(MOMENTUM)

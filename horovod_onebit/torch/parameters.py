@@ -164,7 +164,7 @@ class Parameters:
         do not follow the new one, nor must the correction of their bias."""
         groups = self.optimizer.param_groups
         betas = [None if (pair := group.get("betas")) is None else float(pair[1]) for group in groups]
-        key = (self.version, self.loads, betas, [len(group["params"]) for group in groups])
+        key = (self.version, self.loads, betas, [tuple(map(id, group["params"])) for group in groups])
         if key != self._overruled[0]:
             found = dict[int, float]()
             for group, now in zip(groups, betas, strict=True):

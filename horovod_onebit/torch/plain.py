@@ -17,6 +17,10 @@ VARIANCE_STEPS, VARIANCE_BETA2 = FROZEN_KEYS = ("onebit_variance_steps", "onebit
 """In the state of a parameter: how many steps its second moment has seen, where that is frozen, or a compressed step
 was taken, and with which beta2, if it has one. They go wherever the state goes."""
 
+COMMON_STEPS = "onebit_common_steps"
+"""In the state of a parameter, with local steps and before its second moment is frozen: how many of the gradients that
+this has seen were the workers' mean; none if it is missing. It goes wherever the state goes, too."""
+
 SPARE = 16  # units in the last place of a float32
 
 

@@ -764,7 +764,7 @@ def test_second_moments_that_are_taken_back_are_corrected_by_the_beta2_that_they
     p.grad = torch.zeros_like(p)
     optimizer.step()  # an exact one; of zeros
     state = optimizer.state[p]
-    assert not any(key.startswith("onebit") for key in state)
+    assert not {"onebit_variance_steps", "onebit_variance_beta2"} & set(state)
     taken = int(state["step"])
     torch.testing.assert_close(state["exp_avg_sq"] / 0.9 / (1 - 0.9 ** (taken - 1)), second, rtol=1e-4, atol=0)
 
@@ -780,7 +780,7 @@ def test_a_parameter_that_moves_to_a_group_with_another_beta2_keeps_the_one_of_i
         for step in range(40):
             if moves and step == 30:
                 first, second = optimizer.param_groups
-                first["params"], second["params"] = [], [*second["params"], p]
+                first["params"], second["params"] = second["params"], first["params"]
             for one in (p, q):
                 one.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
             optimizer.step()
@@ -796,16 +796,18 @@ def test_a_group_that_could_not_be_frozen_is_refused_when_it_is_added():
     assert len(optimizer.param_groups) == 1
 
 
-def test_a_state_that_moves_to_a_new_parameter_before_the_freeze_is_frozen_as_what_it_is():
-    """Its gradients were this worker's own, and have more noise than the mean, whose second moment is wanted."""
+@pytest.mark.parametrize(("once", "twice", "frozen"), [((), (12,), 20), ((24,), (24, 28), 44)])
+def test_a_state_that_moves_to_a_new_parameter_before_the_freeze_is_frozen_as_what_it_is(once, twice, frozen):
+    """Its gradients were this worker's own, and have more noise than the mean, whose second moment is wanted; or in
+    part the mean's, where it moves again after a freeze."""
     seconds = []
-    for moves in (False, True):
+    for moves in (once, twice):
         p = torch.nn.Parameter(torch.ones(64, 64))
         plain = torch.optim.AdamW([p], lr=LR)
         optimizer = onebit.DistributedOptimizer(plain, [("p", p)], **MODES["frozen"])
         draw = torch.Generator().manual_seed(RANK)
-        for step in range(24):
-            if moves and step == 12:
+        for step in range(frozen + 4):
+            if step in moves:
                 q = torch.nn.Parameter(p.detach().clone())
                 optimizer.state[q] = optimizer.state.pop(p)
                 optimizer.param_groups[0]["params"] = [q]
@@ -813,7 +815,8 @@ def test_a_state_that_moves_to_a_new_parameter_before_the_freeze_is_frozen_as_wh
             p.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
             optimizer.step()
         optimizer.flush()
-        assert optimizer.state[p]["onebit_variance_steps"] == 20
+        assert optimizer.state[p]["onebit_variance_steps"] == frozen
+        assert not any(key.startswith("onebit") for state in optimizer.state_dict()["state"].values() for key in state)
         seconds.append(optimizer.state[p]["exp_avg_sq"])
     torch.testing.assert_close(*seconds, rtol=1e-5, atol=0)
 
