@@ -336,6 +336,7 @@ class Driver:
     def stepped(self, frozen: Frozen) -> bool:
         """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
         own = self.face.learning_rates() if self.rounds.freezing.happens else {}
+        self.rounds.follow(frozen)
         for tensor in self.rounds.tensors:
             if tensor.name in frozen:
                 frozen[tensor.name].count_step(tensor)

@@ -108,6 +108,12 @@ class Rounds:
             raise DesyncError(f"{error}. {text} an optimizer's state in the middle of a round") from None
         yield from self.replace(large, small)
 
+    def follow(self, rules: Mapping[str, Rule]) -> None:
+        """A step was taken by these ``rules``, by name of the tensors whose second moment is frozen: the round ends by
+        them, too, whose hyperparameters may have been changed since it began. Local."""
+        if rules:
+            self._rules = [rules.get(t.name, rule) for t, rule in zip(self.tensors, self._rules, strict=True)]
+
     def replace(self, large: Sequence[Tensor], small: Sequence[Tensor]) -> Task[None]:
         """The same tensors in another memory. Local; collective when a round begins."""
         common = [_common(tensor) for tensor in large]

@@ -86,9 +86,14 @@ class Moments:
         moments = self._compressor.adapter.moments
         return None if moments is None else moments.variance(self._optimizer, index)
 
+    @property
+    def _taken(self) -> int:
+        """Steps of the optimizer, by which its moments are corrected; before somebody has set their number."""
+        return int(self._optimizer.iterations) if self.moved is None else self.moved
+
     def _of_plain(self, only: Collection[int] | None = None) -> NDArray[np.int64]:
         """What second moments in plain form have seen; 0 if they are zeros. ``only``: those that are looked at."""
-        optimizer, taken = self._optimizer, int(self._optimizer.iterations)
+        optimizer, taken = self._optimizer, self._taken
         seen = np.zeros(len(optimizer._trainable_variables), np.int64)
         if taken:
             for i in range(len(seen)) if only is None else only:
@@ -116,7 +121,7 @@ class Moments:
         """
         self.check_form()
         compressor, optimizer = self._compressor, self._optimizer
-        taken = int(optimizer.iterations) if self.moved is None else self.moved
+        taken = self._taken
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
@@ -144,9 +149,9 @@ class Moments:
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned to the wrapped optimizer's variables."""
+        self.forget()
         self._optimizer._seen.assign(self._of_plain())
         self._optimizer._marks.assign(np.zeros(len(self._optimizer._trainable_variables), np.int64))
-        self.forget()
 
     # -- edits ----------------------------------------------------------------------------------------------------
 

@@ -259,6 +259,10 @@ def test_iterations_that_are_set_are_followed(name):
     for one in (optimizer, plain):
         one.iterations.assign(0)
     assert_moves_like_plain("one bit", model, optimizer, other, plain, 12, 9)
+    train(model, optimizer, 12, start=21)
+    assert optimizer.phase is Phase.COMPRESSED
+    seen = np.array(optimizer._seen.value)
+    assert seen[seen > 0].min() > 12  # the second moments have seen the steps before, too, and are corrected by them
 
 
 @pytest.mark.parametrize("graph", [False, True])

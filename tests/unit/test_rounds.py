@@ -227,7 +227,7 @@ def test_after_the_freeze_exact_rounds_of_one_step_are_adam_of_the_mean_gradient
 
 
 def test_a_round_of_frozen_adam_is_what_the_rule_says():
-    """Against the formulas of ``rules.frozen``, with messages in float32."""
+    """Against the formulas of ``rules.frozen``, with messages in float32. Epsilon is set in the middle of a round."""
     size, workers, every, freeze, lr, decay = 50, 3, 4, 8, 0.01, 0.05
     pushes = np.random.default_rng(2).standard_normal((28, workers, size))
     start = np.linspace(-1, 1, size).astype(f32)
@@ -235,18 +235,21 @@ def test_a_round_of_frozen_adam_is_what_the_rule_says():
     def rate_at(step):
         return lr * (3 if step < freeze else 1 + step % 3)
 
+    def eps_at(step):
+        return 1e-8 if step < 18 else 0.3
+
     def worker(collectives):
         weights, rule = {"w": start.copy()}, Adam(lr=lr, weight_decay=decay)
         optimizer = NumpyOptimizer(weights, rule, collectives=collectives, recipe=RECIPE, **freezing(every, freeze))
         tensor, seen = optimizer._tensors[0], []
         for step, grads in enumerate(pushes):
-            optimizer.rule = dataclasses.replace(rule, lr=rate_at(step))
+            optimizer.rule = dataclasses.replace(rule, lr=rate_at(step), eps=eps_at(step))
             optimizer.step({"w": grads[collectives.rank].astype(f32)})
             seen.append((weights["w"].copy(), tensor.momentum.copy()))
         return seen, tensor.variance
 
     results = simulation.run(worker, workers)
-    clip, denominator = RECIPE.clip_for(workers), np.sqrt(np.float64(results[0][1]) / (1 - 0.999**freeze)) + 1e-8
+    clip, root = RECIPE.clip_for(workers), np.sqrt(np.float64(results[0][1]) / (1 - 0.999**freeze))
     common = np.float64(results[0][0][freeze - 1][0])
     momenta = [np.float64(seen[freeze - 1][1]) for seen, _ in results]
     for first in range(freeze, len(pushes), every):
@@ -256,8 +259,9 @@ def test_a_round_of_frozen_adam_is_what_the_rule_says():
             rates, kept = rates + rate / (1 - 0.9 ** (step + 1)), kept * (1 - rate * decay)
             for i in range(workers):
                 momenta[i] = 0.9 * momenta[i] + 0.1 * pushes[step, i]
-                moved = np.clip(momenta[i] / denominator, -clip, clip)
+                moved = np.clip(momenta[i] / (root + eps_at(step)), -clip, clip)
                 own[i] = own[i] * (1 - rate * decay) - rate / (1 - 0.9 ** (step + 1)) * moved
+        denominator = root + eps_at(first + every - 1)
         momenta = [(kept * common - np.mean(own, axis=0)) * denominator / rates] * workers
         common = np.mean(own, axis=0)
         for seen, _ in results:
