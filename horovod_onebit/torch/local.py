@@ -113,7 +113,8 @@ class LocalParameters(Parameters):
         self._joined: Any = None  # the parameters that the last round began with, if there was one
         self.thawed = False  # whether some second moments were frozen, and have to be again
         for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
-            self._set_common(p, self.taken(p))
+            if COMMON_STEPS not in optimizer.state.get(p, {}):
+                self._set_common(p, self.taken(p))
 
     @property
     def phase(self) -> Phase:
@@ -317,7 +318,8 @@ class LocalParameters(Parameters):
     def round(self) -> None:
         """No exchange is under way: what is common to all is the weights as they are kept, in bfloat16 say."""
         self.push()
-        for binding in self.bindings.values():
+        for p, binding in self.bindings.items():
+            self._set_common(p, self.common_steps(p))  # for who wraps the optimizer again
             if not binding.in_place:
                 binding.pull()
                 binding.state[ANCHOR].copy_(binding.p.detach())

@@ -30,7 +30,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import names_in
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.norms import sum_of_squares
-from horovod_onebit.torch.plain import FROZEN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
+from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
@@ -257,6 +257,7 @@ class Parameters:
 
     def _init_state(self, group: Group, p: torch.Tensor) -> None:
         """Give ``p`` the state that its first step would make, so that all workers have the same."""
+        self.optimizer.state.get(p, {}).pop(COMMON_STEPS, None)  # all gradients are the workers' mean from now on
         if self.adapter.makes_state and self.adapter.init_state(group, p, self.optimizer.state[p]):
             self.unstarted.add(p)
 

@@ -19,7 +19,7 @@ was taken, and with which beta2, if it has one. They go wherever the state goes.
 
 COMMON_STEPS = "onebit_common_steps"
 """In the state of a parameter, with local steps and before its second moment is frozen: how many of the gradients that
-this has seen were the workers' mean; none if it is missing. It goes wherever the state goes, too."""
+this has seen were the workers' mean. It goes wherever the state goes, too."""
 
 SPARE = 16  # units in the last place of a float32
 

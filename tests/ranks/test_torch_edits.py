@@ -838,3 +838,19 @@ def test_second_moments_that_are_taken_back_on_a_worker_with_few_gradients_are_c
     taken = int(optimizer.state[p]["step"]) - 1
     now = optimizer.state[p]["exp_avg_sq"] / 0.999 / (1 - 0.999**taken)
     torch.testing.assert_close(now, second, rtol=1e-4, atol=0)
+
+
+def test_a_second_moment_of_local_steps_is_of_own_gradients_when_the_optimizer_is_wrapped_again():
+    seconds = []
+    for stages in (((32, 32),), ((12, 100), (20, 20))):
+        p = torch.nn.Parameter(torch.ones(64, 64))
+        plain, draw = torch.optim.AdamW([p], lr=LR), torch.Generator().manual_seed(RANK)
+        for steps, freeze in stages:
+            optimizer = onebit.DistributedOptimizer(plain, [("p", p)], schedule=onebit.Local(every=4, freeze=freeze))
+            for _ in range(steps):
+                p.grad = torch.randn(64, 64, generator=draw, device="cpu").to(DEVICE)
+                optimizer.step()
+            optimizer.flush()
+        state = optimizer.state[p]
+        seconds.append(state["exp_avg_sq"] / (1 - 0.999 ** state["onebit_variance_steps"]))
+    torch.testing.assert_close(*seconds, rtol=1e-4, atol=0)
