@@ -39,8 +39,8 @@ def train(
         options = parse([*own, "--launcher", launcher, "--output", folder, *job])
         options.np = processes
         done = run(options, "onebit", seed, launcher=launcher)
-        first, *others = [np.load(weights.format(rank=rank)) for rank in range(processes) if processes > 1] or [None]
-        equal = all(np.array_equal(first[name], other[name]) for other in others for name in first.files)
+        ranks = [np.load(weights.format(rank=rank)) for rank in range(processes)] if processes > 1 else []
+        equal = all(np.array_equal(ranks[0][name], other[name]) for other in ranks[1:] for name in other.files)
         return {
             "losses": [line["loss"] for line in done.steps],
             "seconds": [line["seconds"] for line in done.steps],

@@ -349,8 +349,6 @@ class LocalParameters(Parameters):
         super().export(state)
         packed = state["state"]
         for _, position, p in self.enumerated():
-            if COMMON_STEPS in packed.get(position, {}):
-                packed[position] = {key: value for key, value in packed[position].items() if key != COMMON_STEPS}
             momentum = self.kept.get(p, {}).get(MOMENTUM)
             if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
                 packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}

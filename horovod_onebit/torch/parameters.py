@@ -30,7 +30,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import names_in
 from horovod_onebit.torch.arrays import Binding, Placement
 from horovod_onebit.torch.norms import sum_of_squares
-from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
+from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, OWN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
@@ -656,11 +656,10 @@ class Parameters:
         key, packed = self.moments.variance_key, state["state"]
         self._exported = {}
         for group, position, p in self.enumerated():
-            seen = self.seen(p)
-            if seen is None or position not in packed:
-                continue
-            packed[position] = {k: value for k, value in packed[position].items() if k not in FROZEN_KEYS}
-            if key is None or key not in packed[position]:
+            seen, entries = self.seen(p), packed.get(position, {})
+            if not OWN_KEYS.isdisjoint(entries):
+                packed[position] = {k: value for k, value in entries.items() if k not in OWN_KEYS}
+            if seen is None or key is None or key not in entries:
                 continue
             by = self.moments.variance_factor(group, self.taken(p), seen, self.beta2(p))
             if by != 1.0:
@@ -745,7 +744,8 @@ class Parameters:
             if key is not None and key in state:
                 now, by = int(state["step"]), 1.0
                 if now == taken[p]:
-                    by, before = self.adapter.variance_factor(group, now, steps, beta2[p] or None), beta2[p] or None
+                    before = beta2[p] or None
+                    by = self.adapter.variance_factor(group, now, steps, before)
                 else:  # a plain optimizer has gone on from there
                     steps = now
                 state[key] = plain.restored(state[key], by)

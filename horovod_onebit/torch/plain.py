@@ -21,6 +21,9 @@ COMMON_STEPS = "onebit_common_steps"
 """In the state of a parameter, with local steps and before its second moment is frozen: how many of the gradients that
 this has seen were the workers' mean. It goes wherever the state goes, too."""
 
+OWN_KEYS = {*FROZEN_KEYS, COMMON_STEPS}
+"""What a plain optimizer knows nothing of."""
+
 SPARE = 16  # units in the last place of a float32
 
 

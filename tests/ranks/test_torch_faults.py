@@ -8,7 +8,19 @@ from torch.nn.functional import cross_entropy
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
 from horovod_onebit.warmup import EXACT_FIRST
-from tests.ranks.torch_common import RANK, SIZE, Lion, Net, assert_replicas_equal, batch, spoil, train, weights, wrap
+from tests.ranks.torch_common import (
+    DEVICE,
+    RANK,
+    SIZE,
+    Lion,
+    Net,
+    assert_replicas_equal,
+    batch,
+    spoil,
+    train,
+    weights,
+    wrap,
+)
 from tests.ranks.world import OVER_TORCH, collectives, needs_horovod, world
 
 # -- faults -----------------------------------------------------------------------------------------------------------
@@ -192,7 +204,8 @@ def test_a_refused_step_with_a_grad_scaler_is_taken_again_as_it_was():
                 scaler.step(optimizer)
             scaler.update()
         found.append(weights(model))
-    # Residuals come back to rounding: see ``kernels.reference.restore``.
+    assert torch.equal(*found) or SIZE > 2 or DEVICE != "cpu"
+    # On a GPU, residuals come back to rounding: see ``kernels.reference.restore``.
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-6)
     assert_replicas_equal(model)
 
