@@ -3,7 +3,8 @@
     python -m benchmarks.local [--anyway] [--json benchmarks/results/local.json]
 
 Nanoseconds a parameter, two workers on this machine: Horovod's allreduce and reduce-scatter, and the alltoall that
-``hierarchical`` uses with the addition that follows it; an allgather of a bit a parameter for comparison. The same over
+``hierarchical`` uses with the addition that follows it; an allgather of a bit a parameter for comparison. With MPI also
+by TCP, which is what its messages between hosts cost processors that have nothing else to do. The same over
 ``torch.distributed``, by Gloo in both jobs, with the sums in 16 bits of the hooks of ``DistributedDataParallel``.
 """
 
@@ -23,13 +24,18 @@ from jobs.processes import horovodrun
 from studies import report
 
 RESULTS = Path(__file__).parent / "results" / "local.json"
+TCP = "mpi over TCP"
+BACKENDS: dict[str, dict[str, str]] = {"mpi": {}, TCP: {"OMPI_MCA_btl_tcp_exclusivity": "100000"}, "gloo": {}}
+"""With the variables of each. Between processes of a host, Open MPI takes shared memory unless TCP goes before it (the
+``btl`` that is given in the environment is overruled by horovodrun's), and Gloo TCP."""
 
 
 def job(backend: str, *, anyway: bool, seconds: float) -> dict[str, Any]:
     """What two workers found. Raises ``measure.Loaded`` if other processes disturb them."""
     measure.refuse(measure.look(), anyway=anyway)
     arguments = ["--seconds", str(seconds), *(["--anyway"] if anyway else [])]
-    found = horovodrun(2, "benchmarks/local_worker.py", *arguments, backend=backend)
+    path, launcher = "benchmarks/local_worker.py", backend.split()[0]
+    found = horovodrun(2, path, *arguments, backend=launcher, **BACKENDS[backend])
     if "refused" in found:
         raise measure.Loaded(found["refused"])
     return dict(found)
@@ -37,14 +43,14 @@ def job(backend: str, *, anyway: bool, seconds: float) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=20, help="for each of MPI and Gloo")
+    parser.add_argument("--seconds", type=float, default=20, help="for each backend")
     parser.add_argument("--anyway", action="store_true", help="measure on a loaded machine, too, and mark the results")
     parser.add_argument("--json", type=Path, default=RESULTS)
     options = parser.parse_args()
     console = Console()
     found: dict[str, Any] = {}
     try:
-        for backend in ("mpi", "gloo"):
+        for backend in BACKENDS:
             with console.status(f"Two workers, {backend} ..."):
                 found[backend] = job(backend, anyway=options.anyway, seconds=options.seconds)
     except measure.Loaded as error:

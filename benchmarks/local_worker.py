@@ -41,8 +41,12 @@ def ways(collectives: Any) -> Ways:
 
 def over_horovod() -> Ways:
     tensor = torch.ones(SIZE)
-    scatter = {"reduce-scatter": lambda: hvd.reducescatter(tensor, name="scattered", op=hvd.Sum)}
-    return ways(HorovodCollectives()) | scatter
+    half = tensor.half()
+    more = {
+        "reduce-scatter": lambda: hvd.reducescatter(tensor, name="scattered", op=hvd.Sum),
+        "allreduce in float16": lambda: hvd.allreduce(half, name="half", op=hvd.Sum),
+    }
+    return ways(HorovodCollectives()) | more
 
 
 def over_torch(store: str) -> Ways:

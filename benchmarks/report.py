@@ -12,6 +12,7 @@ from typing import Any
 
 from benchmarks import measure, target
 from benchmarks.link_job import FIT
+from benchmarks.local import TCP
 from horovod_onebit import costs
 from horovod_onebit.tools import planner
 from studies.report import DOCS, axes, save, table
@@ -77,7 +78,8 @@ faster than steps without communication: they are taken in our own kernel, and n
 ## Within a host
 
 Two workers on one machine add up float32 gradients, each of them one half; nanoseconds per parameter, and the ratio to
-the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the alltoall.
+the allreduce (`python -m benchmarks.local`). A hierarchical exchange uses the alltoall. The planner takes what an
+allreduce costs over TCP for what it costs where spare cores do its work.
 
 {local}
 
@@ -406,21 +408,21 @@ def steps() -> str:
 
 def local() -> str:
     found = load("local")
-    backends = {"MPI": found["mpi"], "Gloo": found["gloo"]}
+    backends = {"MPI": found["mpi"], "MPI over TCP": found[TCP], "Gloo": found["gloo"]}
     if "ways" not in found["mpi"]:
         rows = [[name, *(f"{one[name]:.1f}" for one in backends.values())] for name in found["mpi"]]
         return f"{known(None)}\n\n" + table(["", *backends], rows)
     rows, heading = [], [""]
     for name in backends:
         heading += [name, "to its allreduce"]
-    for way in (way for way in found["mpi"]["ways"] if way in found["gloo"]["ways"]):
+    for way in (way for way in found["mpi"]["ways"] if not way.startswith("torch.distributed")):
         cells = [
             (f"{1e9 * one['ways'][way]['seconds']['median']:.1f}", times(one["ways"], way, "allreduce"))
             for one in backends.values()
         ]
         rows.append([way, *(text for pair in cells for text in pair)])
     text = "\n".join(f"- {name}: {known(one)}" for name, one in backends.items())
-    return f"{text}\n\n" + table(heading, rows)
+    return f"On {found['machine']}:\n\n{text}\n\n" + table(heading, rows)
 
 
 def targets() -> str:

@@ -66,7 +66,7 @@ class _Engine(Engine):
     def clear(self) -> None:
         """Keep nothing, neither memory nor servers' errors. Local."""
         self.cancel(restore=False)
-        self._discard_servers()
+        self.discard_servers()
         self.tensors, self._messages = [], []
         self.layout = self.weighing = None
         self.exchange = way_named("direct")(self.context, self.collectives, self.feedback, [], 0)

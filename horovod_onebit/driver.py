@@ -214,6 +214,7 @@ class Driver:
     Attributes:
         face: ``Together``, ``Alone`` or both, as the ``schedule`` needs them. Where a graph orders steps that workers
             take together, ``Compresses`` (``Stepwise``) or ``Prepares``.
+        warmup: with local steps an ``AfterRise``, which says when second moments are frozen, if they ever are.
         rounds: of local steps; None without them.
     """
 
@@ -225,7 +226,8 @@ class Driver:
         self.face: Any = face
         self.rounds: Any = None
         if isinstance(schedule, Local):
-            self.rounds = Rounds(engine, schedule, warmup if isinstance(warmup, AfterRise) else None)
+            assert isinstance(warmup, AfterRise)
+            self.rounds = Rounds(engine, schedule, warmup)
 
     @property
     def sends(self) -> Sends:
@@ -382,9 +384,9 @@ class Driver:
 
     def _said(self, what: str) -> dict[str, object]:
         """What must be the same on all workers where ``what`` follows."""
-        warmup, rise = self.warmup, dict[str, object]()
-        if isinstance(warmup, AfterRise):
-            rise[RISE] = f"to {warmup.peak:g}, counted from step {warmup.peak_step}"
+        freezing, rise = self.rounds.freezing, dict[str, object]()
+        if freezing.happens:
+            rise[RISE] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
         return {"local steps taken": self.face.steps, WHAT: what, **rise}
 
     def freeze(self, *, usable: bool) -> Task[None]:

@@ -276,7 +276,7 @@ class Engine:
         """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""
         before, left = self.weighing, self.residuals() if self.weighing is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
-            self._discard_servers()
+            self.discard_servers()
         over = self._lane if self._lane is not None and way.of_all else self.collectives
         try:
             self.exchange = yield from way.create(self.context, over, self.feedback, layout.buckets, layout.digest)
@@ -303,7 +303,8 @@ class Engine:
         answers = yield from ask(self.collectives, f"{self.name}.weighing", changed=changed, sizes=names)
         return answers.any("changed"), answers.same("sizes")
 
-    def _discard_servers(self) -> None:
+    def discard_servers(self) -> None:
+        """Forget the residuals of this worker as a server of two stages; their sizes go by the number of workers."""
         for name in self.feedback:
             if name.startswith(SERVER_PREFIX):
                 self.feedback.discard(name)
@@ -337,7 +338,7 @@ class Engine:
         """
         if left is None:
             left = self.residuals()
-        self._discard_servers()
+        self.discard_servers()
         self.forget_world()
         return left
 
@@ -766,6 +767,11 @@ class Engine:
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""
         return rest.awaken(moves, self.tensors, rules, self.context)
+
+    def without_gradient(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the tensors ``numbers`` in which no element has had a gradient yet. Local; on all workers alike."""
+        host = self.context.kernels.host
+        return [number for number in numbers if not host(self.tensors[number].variance).any()]
 
     def take_second_moments(self, seconds: Mapping[int, Array]) -> None:
         """Write what ``awaken`` gave to the tensors' own second moments. Local."""

@@ -17,7 +17,7 @@ from horovod_onebit.checks import flag, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import EXACT, Gradients, Local, Schedule, check, resolve
-from horovod_onebit.warmup import FOREVER, AfterRise, Warmup
+from horovod_onebit.warmup import FOREVER, NEVER, AfterRise, Warmup
 from horovod_onebit.warmup import make as make_warmup
 
 
@@ -90,7 +90,7 @@ def warmup_of(steps: Any, total_steps: int | None, schedule: Schedule | None) ->
     if isinstance(schedule, Gradients):
         return make_warmup(FOREVER)
     if isinstance(schedule, Local):
-        return AfterRise(schedule.freeze) if schedule.shares_moments else make_warmup(1)
+        return AfterRise(schedule.freeze if schedule.shares_moments else NEVER)
     return make_warmup(schedule.exact_steps)
 
 
@@ -122,8 +122,9 @@ def next_name(number: int, ranks: Iterable[int], label: str | None = None, *, lo
     apart. Loaded ones are counted apart: worker 0 may load a model alone, to read it, or to continue with it where the
     others build theirs.
     """
-    # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members.
-    key = (tuple(ranks), label, loaded)
+    # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members. Those of
+    # the whole world change in elastic jobs.
+    key = (tuple(ranks) if number else (), label, loaded)
     count = _named[key]
     _named[key] += 1
     return ".".join(str(part) for part in ("onebit", number, label, count) if part is not None)

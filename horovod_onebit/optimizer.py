@@ -34,8 +34,7 @@ from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.warmup import UNKNOWN, AfterRise, Phase
-from horovod_onebit.warmup import make as make_warmup
+from horovod_onebit.warmup import NEVER, UNKNOWN, AfterRise, Phase
 
 
 def check_weights(weights: Mapping[str, Array]) -> None:
@@ -101,7 +100,7 @@ class NumpyOptimizer(RunState):
         check_weights(weights)
         recipe, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
         if isinstance(warmup, AfterRise) and type(rule) is not Adam:
-            warmup = make_warmup(1)
+            warmup = AfterRise(NEVER)
         self.rule, self._algorithm = rule, type(rule)
         self._met = False
         self._arguments = {"warmup_steps": warmup_steps or "auto", "total_steps": total_steps}
@@ -268,10 +267,11 @@ class NumpyOptimizer(RunState):
     def arrays(self) -> dict[str, Array]:
         """What the rule and rounds keep, by name: flat float32 arrays, which steps write to. Local."""
         found = {f"round/{name}": momentum for name, momentum in self._round_momenta.items()}
+        freezes = self.driver.rounds is not None and self.driver.rounds.freezing.happens
         for tensor in self._tensors:
             assert tensor.variance is not None
             found |= {f"momentum/{tensor.name}": tensor.momentum, f"variance/{tensor.name}": tensor.variance}
-            if tensor.layer is not None and not isinstance(self.driver.warmup, AfterRise):  # or it is a round's
+            if tensor.layer is not None and not freezes:  # or it is a round's
                 found[f"layer/{tensor.name}"] = tensor.layer
         return found
 

@@ -60,10 +60,10 @@ class Rounds:
         freezes: whether the optimizer's second moments are to be frozen now that the round has ended.
     """
 
-    def __init__(self, engine: Engine, schedule: Local, freezing: AfterRise | None = None) -> None:
+    def __init__(self, engine: Engine, schedule: Local, freezing: AfterRise) -> None:
         self.engine = engine
         self.schedule = schedule
-        self.freezing = AfterRise(NEVER) if freezing is None else freezing
+        self.freezing = freezing
         self.freezes = False
         self.rule = Delta(schedule.momentum, delay=schedule.delay)
         engine.sent = "weights after local steps"

@@ -123,6 +123,7 @@ class AfterRise(Warmup):
     """Local steps: Adam's second moments are frozen ``after`` steps after the last one at which the learning rate rose.
 
     Attributes:
+        after: ``NEVER`` if there are none, or they are not shared.
         steps: the number of the step after which they are, once it was taken.
         since: the number of the step since which those that are not frozen are measured by each worker's own gradients.
     """

@@ -24,6 +24,7 @@ ACCUMULATED = "onebit_accumulated"
 COUNTERS = {
     "steps": "the number of optimizer steps (iterations)",
     "exact": "the number of warm-up steps that were taken",
+    "local": "the number of local steps taken",
     "wanted": "the number of steps that the warm-up has",
     "compressed": "the number of compressed steps since the warm-up ended",
     "passes": "the number of backward passes",
@@ -67,6 +68,7 @@ class Agreement:
         self._compressor = compressor
         self._wrapping = str(compressor.optimizer._wrapping)
         self._rows: dict[tuple[int, ...], str] = {}
+        self.fit_ended = False  # since the last step, for all workers; callbacks may have set weights
 
     def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
         """True, or ``DesyncError`` on every worker. Collective.
@@ -124,7 +126,6 @@ class Agreement:
         compressor, engine = self._compressor, self._compressor.engine
         check_last(compressor.optimizer)
         self._check_passes(trained)
-        compressor.moments.check_decay()
         if engine.workers_changed:
             raise DesyncError(
                 f"there were {engine.context.workers} workers and there are {engine.collectives.size}: "
@@ -134,9 +135,9 @@ class Agreement:
     def _count_and_compare(self, counts: Mapping[str, int]) -> dict[str, int]:
         """Checksums of weights and state, if they are to be compared before this step, which all workers know alike.
 
-        That is before the second step, because some programs broadcast after the first; when compression starts; and
-        after every so many steps that the user wants, or once workers have the same weights again. Local steps compare
-        what a round begins with.
+        That is before the second step, because some programs broadcast after the first; when compression starts; after
+        the end of ``fit``; and after every so many steps that the user wants, or once workers have the same weights
+        again. Local steps compare what a round begins with.
         """
         compressor, optimizer = self._compressor, self._compressor.optimizer
         every = optimizer._wrapping.check_replicas_every
@@ -150,12 +151,14 @@ class Agreement:
         if not compressor.together:
             return {}
         apart, compressor.apart = compressor.apart, 0
+        ended, self.fit_ended = self.fit_ended, False
         due = starts or replicas.due(every, counts["steps"], apart)
-        return checksums(optimizer, state=due) if due or (warm and counts["exact"] == 1) else {}
+        return checksums(optimizer, state=due) if due or ended or (warm and counts["exact"] == 1) else {}
 
     def _record(self, now: _Compared) -> Any:
         compressor = self._compressor
-        rule = compressor.adapter.rule(compressor.options, now.rate, 0.0, now.counts["exact"], 1.0)
+        known = compressor.moments.overrule(compressor.options)
+        rule = compressor.adapter.rule(known, now.rate, 0.0, now.counts.get("exact", 0), 1.0)
         setup = f"{list(now.counts.values())} {self._wrapping} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
         fresh = compressor.coded is not None and compressor.coded.fresh
@@ -200,8 +203,7 @@ class Agreement:
             trained |= {f"the {what} of variable {i}, {name}": value for what, value in row.items()}
             gradient = "there" if i in now.trained else "none"
             trained[f"the gradient of variable {i}, {name}"] = gradient
-        counters = COUNTERS | ({"exact": "the number of local steps taken"} if wrapping.local is not None else {})
-        progress = {counters[name]: value for name, value in now.counts.items()}
+        progress = {COUNTERS[name]: value for name, value in now.counts.items()}
         hyperparameters = {"the learning rate": np.float32(now.rate), **self._options()}
         sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
         return handshake.said(

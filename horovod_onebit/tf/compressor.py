@@ -140,7 +140,7 @@ class Compressor(RunState):
         in_one_piece: whether a step is taken where it begins, of all gradients, and not by sections.
         in_host_memory: whether steps are taken there, wherever the variables are.
         takes_frozen: whether the steps that are traced now are local ones after the freeze of second moments.
-        options: of the optimizer, in the last step; see ``options_now``.
+        options: of the optimizer, in the last step, or as they are now if there was none; see ``options_now``.
         place: where the last step was taken, if that is not the host's memory.
         apart: steps since the workers last had the same weights.
     """
@@ -175,7 +175,7 @@ class Compressor(RunState):
         self.before_step: Callable[[], None] | None = None  # what begins a step, once the model is built
         self.driver = self._make_driver(wrapping)
         self.moments = Moments(self)
-        self.options: Any = optimizer
+        self._options: Options | None = None
         self._option_names: list[str] | None = None
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
@@ -223,6 +223,14 @@ class Compressor(RunState):
         return Options(self.optimizer, self._option_names)
 
     @property
+    def options(self) -> Options:
+        return self.options_now() if self._options is None else self._options
+
+    @options.setter
+    def options(self, options: Options) -> None:
+        self._options = options
+
+    @property
     def clips_norms(self) -> bool:
         """Whether a step begins when all gradients are there: they are clipped by their norms."""
         return bool(self.optimizer.clipnorm or self.optimizer.global_clipnorm)
@@ -239,6 +247,9 @@ class Compressor(RunState):
 
     def flush(self) -> None:
         """All workers have the same weights after each step."""
+
+    def inherit(self, last: Compressor) -> None:
+        """Of an optimizer that was wrapped before, all that steps go by is in variables."""
 
     @property
     def of_round(self) -> str:
@@ -323,6 +334,9 @@ class Compressor(RunState):
         ``edited`` were set by somebody. Local; on all workers alike."""
         # Where ``iterations`` was set, all are corrected by the old count, and none was edited by itself.
         self.moments.make_plain(edited if self.moments.moved is None else ())
+        if self.optimizer._wrapping.local is None:  # rounds go on, and owe what is left of those before
+            with self.here():
+                self.engine.feedback.reset()
         self.warm_up_again()
         self.forget_trained()
 
@@ -391,7 +405,6 @@ class Compressor(RunState):
             self.take_plain()
         else:
             self.begin_again()
-            self.engine.feedback.reset()
 
     def average(self, pairs: Sequence[tuple[Any, Any]], wrapping: Wrapping) -> tuple[list[Any], Any]:
         """The averages of gradients by Horovod's own operations, and whether they are finite, on all workers alike.
@@ -565,16 +578,25 @@ class Compressor(RunState):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
-        marks = np.array(self.optimizer._marks.value)
+        # The next step finds that the second moment of a whole variable has seen nothing, and the warm-up begins again;
+        # unless weights differ, as they may with 0/1 Adam.
+        late = self.engine.without_gradient(seconds) if self.together else []
+        if late:
+            seen = np.array(self.optimizer._seen.value)
+            seen[[self.indices[number] for number in late]] = 0
+            self.optimizer._seen.assign(seen)
+        before, marks = np.array(self.optimizer._marks.value), dict[int, int]()
         for number, second in seconds.items():
+            if number in late:
+                continue
             index, tensor = self.indices[number], self.engine.tensors[number]
             variable = self.adapter.variance(self.optimizer, index)
             variable.assign(np.reshape(second, variable.shape))
             tensor.variance = self.compute(partial(self._copied, second))
-            if marks[index]:
+            if before[index]:
                 marks[index] = self.moments.mark(second)
                 self.moments.hold(index, tensor.variance)
-        self.optimizer._marks.assign(marks)
+        self.moments.freeze(marks)
 
     def _copied(self, array: Array) -> Array:
         """``array``, in the memory that the kernels work in."""
@@ -630,10 +652,7 @@ class Compressor(RunState):
             self._end()
         self.tensors = list(self.engine.tensors)
         if taken and step.begun:
-            marks = np.array(self.optimizer._marks.value)
-            for i, mark in step.begun.items():
-                marks[i] = mark
-            self.optimizer._marks.assign(marks)
+            self.moments.freeze(step.begun)
         if taken and step.moves:
             self.awakened(self.compute(lambda: self.engine.awaken(step.moves, step.plan.rules)))
         if step.edited:
@@ -667,7 +686,8 @@ class Compressor(RunState):
 
     def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         """That of each variable, one for all that have the same: their scalars are made once."""
-        variables, options, progress = self.optimizer._trainable_variables, self.options, now.progress
+        variables, progress = self.optimizer._trainable_variables, now.progress
+        options = self.moments.overrule(self.options)
         found: list[Rule] = []
         made: dict[tuple[float, int, float], Rule] = {}
         for index, factor in zip(now.indices, now.factors, strict=False):
@@ -721,7 +741,7 @@ class Compressor(RunState):
 
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
-        return run_state.counts(self.engine, self.optimizer._wrapping.warmup) | {"beta2": self.moments.decay}
+        return run_state.counts(self.engine, self.optimizer._wrapping.warmup)
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave. Local; on all workers alike."""
@@ -729,7 +749,6 @@ class Compressor(RunState):
         self.unlearn()
         self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
-        self.moments.decay = counts["beta2"]
         self._follow_recipe()
 
     def check_built(self) -> None:

@@ -39,10 +39,9 @@ from horovod_onebit.tf.graph import (
     in_rounds,
     path_of,
 )
-from horovod_onebit.tf.meeting import told
 from horovod_onebit.tf.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
-from horovod_onebit.warmup import make
+from horovod_onebit.warmup import NEVER, AfterRise
 
 STEP = bound(
     local,
@@ -130,7 +129,7 @@ class LocalSteps(Compressor):
         self._error: NonFiniteError | None = None  # to be raised when the weights are back
 
     def _make_driver(self, wrapping: Wrapping) -> Driver:
-        warmup = wrapping.warmup if self.adapter.adam is not None else make(1)
+        warmup = wrapping.warmup if self.adapter.adam is not None else AfterRise(NEVER)
         return Driver(self.engine, self, warmup, wrapping.after_warmup)
 
     @property
@@ -192,6 +191,18 @@ class LocalSteps(Compressor):
     def steps(self) -> int:
         return int(self.optimizer._compressed_steps.value)
 
+    @property
+    def own(self) -> int:
+        """How many of the last gradients that second moments have seen were this worker's own. Eager."""
+        if self.adapter.adam is None or self.adapter.frozen(self.optimizer):
+            return 0
+        return self.steps - self.rounds.freezing.since
+
+    def inherit(self, last: Compressor) -> None:
+        """The plain optimizer was wrapped before, with ``last``, whose state it has. Local."""
+        if isinstance(last, LocalSteps):
+            self.rounds.freezing.since = self.steps - last.own
+
     def follow(self) -> Task[bool]:
         yield from ()
         return False
@@ -237,8 +248,9 @@ class LocalSteps(Compressor):
         frozen, adam = self.adapter.frozen(self.optimizer), self.adapter.adam
         if not frozen or adam is None:
             return {}
-        decays = (0.0, self.options.weight_decay or 0.0)
-        rules: list[Any] = [adam.rule(self.options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        options = self.moments.overrule(self.options)
+        decays = (0.0, options.weight_decay or 0.0)
+        rules: list[Any] = [adam.rule(options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
         variables = [self.optimizer._trainable_variables[i] for i in self._members]
         both = zip(variables, self.tensors, strict=True)
         return {tensor.name: FrozenAdam(adam=rules[self.decays(variable)]) for variable, tensor in both}
@@ -257,11 +269,11 @@ class LocalSteps(Compressor):
         yield from ()
 
     def second_moments(self) -> list[Moment]:
-        steps = self.steps - self.rounds.freezing.since
+        own = self.own
         beta2, seen, found = self.options.beta_2, np.array(self.optimizer._seen.value), list[Moment]()
         for i, variance, gradient in zip(self.indices, self._variances, self._gradients, strict=True):
             of = len(found), view(variance), view(gradient)
-            found.append(Moment(*of, beta2, seen=int(seen[i]), own=steps, count=self._number))
+            found.append(Moment(*of, beta2, seen=int(seen[i]), own=own, count=self._number))
         return found
 
     def freeze(self, of: int, second: Array) -> None:
@@ -390,14 +402,14 @@ class LocalSteps(Compressor):
     def _freeze_counts(self, number: int, indices: Sequence[int]) -> None:
         """Second moments are ``second`` from now on, and are corrected by ``number`` steps."""
         optimizer, members = self.optimizer, list(indices)
-        seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
+        seen, marks = np.array(optimizer._seen.value), dict[int, int]()
         seen[members] = number
         kept = [_rounded(one, self.moments.variance(i)) for i, one in zip(members, self.second[1], strict=True)]
         for i, one in zip(members, kept, strict=True):
             marks[i] = self.moments.mark(one.astype(np.float32))
             self.moments.hold(i, one.astype(np.float32).reshape(-1))
         optimizer._seen.assign(seen)
-        optimizer._marks.assign(marks)
+        self.moments.freeze(marks)
 
     def say(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""
@@ -411,7 +423,15 @@ class LocalSteps(Compressor):
 
     def forget(self) -> None:
         super().forget()
-        self.rounds.length, self.rounds.freezes, self.edits = 0, False, []  # the next step begins a round
+        self._begin_round_next()
+
+    def take_counts(self, counts: Mapping[str, Any]) -> None:
+        super().take_counts(counts)
+        self._begin_round_next()
+
+    def _begin_round_next(self) -> None:
+        """The next step begins a round: what was under way is of another state."""
+        self.rounds.length, self.rounds.freezes, self.edits = 0, False, []
         self.unbind()
 
     @property
@@ -474,9 +494,6 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
 def _step(optimizer: Any, variables: Sequence[Any], own_step: Callable[[], None]) -> None:
     """The wrapped optimizer's step, by ``update`` once its second moments are frozen."""
     steps: LocalSteps = optimizer._compressor
-    if tf.executing_eagerly():
-        with told(optimizer._wrapping.process_set):
-            steps.moments.check_decay()  # as the agreement does when a round ends
 
     def frozen_step() -> None:
         steps.takes_frozen = True
@@ -503,7 +520,8 @@ def update(optimizer: Any, gradient: Any, variable: Any, learning_rate: Any) -> 
     assert adam is not None
     momentum, variance = adam.momentum(optimizer, index), adam.variance(optimizer, index)
     frozen, number = (tf.cast(v.value, f32) for v in (optimizer._frozen, optimizer._iterations))
-    correction = 1 / (1 - tf.pow(optimizer.beta_2, frozen))
+    beta2 = tf.cast(optimizer._frozen_beta2.value, f32)
+    correction = 1 / (1 - tf.pow(tf.where(beta2 > 0, beta2, optimizer.beta_2), frozen))  # none is known of older files
     inside, context = steps.engine.recipe.eps_inside_sqrt, steps.engine.context
     eps = optimizer.epsilon * tf.sqrt(correction)
     p = Scalars(
@@ -535,7 +553,7 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
 def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
     count = tf.convert_to_tensor(optimizer._compressed_steps.value)
     marks = host_value(lambda: np.int64(optimizer._compressor.marks()), [], tf.int64)
-    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate), "exact": count, "marks": marks}
+    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate), "local": count, "marks": marks}
     return optimizer._agreement.reach(indices, now)
 
 

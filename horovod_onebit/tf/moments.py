@@ -3,7 +3,8 @@
 A second moment v that began with zeros and has seen V gradients is corrected by 1 - beta2^V. Keras's optimizers correct
 by the count T of ``iterations``, and in the warm-up v is as they need it: the *plain form*. Once v is frozen, T goes on
 and V does not. V is therefore kept for each variable, in a variable of the optimizer, so that it is saved and loaded
-with v. In plain form v is (1 - beta2^T) / (1 - beta2^V) times as much, and has "seen" T.
+with v. In plain form v is (1 - beta2^T) / (1 - beta2^V) times as much, and has "seen" T. The beta2 of its V steps is
+kept in the same way: a frozen v does not follow ``optimizer.beta_2``, nor must its correction.
 
 A user may assign to the moments between two steps. A frozen v is written by nobody else: this module holds the memory
 in which v was found last, and TensorFlow then writes new values elsewhere. An address that is still the same costs
@@ -15,7 +16,7 @@ from __future__ import annotations
 
 import logging
 import weakref
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -26,6 +27,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call, path_of
+from horovod_onebit.tf.rules import Options
 from horovod_onebit.warmup import NEVER, least
 
 _live: weakref.WeakSet[Moments] = weakref.WeakSet()
@@ -55,7 +57,8 @@ class Moments:
 
     What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen; and
     ``_marks``, (variables,) int64, which is 0 for a variable that has taken no compressed step, else the checksum of
-    its frozen second moment, or ``NO_SECOND_MOMENT``.
+    its frozen second moment, or ``NO_SECOND_MOMENT``; and ``_frozen_beta2``, a float64, the ``beta_2`` by which second
+    moments were frozen, 0 while none is.
     """
 
     def __init__(self, compressor: Owner) -> None:
@@ -63,7 +66,7 @@ class Moments:
         _live.add(self)
         self._held: dict[int, Any] = {}  # by number of the variable, its frozen second moment
         self._probes: dict[int, tuple[int, Array]] = {}  # and some elements of it in the warm-up, after which step
-        self.decay: float | None = None  # beta_2 of the last step that changed them, if it is known
+        self._overruled: float | None = None  # the last ``beta_2`` that frozen second moments do not follow
         self.moved: int | None = None  # what ``iterations`` was before somebody has set it
 
     @property
@@ -71,8 +74,8 @@ class Moments:
         return self._compressor.optimizer
 
     def build(self) -> None:
-        """Add the variables. Moments that are there already are those of a plain optimizer, unless what they have seen
-        is restored by TensorFlow with them, as the variables are made."""
+        """Add the variables but ``_frozen_beta2``. Moments that are there already are those of a plain optimizer,
+        unless what they have seen is restored by TensorFlow with them, as the variables are made."""
         optimizer = self._optimizer
         shape = (len(optimizer._trainable_variables),)
         optimizer._seen = optimizer.add_variable(shape, dtype="int64", name="onebit_seen")
@@ -80,6 +83,35 @@ class Moments:
         with tf.init_scope():  # Keras's LossScaleOptimizer builds what it wraps within a graph
             if not np.array(optimizer._seen.value).any():
                 optimizer._seen.assign(self._of_plain())
+
+    def build_last(self) -> None:
+        """Add the variable that files of version 0.1 have not, after all others."""
+        self._optimizer._frozen_beta2 = self._optimizer.add_variable((), dtype="float64", name="onebit_frozen_beta2")
+
+    @property
+    def beta2(self) -> float | None:
+        """By which second moments were frozen; None while none is, or if the optimizer has none."""
+        return float(self._optimizer._frozen_beta2.value) or None
+
+    def freeze(self, marks: Mapping[int, int]) -> None:
+        """The second moments of these variables, by number, are frozen now, as their ``marks`` say."""
+        optimizer, all_marks = self._optimizer, np.array(self._optimizer._marks.value)
+        for i, mark in marks.items():
+            all_marks[i] = mark
+        optimizer._marks.assign(all_marks)
+        if self.beta2 is None and self._compressor.adapter.moments is not None:
+            optimizer._frozen_beta2.assign(getattr(self._compressor.options, "beta_2", 0.0))
+
+    def overrule(self, options: Options) -> Options:
+        """``options`` of a step, but with the ``beta_2`` by which second moments were frozen."""
+        beta2, now = self.beta2, getattr(options, "beta_2", None)
+        if beta2 in (None, now):
+            return options
+        if self._overruled != now:
+            text = "optimizer.beta_2 is %g, and %g when second moments were frozen: they stay what they are"
+            self._compressor.engine.say(logging.WARNING, text, now, beta2)
+            self._overruled = now
+        return options.replaced(beta_2=beta2)
 
     def variance(self, index: int) -> Any:
         """The Keras variable that holds the second moment of variable number ``index``; None if there is none."""
@@ -132,8 +164,7 @@ class Moments:
             if variance is not None and taken and seen[i] not in (0, taken):
                 if (beta2 := getattr(compressor.options, "beta_2", None)) is None:
                     continue
-                decay = beta2 if self.decay is None else self.decay
-                factor = (1 - beta2**taken) / (1 - decay ** int(seen[i]))
+                factor = (1 - beta2**taken) / (1 - (self.beta2 or beta2) ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
 
     def make_plain(self, edited: Collection[int] = ()) -> None:
@@ -144,36 +175,26 @@ class Moments:
             variable.assign(value)
         known = np.flatnonzero(before).tolist()
         optimizer._seen.assign(self._of_plain({*known, *edited}))
-        optimizer._marks.assign(np.zeros_like(before))
-        self.forget()
+        self._thaw()
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned to the wrapped optimizer's variables."""
         self.forget()
         self._optimizer._seen.assign(self._of_plain())
-        self._optimizer._marks.assign(np.zeros(len(self._optimizer._trainable_variables), np.int64))
+        self._thaw()
+
+    def _thaw(self) -> None:
+        """No second moment is frozen."""
+        optimizer = self._optimizer
+        optimizer._marks.assign(np.zeros(len(optimizer._trainable_variables), np.int64))
+        optimizer._frozen_beta2.assign(0.0)
+        self.forget()
 
     # -- edits ----------------------------------------------------------------------------------------------------
 
     def forget(self) -> None:
         """The state was replaced as a whole: what the last step left is no longer there."""
-        self._held, self._probes, self.decay, self.moved = {}, {}, None, None
-
-    def check_decay(self) -> None:
-        """Raise if ``beta_2`` has changed since the second moments are frozen, whose bias is corrected by it. Eager."""
-        compressor = self._compressor
-        if compressor.adapter.moments is None:
-            return
-        now = getattr(compressor.options, "beta_2", None)  # an optimizer of another rule may have none
-        if now is None or (now := float(now)) == self.decay:
-            return
-        if self.decay is not None and compressor.adapter.freezes(self._optimizer):
-            raise ConfigurationError(
-                f"optimizer.beta_2={now!r}, and {self.decay!r} when the second moments, whose bias it corrects, were "
-                f"frozen: expected it to stay. Set it back to {self.decay!r} and have the step traced again: in fit by "
-                "model.compile, else by a new tf.function"
-            )
-        self.decay = now
+        self._held, self._probes, self.moved = {}, {}, None
 
     def count(self, steps: int, since: int, *, warm: bool) -> None:
         """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer
@@ -199,8 +220,9 @@ class Moments:
         seen: NDArray[np.int64],
         marks: NDArray[np.int64],
     ) -> list[int]:
-        """Of the variables ``indices``, those whose second moment is not the one that was frozen, or has seen nothing,
-        or less than half of a short warm-up: they were trained late. With ``Local``, those of which none was frozen.
+        """Of the variables ``indices``, those whose second moment is not the one that was frozen, or was replaced just
+        before that, or has seen nothing, or less than half of a short warm-up: they were trained late. With ``Local``,
+        those of which none was frozen.
 
         ``variances`` are arrays in the host's memory or on the GPU.
         """
@@ -210,11 +232,22 @@ class Moments:
             if variance is None:
                 continue
             held = self._held.get(i)
-            if seen_by[i] < (1 if marked[i] else enough) or (
-                marked[i] and (held is None or not same(held, variance)) and not self._is_known(i, variance, marked[i])
-            ):
+            if not marked[i]:
+                wrong = seen_by[i] < enough or self._was_replaced(i, variance)
+            else:
+                changed = held is None or not same(held, variance)
+                wrong = seen_by[i] < 1 or (changed and not self._is_known(i, variance, marked[i]))
+            if wrong:
                 found.append(i)
         return found
+
+    def _was_replaced(self, index: int, variance: Any) -> bool:
+        """Whether a second moment that will be frozen is not the one of the last look, with what was added since."""
+        if index not in self._probes:
+            return False
+        now = np.asarray(self._compressor.engine.context.kernels.host(variance), np.float32).reshape(-1)[:PROBES]
+        steps = int(self._optimizer._exact_steps.value)
+        return self._shrunk(index, steps, now, float(self._compressor.options.beta_2)) is not None
 
     @property
     def _enough(self) -> int:
@@ -277,15 +310,8 @@ class Moments:
         for i in indices:
             size = min(PROBES, int(np.prod(optimizer._trainable_variables[i].shape, dtype=np.int64)))
             now, at = values[at : at + size], at + size
-            before, last = self._probes.get(i, (0, None))
-            if last is not None and before < number:
-                since = number - before
-                # Each step may round down, and what is tiny to nothing.
-                dtype = optimizer._trainable_variables[i].dtype
-                smallest, rounding = 1e-4 if dtype == "float16" else 1e-30, 8e-3 if dtype == "bfloat16" else 2e-3
-                least = last * np.float32((beta2 * (1 - rounding)) ** since)
-                if (np.isfinite(last) & (last > smallest) & (now < least)).any():
-                    replaced.append((i, since))
+            if (since := self._shrunk(i, number, now, beta2)) is not None:
+                replaced.append((i, since))
             self._probes[i] = number, now
         if replaced:
             seen = np.array(optimizer._seen.value)
@@ -296,11 +322,22 @@ class Moments:
             self._compressor.warm_up_again()
             self._probes = {i: (0, value) for i, (_, value) in self._probes.items()}
 
+    def _shrunk(self, index: int, number: int, now: Array, beta2: float) -> int | None:
+        """The steps since the last look, if the elements ``now``, after step ``number``, are less than they leave."""
+        before, last = self._probes.get(index, (0, None))
+        if last is None or before > number:
+            return None
+        since, dtype = number - before, self._optimizer._trainable_variables[index].dtype
+        # Each step may round down, and what is tiny to nothing.
+        smallest, rounding = 1e-4 if dtype == "float16" else 1e-30, 8e-3 if dtype == "bfloat16" else 2e-3
+        least = last * np.float32((beta2 * (1 - rounding)) ** since)
+        return since if (np.isfinite(last) & (last > smallest) & (now < least)).any() else None
+
     def say(self, edited: Sequence[int]) -> None:
         """Log that the warm-up begins again."""
         variables = [self._optimizer._trainable_variables[i] for i in edited]
         names = ", ".join(path_of(v) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
-        text = "the optimizer's state of %s was set or reset, or is new: the warm-up begins again"
+        text = "the optimizer's state of %s was set or reset, or has had no gradient yet: the warm-up begins again"
         self._compressor.engine.say(logging.WARNING, text, names)
 
 
@@ -309,9 +346,7 @@ def broadcast(variables: Iterable[Any]) -> None:
     sent = {id(v) for v in variables}
     for moments in list(_live):
         if any(id(v) in sent for v in moments._optimizer._variables):
-            decay = moments.decay  # no variable, and not sent
             moments.forget()
-            moments.decay = decay
 
 
 def same(held: Any, array: Any) -> bool:

@@ -385,6 +385,7 @@ class _DistributedOptimizer(_Wrapped):
         if self._wrapping.backward_passes_per_step > 1:
             reference = self._trainable_variables
             self._accumulated = self.add_optimizer_variables(reference, ACCUMULATED)
+        self._compressor.moments.build_last()
         self._ours |= {id(v) for v in self._variables} - plain
 
     def finalize_variable_values(self, var_list: Any) -> None:
@@ -395,6 +396,7 @@ class _DistributedOptimizer(_Wrapped):
         if model is not None and process_set.included():
             remark = STOPPED if model.stop_training else ""
             announce("the end of fit", process_set, self._compressor.of_round, remark=remark)
+            self._agreement.fit_ended = True
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
         if self._averages_itself and process_set.included():
@@ -435,9 +437,16 @@ class _DistributedOptimizer(_Wrapped):
         self._compressor.forget()
 
     def load_own_variables(self, store: Any) -> None:
-        """For Keras's files: those of such an optimizer, or of a plain one; then the warm-up begins again. Local."""
-        if self.built and len(store.keys()) == len(self.plain_variables):
-            self._take_plain([np.asarray(store[str(i)]) for i in range(len(self.plain_variables))])
+        """For Keras's files: those of such an optimizer, of version 0.1, too, or of a plain one; then the warm-up
+        begins again. Local."""
+        count = len(store.keys())
+        values = [np.asarray(store[str(i)]) for i in range(count)] if self.built else []
+        if values and count == len(self.plain_variables):
+            self._take_plain(values)
+            return
+        if values and count == len(self.variables) - 1:
+            values.append(np.zeros(()))  # see ``Moments.build_last``
+            self.set_weights(values)
             return
         super().load_own_variables(store)
         self._compressor.forget()
@@ -695,6 +704,8 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
     wrapped._ours |= {id(getattr(wrapped, counter)) for counter in counters}
     if wrapped.built:
         wrapped._add_variables()
+        if (last := wrapped._lineage.last) is not None:
+            wrapped._compressor.inherit(last._compressor)
     wrapped._lineage.last = wrapped
     return wrapped
 

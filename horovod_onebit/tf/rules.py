@@ -26,6 +26,12 @@ class Options:
         self._optimizer = optimizer
         self.known = {name: getattr(optimizer, name, None) for name in names}
 
+    def replaced(self, **values: Any) -> Options:
+        """The same with other ``values``."""
+        other = Options(self._optimizer, ())
+        other.known = self.known | values
+        return other
+
     def __getattr__(self, name: str) -> Any:
         known = self.__dict__.get("known", {})
         return known[name] if name in known else getattr(self._optimizer, name)

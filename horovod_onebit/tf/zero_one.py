@@ -154,13 +154,12 @@ class ZeroOneSteps(Compressor):
 
     def _mark(self, indices: tuple[int, ...], progress: Progress) -> None:
         """A step was taken: its second moments are those that the next one expects."""
-        marks = np.array(self.optimizer._marks.value)
-        changed = np.array_equal(np.array(self.optimizer._seen.value), progress.seen)
+        marks, changed = dict[int, int](), np.array_equal(np.array(self.optimizer._seen.value), progress.seen)
         for i, tensor in zip(indices, self.tensors, strict=True):
-            if not marks[i] or not changed:
+            if not progress.marks[i] or not changed:
                 marks[i] = self.moments.mark(tensor.variance)
                 self.moments.hold(i, tensor.variance)
-        self.optimizer._marks.assign(marks)
+        self.moments.freeze(marks)
 
     def conclude(self, *, finite: bool) -> tuple[bool, Array, list[Tensor]]:
         taken, factors = self._done

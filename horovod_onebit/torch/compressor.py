@@ -428,7 +428,11 @@ class Compressor(Steps):
         self.parameters.exact_step_alone(self._now.exact_step, self._now.exact)
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
-        self.engine.take_second_moments(seconds)
+        # A whole parameter has its warm-up now, unless weights differ, as they may with 0/1 Adam.
+        late = () if self.pending else self.engine.without_gradient(seconds)
+        self.engine.take_second_moments({number: one for number, one in seconds.items() if number not in late})
+        bound = list(self.parameters.bindings)
+        self.parameters.warm_up([bound[number] for number in late])
 
     def power(self) -> tuple[float, float, int] | None:
         return self.parameters.power()

@@ -41,7 +41,7 @@ from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
-from horovod_onebit.warmup import Phase, Warmup, make
+from horovod_onebit.warmup import NEVER, AfterRise, Phase, Warmup
 from horovod_onebit.world import Weighing
 
 MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
@@ -571,7 +571,8 @@ class LocalSteps(Steps):
         **options: Any,
     ) -> None:
         super().__init__(arguments, name, recipe, check_replicas_every)
-        self.driver = Driver(self.engine, self, warmup if adapter.adam is not None else make(1), schedule)
+        warmup = warmup if adapter.adam is not None else AfterRise(NEVER)
+        self.driver = Driver(self.engine, self, warmup, schedule)
         self.rounds: Rounds = self.driver.rounds
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.rounds, arguments))
@@ -590,6 +591,7 @@ class LocalSteps(Steps):
         """Take notice of parameters that are new or gone, and of other workers. Collective if some are gone in the
         middle of a round."""
         if self.engine.workers_changed:
+            self.fold()
             self.leave_world()
         if fresh := self.parameters.find_new():
             self.gradients.add(fresh)
@@ -746,7 +748,7 @@ class LocalSteps(Steps):
     def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if their weights are not the same, or what they have in common while an
         exchange is under way. Collective."""
-        if self.rounds.hidden:
+        if self.pending and self.rounds.hidden:
             yield from self.rounds.check_replicas()
         else:
             yield from super().check_replicas()

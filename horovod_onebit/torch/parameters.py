@@ -362,6 +362,19 @@ class Parameters:
         text = "the state of %s was changed between two steps: the warm-up begins again"
         self.engine.say(logging.INFO, text, names)
 
+    def warm_up(self, late: Sequence[torch.Tensor]) -> None:
+        """These parameters, which are compressed, have got their first gradient: they have a whole warm-up first."""
+        if not late:
+            return
+        groups = self._groups()
+        for p in late:
+            self.optimizer.state[p].clear()
+            self._unbind(groups[p], p)
+            self._init_state(groups[p], p)
+        names = ", ".join(self.names[p] for p in late[:5]) + (" ..." if len(late) > 5 else "")
+        text = "%s: the first gradients since compression started; the warm-up begins for them"
+        self.engine.say(logging.INFO, text, names)
+
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
         """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
         other = set(map(id, edited))

@@ -67,17 +67,17 @@ def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, recipe, steps):
 
 
 def test_a_run_whose_second_moments_are_frozen_keeps_its_beta_2(folder):
-    model = compiled("adamw", "robust")
+    model, again = compiled("adamw", "robust"), compiled("adamw", "robust", seed=5)
     fit(model, 6)
     onebit.save_checkpoint(folder, model)
-    again = compiled("adamw", "robust", seed=5)
     again.optimizer.beta_2 = 0.99
     onebit.load_checkpoint(folder, again)
-    with pytest.raises((ConfigurationError, tf.errors.OpError), match=r"beta_2=0\.99, and 0\.999 when"):
-        fit(again, 1, start=6)
-    again.optimizer.beta_2 = 0.999
-    again.compile(optimizer=again.optimizer, loss=LOSS)
-    fit(again, 1, start=6)
+    for one in (model, again):
+        fit(one, 1, start=6)
+    if SIZE == 2:
+        for v, w in zip(model.trainable_variables, again.trainable_variables, strict=True):
+            if len(v.shape) == 2:  # biases take Keras's own steps
+                np.testing.assert_array_equal(v, w)
     assert_replicas_equal(again)
 
 

@@ -633,10 +633,21 @@ def backup_of_one(folder):
 
 FALLS_ON_ONE = ([1.0, 2, 3, 4, 5, 6], [9.0, 8, 7, 6, 5, 4])
 STOPS = keras.callbacks.EarlyStopping
+
+
+def best_epoch_of_one(folder):
+    stop = STOPS("val_loss", patience=9, restore_best_weights=True)
+    model = run_with(Metrics(*FALLS_ON_ONE), stop, own=nothing)
+    fit(model, of_worker(CASES["clipnorm"], RANK, 2), epochs=1)
+
+
 DECISIONS = {
     "EarlyStopping, metrics not averaged": (
         lambda _: run_with(Metrics(*FALLS_ON_ONE), STOPS("val_loss", patience=1), own=nothing),
         "the end of fit, after a callback has stopped",
+    ),
+    "EarlyStopping restores the best weights, metrics not averaged": (
+        best_epoch_of_one, "replicas have drifted apart"
     ),
     "EarlyStopping on one": (
         lambda _: run_with(Metrics([1.0] * 6), alone=[STOPS("val_loss", patience=1)]),

@@ -595,6 +595,22 @@ def test_moments_that_are_broadcast_were_not_edited():
     assert_replicas_equal(model)
 
 
+def test_a_second_moment_of_local_steps_is_of_own_gradients_when_the_optimizer_is_wrapped_again():
+    seconds = []
+    for stages in (((32, 32),), ((12, 100), (20, 20))):
+        variable, draw = keras.Variable(np.ones((64, 64), np.float32)), np.random.default_rng(RANK)
+        plain = keras.optimizers.Adam(1e-3)
+        for steps, freeze in stages:
+            optimizer = local(plain, onebit.Local(every=4, freeze=freeze))
+            optimizer.build([variable])
+            for _ in range(steps):
+                optimizer.apply([tf.constant(draw.standard_normal((64, 64)), tf.float32)], [variable])
+            optimizer.flush()
+        assert int(optimizer._frozen.value) == 32
+        seconds.append(np.array(optimizer._velocities[0]))
+    np.testing.assert_allclose(*seconds, rtol=1e-4)
+
+
 def test_a_plain_state_that_is_set_in_the_middle_of_a_round():
     model, optimizer = build(), local(keras.optimizers.Adam(1e-3), SHORT)
     train(model, optimizer, 10)

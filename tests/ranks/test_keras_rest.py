@@ -3,6 +3,7 @@ they get one."""
 
 from pathlib import Path
 
+import horovod.tensorflow as hvd
 import keras
 import numpy as np
 import pytest
@@ -122,3 +123,29 @@ def test_a_run_that_is_resumed_between_two_looks_continues_bit_for_bit(kept_by, 
         ends.append((rows(model), *optimizer.feedback_state_dict().values()))
     for before, after in zip(*ends, strict=True):
         np.testing.assert_array_equal(before, after)
+
+
+@pytest.mark.parametrize("kind", [keras.optimizers.Adam, keras.optimizers.Lamb])
+def test_a_layer_whose_gradients_begin_after_the_warm_up_begins_it_again(kind, caplog):
+    """As the second term of a loss may begin later."""
+    lengths = []
+    for recipe in ("exact", "robust"):
+        variables = [keras.Variable(np.full((64, 64), 0.5, np.float32)) for _ in range(2)]
+        optimizer = onebit.DistributedOptimizer(kind(0.01), recipe=recipe, warmup_steps=5)
+        optimizer.build(variables)
+        moves = []
+        for step in range(120):
+            noise = 0.5 * np.random.default_rng([step, RANK]).standard_normal((2, 64, 64))
+            grads = [tf.constant(np.array(v) - 1 + n, tf.float32) for v, n in zip(variables, noise, strict=True)]
+            if step < MET:
+                grads[1] = tf.zeros_like(grads[1])
+            before = np.array(variables[1])
+            optimizer.apply(grads, variables)
+            moves.append(np.abs(np.array(variables[1]) - before).mean())
+        lengths.append(np.mean(moves[-40:]))
+        assert max(moves[:MET]) == 0
+        rows = hvd.allgather(np.concatenate([np.array(v) for v in variables])[None], name="late.weights").numpy()
+        assert (rows == rows[0]).all()
+    assert optimizer.phase is Phase.COMPRESSED
+    assert lengths[1] < 1.5 * lengths[0]
+    assert ("has had no gradient yet: the warm-up begins again" in caplog.text) == (RANK == 0)

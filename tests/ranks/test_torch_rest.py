@@ -120,3 +120,37 @@ def test_masked_weights_stay_zero():
     assert not model[0].weight[mask].any()
     assert model[0].weight[~mask].all()
     assert_replicas_equal(model)
+
+
+def draw_late(step, p, *, none):
+    """The gradients of a loss whose second term begins in step number ``MET``: towards 1, with noise."""
+    generator = torch.Generator().manual_seed(100 * step + RANK)
+    both = [q.detach() - 1 + 0.5 * torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE) for q in p]
+    p[0].grad = both[0]
+    p[1].grad = both[1] if step >= MET else None if none else torch.zeros_like(p[1])
+
+
+@pytest.mark.parametrize("none", [False, True])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, onebit.LAMB])
+def test_a_layer_whose_gradients_begin_after_the_warm_up_has_its_own(kind, none):
+    lengths, seconds = [], []
+    for recipe in ("exact", "robust"):
+        p = [torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2)]
+        plain = kind(p, lr=0.01)
+        named = [("first", p[0]), ("second", p[1])]
+        optimizer = onebit.DistributedOptimizer(plain, named, recipe=recipe, warmup_steps=5)
+        for step in range(MET):
+            draw_late(step, p, none=none)
+            optimizer.step()
+        moves = []
+        for step in range(MET, 120):
+            before = p[1].detach().clone()
+            draw_late(step, p, none=none)
+            optimizer.step()
+            moves.append((p[1].detach() - before).abs().mean())
+        lengths.append(float(torch.stack(moves[-40:]).mean()))
+        seconds.append(optimizer.state_dict()["state"][1]["exp_avg_sq"].mean())
+        assert_replicas_equal(torch.nn.ParameterList(p))
+    assert optimizer.stats().compressed_parameters == 2 * 64 * 64
+    assert lengths[1] < 1.5 * lengths[0]
+    assert 0.3 < seconds[1] / seconds[0] < 3.0  # it is frozen after few steps, whose gradients are larger

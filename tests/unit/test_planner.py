@@ -187,6 +187,16 @@ def test_the_warm_up_in_three_bits():
         assert not planner.plan(replace(JOB, **change)).before
 
 
+def test_the_gain_where_spare_cores_do_the_work_of_an_allreduce():
+    plan = planner.plan(replace(JOB, parameters=110_000_000, workers=16, link=planner.rate("10gbit"), compute=0.25))
+    gain = plan.spare.step / plan.best.step
+    assert 1 < gain < plan.speedup
+    assert f"({gain:.1f} times if spare cores do the work of an allreduce)" in plan.verdict
+    on_gpus = planner.plan(replace(plan.job, link=planner.rate("1gbit"), device=costs.GPU))
+    assert "1-bit pays" in on_gpus.verdict
+    assert "spare" not in on_gpus.verdict
+
+
 def test_command_line(capsys, tmp_path):
     arguments = ["plan", "--parameters", "110M", "--workers", "16", "--link", "10gbit", "--compute-ms", "250"]
     assert cli.main([*arguments, "--plot", str(tmp_path / "plan.svg")]) == 0

@@ -445,3 +445,25 @@ def test_frozen_second_moments_do_not_follow_another_beta2(options, resumes):
 
     steady, changed = (simulation.run(partial(worker, changes=changes), 2) for changes in (False, True))
     np.testing.assert_array_equal(steady, changed)
+
+
+def test_servers_residuals_of_a_world_of_another_size_are_replaced():
+    """Of Horovod elastic: what was saved by two workers is restored where three have trained since."""
+
+    def before(collectives):
+        optimizer, weights = build(collectives, recipe=TWO_STAGE, warmup_steps=2)
+        train(optimizer, weights, 0, 6)
+        return optimizer.residuals()
+
+    saved = simulation.run(before, 2)
+
+    def worker(collectives):
+        optimizer, weights = build(collectives, recipe=TWO_STAGE, warmup_steps=2)
+        train(optimizer, weights, 0, 6)
+        optimizer.load_residuals(saved[0])
+        train(optimizer, weights, 6, 9)
+        return weights["long"]
+
+    found = simulation.run(worker, 3)
+    for weights in found:
+        np.testing.assert_array_equal(weights, found[0])

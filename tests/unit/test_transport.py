@@ -18,6 +18,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError
+from horovod_onebit.face import next_name
 from horovod_onebit.torch import averaging, transport
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -149,3 +150,11 @@ def test_a_model_whose_own_averages_are_switched_off_can_be_copied():
     model(torch.ones(1, 2))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)))
+
+
+def test_optimizers_are_counted_alike_by_workers_that_have_come_later():
+    """In an elastic job, the whole world of a newcomer's first optimizer had other members."""
+    names = [next_name(0, ranks, "phases") for ranks in ((0, 1), (0, 1, 2), (0, 1))]
+    assert names == ["onebit.0.phases.0", "onebit.0.phases.1", "onebit.0.phases.2"]
+    of_sets = [next_name(3, ranks, "phases") for ranks in ((0, 1), (1, 2))]
+    assert of_sets == ["onebit.3.phases.0", "onebit.3.phases.0"]
