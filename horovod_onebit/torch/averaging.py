@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch.private import running_ddp, untraced
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.torch.private import joins, running_ddp, untraced
 
 _off: Any = weakref.WeakSet()
 """Those in which averaging is switched off in every forward pass: leaving ``no_sync()`` would switch it on again."""
@@ -50,10 +50,25 @@ class _SwitchOff:
                 self._add([running])
         for found in self._found:
             found.require_backward_grad_sync = False
+            _check_switched_off(found)
 
     def _add(self, found: Iterable[DistributedDataParallel]) -> None:
         self._found.update(found)
         _off.update(self._found)
+
+
+def _check_switched_off(found: DistributedDataParallel) -> None:
+    """Raise ``UnsupportedError`` for what does not work without averaging."""
+    if found.static_graph:
+        raise UnsupportedError(
+            "DistributedDataParallel(static_graph=True) averages gradients in its first backward pass, whatever it is "
+            "told: leave static_graph out"
+        )
+    if joins(found):
+        raise UnsupportedError(
+            "model.join(), or torch.distributed.algorithms.Join: a worker without batches answers only what "
+            "DistributedDataParallel asks, and the others would wait for it: give all workers as many batches"
+        )
 
 
 def switch_off(model: Any) -> None:

@@ -3,8 +3,8 @@
 
 ``untraced`` keeps a function out of ``torch.compile``, as ``torch.optim`` does: ``torch.compiler.disable`` would import
 the compiler at once. ``add_to_all`` adds a number to many tensors in one call. ``running_ddp`` says which
-``DistributedDataParallel`` is in its forward pass. And PyTorch asks an optimizer what it is
-in ways that have no public form: only the caller tells who asks.
+``DistributedDataParallel`` is in its forward pass, ``joins`` whether it is in ``join()``. And PyTorch asks an optimizer
+what it is in ways that have no public form: only the caller tells who asks.
 """
 
 from __future__ import annotations
@@ -20,6 +20,11 @@ from torch.nn.parallel import DistributedDataParallel
 untraced: Callable[..., Any] = _disable_dynamo
 add_to_all: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
 running_ddp: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module
+
+
+def joins(model: DistributedDataParallel) -> bool:
+    """Whether ``model`` trains within ``Join``, where workers may have other numbers of batches."""
+    return bool(model._join_config.enable)
 
 
 def asked_by_pytorch() -> bool:

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
 import horovod_onebit.torch as onebit
-from horovod_onebit import ConfigurationError
+from horovod_onebit import ConfigurationError, UnsupportedError
 from horovod_onebit.face import next_name
 from horovod_onebit.torch import averaging, transport
 
@@ -158,3 +158,17 @@ def test_optimizers_are_counted_alike_by_workers_that_have_come_later():
     assert names == ["onebit.0.phases.0", "onebit.0.phases.1", "onebit.0.phases.2"]
     of_sets = [next_name(3, ranks, "phases") for ranks in ((0, 1), (1, 2))]
     assert of_sets == ["onebit.3.phases.0", "onebit.3.phases.0"]
+
+
+def test_what_averages_whatever_it_is_told_is_refused(process_group):
+    x = torch.ones(1, 2)
+    for inner, whole in ((torch.nn.Linear(2, 2), False), (torch.nn.Linear(2, 2), True)):
+        model = DistributedDataParallel(inner, static_graph=True)
+        averaging.switch_off(model if whole else inner)
+        with pytest.raises(UnsupportedError, match="leave static_graph out"):
+            model(x)
+    model = DistributedDataParallel(torch.nn.Linear(2, 2))
+    averaging.switch_off(model)
+    model(x).sum().backward()
+    with model.join(), pytest.raises(UnsupportedError, match="as many batches"):
+        model(x)
