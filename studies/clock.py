@@ -67,7 +67,7 @@ CONCLUSION = (
     "107), and ends at 5.69 in place of 5.88.\n\n"
     "At 1 Gbit/s, on an AMD EPYC whose cores take most of a step for computing, all ways are within a fifth of each "
     "other: `Local()` is the first at each loss of the table, one bit is 2 to 9 % after it, PowerSGD of rank 4 14 %, "
-    "float16 and float32 17 to 18 %, DiLoCo with rounds of 64 9 to 19 %. (DiLoCo is looked at three times in these 4 "
+    "float16 and float32 17 to 19 %, DiLoCo with rounds of 64 9 to 20 %. (DiLoCo is looked at three times in these 4 "
     "minutes, and its last look is 12 seconds late.)"
 )
 

@@ -157,21 +157,19 @@ class _Keras(checkpoints.Face):
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         # Of gradients that wait, the mean over the workers counts; random generators are left as they are.
         sums: dict[str, Any] = {}
-        kinds: dict[str, Any] = {}
         workers = 0
 
         def added(one: Residuals) -> Residuals:
             nonlocal workers
             state = one.pop("state")
             for name, value in state.items():
-                if keras.backend.is_float_dtype(str(value.dtype)):
+                if value.ndim and keras.backend.is_float_dtype(str(value.dtype)):  # scalars are alike on all
                     sums[name] = sums.get(name, 0) + value.astype(np.float64)  # what all have alike stays as it is
-                    kinds[name] = value.dtype
             workers += 1
             return one
 
         merged = super().merge(map(added, everybody))
-        return merged | {"state": {name: (total / workers).astype(kinds[name]) for name, total in sums.items()}}
+        return merged | {"state": {name: (total / workers).astype(np.float32) for name, total in sums.items()}}
 
     def _own_variables(self) -> dict[str, Any]:
         """By name, what each worker has of its own: the states of random generators, and gradients that wait for the

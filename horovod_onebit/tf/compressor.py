@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -143,6 +143,7 @@ class Compressor(RunState):
         options: of the optimizer, in the last step, or as they are now if there was none; see ``options_now``.
         place: where the last step was taken, if that is not the host's memory.
         apart: steps since the workers last had the same weights.
+        late: the numbers of variables whose first gradient has come after compression started.
     """
 
     in_one_piece = False
@@ -177,6 +178,7 @@ class Compressor(RunState):
         self.moments = Moments(self)
         self._options: Options | None = None
         self._option_names: list[str] | None = None
+        self.late: set[int] = set()
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
@@ -578,9 +580,7 @@ class Compressor(RunState):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
-        # The next step finds that the second moment of a whole variable has seen nothing, and the warm-up begins again;
-        # unless weights differ, as they may with 0/1 Adam.
-        late = self.engine.without_gradient(seconds) if self.together else []
+        late = self._late(seconds) if self.together else []  # or weights differ, as they may with 0/1 Adam
         if late:
             seen = np.array(self.optimizer._seen.value)
             seen[[self.indices[number] for number in late]] = 0
@@ -597,6 +597,14 @@ class Compressor(RunState):
                 marks[index] = self.moments.mark(second)
                 self.moments.hold(index, tensor.variance)
         self.moments.freeze(marks)
+
+    def _late(self, numbers: Iterable[int]) -> list[int]:
+        """Those of the tensors ``numbers`` that get the first gradient of all, whose second moment has seen nothing, as
+        the next step will find: the warm-up begins again. Once for each: they may have one from time to time."""
+        found = self.compute(partial(self.engine.without_gradient, numbers))
+        late = [number for number in found if self.indices[number] not in self.late]
+        self.late.update(self.indices[number] for number in late)
+        return late
 
     def _copied(self, array: Array) -> Array:
         """``array``, in the memory that the kernels work in."""
@@ -741,7 +749,7 @@ class Compressor(RunState):
 
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
-        return run_state.counts(self.engine, self.optimizer._wrapping.warmup)
+        return run_state.counts(self.engine, self.optimizer._wrapping.warmup) | {"late": sorted(self.late)}
 
     def take_counts(self, counts: Mapping[str, Any]) -> None:
         """Continue from what ``counts`` gave. Local; on all workers alike."""
@@ -749,6 +757,7 @@ class Compressor(RunState):
         self.unlearn()
         self.apart = 0
         run_state.take_counts(self.engine, self.optimizer._wrapping.warmup, counts)
+        self.late = set(counts["late"])
         self._follow_recipe()
 
     def check_built(self) -> None:

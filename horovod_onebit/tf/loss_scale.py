@@ -2,16 +2,29 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.graph import host_call, in_order, outside
 from horovod_onebit.tf.lineage import give
 from horovod_onebit.tf.meeting import all_finite
+
+
+def of_this_version(store: Any, variables: Sequence[Any]) -> Any:
+    """What Keras's file has ``store``d of these ``variables``: with the last one, zero, which version 0.1 had not."""
+    count = len(variables) - 1
+    if len(store.keys()) != count or not count:
+        return store
+    last = np.asarray(store[str(count - 1)])
+    if (last.shape, str(last.dtype)) != (tuple(variables[-2].shape), variables[-2].dtype):
+        return store  # of another kind of run, which Keras says
+    return {str(i): store[str(i)] for i in range(count)} | {str(count): np.zeros(())}
 
 
 @keras.saving.register_keras_serializable("horovod_onebit")
@@ -45,6 +58,9 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         """As Keras's; its ``build`` gets the variables that were made before it."""
         early = self.__dict__.get("_early", {})
         return early.pop(options["name"]) if options.get("name") in early else super().add_variable(*args, **options)
+
+    def load_own_variables(self, store: Any) -> None:
+        super().load_own_variables(of_this_version(store, self.variables))
 
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:

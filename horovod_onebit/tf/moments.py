@@ -337,7 +337,7 @@ class Moments:
         """Log that the warm-up begins again."""
         variables = [self._optimizer._trainable_variables[i] for i in edited]
         names = ", ".join(path_of(v) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
-        text = "the optimizer's state of %s was set or reset, or has had no gradient yet: the warm-up begins again"
+        text = "the optimizer's state of %s was set or reset, or begins with a first gradient: the warm-up begins again"
         self._compressor.engine.say(logging.WARNING, text, names)
 
 

@@ -36,7 +36,7 @@ from horovod_onebit.tf.graph import (
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, refuse_copy
+from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, of_this_version, refuse_copy
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -437,18 +437,11 @@ class _DistributedOptimizer(_Wrapped):
         self._compressor.forget()
 
     def load_own_variables(self, store: Any) -> None:
-        """For Keras's files: those of such an optimizer, of version 0.1, too, or of a plain one; then the warm-up
-        begins again. Local."""
-        count = len(store.keys())
-        values = [np.asarray(store[str(i)]) for i in range(count)] if self.built else []
-        if values and count == len(self.plain_variables):
-            self._take_plain(values)
+        """For Keras's files: those of such an optimizer, or of a plain one; then the warm-up begins again. Local."""
+        if self.built and len(store.keys()) == len(self.plain_variables):
+            self._take_plain([np.asarray(store[str(i)]) for i in range(len(self.plain_variables))])
             return
-        if values and count == len(self.variables) - 1:
-            values.append(np.zeros(()))  # see ``Moments.build_last``
-            self.set_weights(values)
-            return
-        super().load_own_variables(store)
+        super().load_own_variables(of_this_version(store, self.variables))
         self._compressor.forget()
 
     def _take_plain(self, values: list[np.ndarray]) -> None:
@@ -608,11 +601,11 @@ def DistributedOptimizer(
         kernels: ``"auto"`` compresses variables on a GPU there, by the CUDA kernels, where these work and all
             compressed variables are on one GPU; ``"cuda"`` raises an error where they do not work; ``"cpu"``
             compresses in the host's memory, as any does with a ``schedule``, and for gradients in few bits.
-        check_replicas_every: the weights of all workers are compared before the second step, and with the optimizer's
-            state when compression starts: differences raise ``DesyncError`` on all workers, which names them. A number
-            compares both after every so many steps, too, or after the next exchange where they differ between
-            exchanges; False compares nothing. With ``Local``, each round compares
-            what it begins with, and numbers are refused.
+        check_replicas_every: the weights of all workers are compared before the second step and after a ``fit``, and
+            with the optimizer's state when compression starts: differences raise ``DesyncError`` on all workers, which
+            names them. A number compares both after every so many steps, too, or after the next exchange where they
+            differ between exchanges; False compares nothing. With ``Local``, each round compares what it begins with,
+            and numbers are refused.
 
     ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.
 

@@ -161,7 +161,7 @@ class Plan:
         best, plain = self.best, self.uncompressed
         if self.job.workers == 1:
             return "1-bit does not pay: there is one worker, and nothing to send."
-        if self.speedup < 1.05:
+        if self.speedup < PAYS:
             return (
                 f"1-bit does not pay: {plain.way} takes {1e3 * plain.step:.0f} ms a step, of which "
                 f"{1e3 * plain.exposed:.0f} ms are spent waiting for the network; {best.way} {1e3 * best.step:.0f} ms."
@@ -175,12 +175,13 @@ class Plan:
         if self.spare is None:
             return ""
         gain = self.spare.step / self.best.step
-        return f" ({gain:.1f} times if spare cores do the work of an allreduce)"
+        where = "if spare cores do the work of an allreduce"
+        return f" ({gain:.1f} times {where})" if gain >= PAYS else f" (it does not pay {where})"
 
     @property
     def before(self) -> str:
         """What steps cost until compression starts, if 1-bit pays; else nothing."""
-        if self.warmup is None or self.speedup < 1.05:
+        if self.warmup is None or self.speedup < PAYS:
             return ""
         exact, few = (1e3 * step for step in (self._of("float32").step, self.warmup.step))
         return (
@@ -191,9 +192,12 @@ class Plan:
     def as_dict(self) -> dict[str, object]:
         estimates = [asdict(e) for e in self.estimates]
         said = {"auto": self.auto, "verdict": self.verdict, "before": self.before}
-        return {"job": asdict(self.job), "estimates": estimates, **said}
+        spare = None if self.spare is None else asdict(self.spare)
+        return {"job": asdict(self.job), "estimates": estimates, "spare": spare, **said}
 
 
+PAYS = 1.05
+"""Times as many steps a second, at least, where 1-bit is said to pay."""
 UNCOMPRESSED = ("float32", "float16")
 WAYS = {"direct": "1-bit direct", "two_stage": "1-bit two-stage", "hierarchical": "1-bit hierarchical"}
 """By the names of the exchanges."""

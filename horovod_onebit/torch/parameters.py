@@ -519,11 +519,19 @@ class Parameters:
             self.unstarted.discard(p)
 
     def exact_step_alone(self, exact_step: Callable[[], None], exact: Sequence[torch.Tensor]) -> None:
-        """The wrapped optimizer's step of ``exact``, which are counted: it passes over those without a gradient."""
+        """The wrapped optimizer's step of ``exact``, which is counted: it passes over those without a gradient."""
         with without_gradients(self.bindings):
             exact_step()
+        begun = self.steps < self.warmup.steps
         for p in exact:
-            self.exact_steps[p] += 1
+            # What comes later has its warm-up from its first gradient on, which may be one of few.
+            if begun or self.exact_steps[p] or self._has_seen(p):
+                self.exact_steps[p] += 1
+
+    def _has_seen(self, p: torch.Tensor) -> bool:
+        """Whether the second moment of ``p``, if it has one, has seen a gradient; alike on all workers."""
+        value = self.optimizer.state.get(p, {}).get(self.adapter.variance_key or "")
+        return self.adapter.variance_key is None or (value is not None and bool(value.any()))
 
     def moved(self, sends: Sends) -> None:
         """The engine has taken a step that ``sends`` this: so have the framework's tensors."""

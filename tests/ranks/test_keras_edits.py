@@ -26,6 +26,7 @@ from tests.ranks.keras_common import (
     batch,
     build,
     gradients,
+    scaled_step,
     step_of,
     train,
     weights,
@@ -326,6 +327,35 @@ def test_the_beta_2_of_frozen_second_moments_goes_with_them(how, tmp_path):
     assert other.phase is Phase.COMPRESSED
     train(again, other, 3, start=13)
     assert_replicas_equal(again)
+
+
+def test_a_loss_scale_optimizer_loads_a_file_of_0_1():
+    found = []
+    for seed in (0, 1):
+        model = build(seed)
+        optimizer = onebit.DistributedOptimizer(
+            keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=8.0), warmup_steps=WARMUP
+        )
+        optimizer.build(model.trainable_variables)
+        found.append((model, optimizer))
+    (model, optimizer), (_, other) = found
+    for number in range(WARMUP + 3):
+        scaled_step(model, optimizer, *map(tf.constant, batch(number)))
+    values = [np.array(v) for v in optimizer.variables]
+    other.load_own_variables({str(i): value for i, value in enumerate(values[:-1])})
+    for v, value in zip(other.variables[:-1], values[:-1], strict=True):
+        np.testing.assert_array_equal(v, value)
+    assert float(other.inner_optimizer._frozen_beta2.value) == 0
+
+
+def test_a_warm_up_that_begins_again_forgets_residuals():
+    model, optimizer = made("one bit")
+    train(model, optimizer, 9)
+    assert any(residual.any() for residual in optimizer.feedback_state_dict().values())
+    zero(moments(optimizer))
+    train(model, optimizer, 1, start=9)
+    assert optimizer.phase is Phase.WARMUP
+    assert not any(residual.any() for residual in optimizer.feedback_state_dict().values())
 
 
 CHANGED = {

@@ -148,4 +148,17 @@ def test_a_layer_whose_gradients_begin_after_the_warm_up_begins_it_again(kind, c
         assert (rows == rows[0]).all()
     assert optimizer.phase is Phase.COMPRESSED
     assert lengths[1] < 1.5 * lengths[0]
-    assert ("has had no gradient yet: the warm-up begins again" in caplog.text) == (RANK == 0)
+    assert ("begins with a first gradient: the warm-up begins again" in caplog.text) == (RANK == 0)
+
+
+def test_a_layer_whose_gradients_are_rare_begins_the_warm_up_again_once(caplog):
+    variables = [keras.Variable(np.zeros((64, 64), np.float32)) for _ in range(2)]
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.Adam(0.01), warmup_steps=5)
+    optimizer.build(variables)
+    ones = tf.ones((64, 64))
+    for step in range(3 * 80 + 1):
+        optimizer.apply([ones, ones if step and step % 80 == 0 else tf.zeros((64, 64))], variables)
+    assert np.array(variables[1]).max() < -0.005  # by the third, once the second has been found in compressed steps
+    assert caplog.text.count("the warm-up begins again") == (RANK == 0)
+    assert optimizer._compressor.counts()["late"] == [1]
+    assert optimizer.phase is Phase.COMPRESSED

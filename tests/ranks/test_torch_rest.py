@@ -154,3 +154,20 @@ def test_a_layer_whose_gradients_begin_after_the_warm_up_has_its_own(kind, none)
     assert optimizer.stats().compressed_parameters == 2 * 64 * 64
     assert lengths[1] < 1.5 * lengths[0]
     assert 0.3 < seconds[1] / seconds[0] < 3.0  # it is frozen after few steps, whose gradients are larger
+
+
+def test_a_layer_whose_gradients_are_rare_is_trained():
+    """With fewer in all than a warm-up has steps, and each after more steps than that."""
+    p = torch.nn.Parameter(torch.zeros(64, 64, device=DEVICE))
+    q = torch.nn.Parameter(torch.zeros(64, 64, device=DEVICE))
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p, q], lr=0.01), warmup_steps=5)
+    moves = []
+    for step in range(3 * 80 + 1):
+        p.grad, q.grad = torch.ones_like(p), torch.full_like(q, float(step > 0 and step % 80 == 0))
+        before = q.detach().clone()
+        optimizer.step()
+        moves.append(bool((q.detach() < before).any()))
+    assert not any(moves[:160])  # the first is found afterwards
+    assert moves[160]
+    assert moves[240]
+    assert optimizer.stats().compressed_parameters == 2 * 64 * 64

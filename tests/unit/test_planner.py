@@ -192,6 +192,8 @@ def test_the_gain_where_spare_cores_do_the_work_of_an_allreduce():
     gain = plan.spare.step / plan.best.step
     assert 1 < gain < plan.speedup
     assert f"({gain:.1f} times if spare cores do the work of an allreduce)" in plan.verdict
+    fast = replace(JOB, parameters=60_000_000, link=planner.rate("100gbit"), compute=0.2)
+    assert "1.6 times as many steps a second as float16 (it does not pay if spare" in planner.plan(fast).verdict
     on_gpus = planner.plan(replace(plan.job, link=planner.rate("1gbit"), device=costs.GPU))
     assert "1-bit pays" in on_gpus.verdict
     assert "spare" not in on_gpus.verdict

@@ -4,6 +4,7 @@ Who upgrades one of them sees here what has gone, and not in the middle of a run
 """
 
 import inspect
+import tempfile
 
 import pytest
 
@@ -17,6 +18,23 @@ def test_pytorch_has(name):
     for part in name.split("."):
         found = getattr(found, part)
     assert callable(found)
+
+
+def test_a_model_of_pytorch_says_whether_it_is_in_join():
+    import torch
+    import torch.distributed as dist
+    from torch.nn.parallel import DistributedDataParallel
+
+    from horovod_onebit.torch.private import joins
+
+    dist.init_process_group("gloo", init_method=f"file://{tempfile.mkdtemp()}/store", rank=0, world_size=1)
+    try:
+        model = DistributedDataParallel(torch.nn.Linear(2, 2))
+        assert not joins(model)
+        with model.join():
+            assert joins(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_pytorchs_scaler_asks_an_optimizer_whether_it_handles_scales():
