@@ -124,7 +124,7 @@ def next_name(number: int, ranks: Iterable[int], label: str | None = None, *, lo
     """
     # Counted by members: Horovod gives the id of a removed set to the next one, which may have other members. Those of
     # the whole world change in elastic jobs.
-    key = (tuple(ranks) if number else (), label, loaded)
+    key = (tuple(ranks) if number else None, label, loaded)
     count = _named[key]
     _named[key] += 1
     return ".".join(str(part) for part in ("onebit", number, label, count) if part is not None)

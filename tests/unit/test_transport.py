@@ -158,6 +158,7 @@ def test_optimizers_are_counted_alike_by_workers_that_have_come_later():
     assert names == ["onebit.0.phases.0", "onebit.0.phases.1", "onebit.0.phases.2"]
     of_sets = [next_name(3, ranks, "phases") for ranks in ((0, 1), (1, 2))]
     assert of_sets == ["onebit.3.phases.0", "onebit.3.phases.0"]
+    assert next_name(-1, (), "phases") == "onebit.-1.phases.0"  # of a worker that is outside of a group
 
 
 def test_what_averages_whatever_it_is_told_is_refused(process_group):
