@@ -62,8 +62,7 @@ class RunState:
             self.coded.check(saved["gradients"], self.sizes())
 
     def load_residuals(self, saved: Residuals) -> None:
-        """Continue from what ``residuals`` gave, in a world of as many workers perhaps as are not there now. Local; on
-        all workers alike."""
+        """Continue from what ``residuals`` gave, perhaps in a world of another size. Local; on all workers alike."""
         self.engine.discard_servers()
         self.load_feedback(saved["feedback"])
         self.weigh(Weighing.saved(saved))

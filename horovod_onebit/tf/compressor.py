@@ -322,10 +322,12 @@ class Compressor(RunState):
         return warmup.steps
 
     def warm_up_again(self) -> None:
-        """The warm-up begins: no exact step was taken yet. Local; on all workers alike."""
+        """The warm-up begins: no exact step was taken yet, and nothing is owed. Local; on all workers alike."""
         optimizer, warmup = self.optimizer, self.optimizer._wrapping.warmup
         warmup.load_state_dict({})
         self.unlearn()
+        with self.here():
+            self.engine.feedback.reset()
         optimizer._begun.assign(int(optimizer.iterations))
         optimizer._exact_steps.assign(0)
         optimizer._compressed_steps.assign(0)
@@ -336,9 +338,6 @@ class Compressor(RunState):
         ``edited`` were set by somebody. Local; on all workers alike."""
         # Where ``iterations`` was set, all are corrected by the old count, and none was edited by itself.
         self.moments.make_plain(edited if self.moments.moved is None else ())
-        if self.optimizer._wrapping.local is None:  # rounds go on, and owe what is left of those before
-            with self.here():
-                self.engine.feedback.reset()
         self.warm_up_again()
         self.forget_trained()
 

@@ -179,9 +179,8 @@ class Moments:
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned to the wrapped optimizer's variables."""
-        self.forget()
-        self._optimizer._seen.assign(self._of_plain())
         self._thaw()
+        self._optimizer._seen.assign(self._of_plain())
 
     def _thaw(self) -> None:
         """No second moment is frozen."""

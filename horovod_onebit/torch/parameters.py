@@ -358,9 +358,7 @@ class Parameters:
         for p in (p for p in edited if p in groups):
             self._begin_again(groups[p], p)
         self._order()
-        names = ", ".join(self.names[p] for p in edited[:5]) + (" ..." if len(edited) > 5 else "")
-        text = "the state of %s was changed between two steps: the warm-up begins again"
-        self.engine.say(logging.INFO, text, names)
+        self._say("the state of %s was changed between two steps: the warm-up begins again", edited)
 
     def warm_up(self, late: Sequence[torch.Tensor]) -> None:
         """These parameters, which are compressed, have got their first gradient: they have a whole warm-up first."""
@@ -371,8 +369,11 @@ class Parameters:
             self.optimizer.state[p].clear()
             self._unbind(groups[p], p)
             self._init_state(groups[p], p)
-        names = ", ".join(self.names[p] for p in late[:5]) + (" ..." if len(late) > 5 else "")
-        text = "%s: the first gradients since compression started; the warm-up begins for them"
+        self._say("%s: the first gradients since compression started; the warm-up begins for them", late)
+
+    def _say(self, text: str, parameters: Sequence[torch.Tensor]) -> None:
+        """Log ``text`` of the first of these ``parameters``, by name."""
+        names = ", ".join(self.names[p] for p in parameters[:5]) + (" ..." if len(parameters) > 5 else "")
         self.engine.say(logging.INFO, text, names)
 
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
