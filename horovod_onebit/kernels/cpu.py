@@ -250,7 +250,6 @@ def _keep(residual, c, moves):
 def _encode(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, guard, block_size, first, last):
     """``kept`` is ``residual``, or None if nothing of elements that move is kept there."""
     c, sent = np.empty(min(block_size, residual.size), f32), np.empty(min(block_size, residual.size), f32)
-    finite = True
     for k in range(first, last):
         lo = k * block_size
         hi = min(lo + block_size, residual.size)
@@ -262,13 +261,10 @@ def _encode(p, g, m, v, w, a, moves, residual, kept, row, words, at, record, gua
         if moving < hi - lo:
             if kept is None:
                 _add_waiting(x, e, here)
-            good = compress(_sent_of(x, here, sent[: hi - lo]), moving, all_kept, words, word, out, guard)
-            if good:
+            if compress(_sent_of(x, here, sent[: hi - lo]), moving, all_kept, words, word, out, guard):
                 _keep(e, x, here)
         else:
-            good = compress(x, moving, all_kept, words, word, out, guard)
-        finite &= good
-    return finite
+            compress(x, moving, all_kept, words, word, out, guard)
 
 
 def _code_at(record, width, k, j):
@@ -465,19 +461,22 @@ def set_num_threads(count: int) -> None:
     _pool.count, _pool.executor = count, None
 
 
-def _over_blocks(size: int, block_size: int, work: Callable[[int, int], Any]) -> list[Any]:
+def _over_blocks(size: int, block_size: int, work: Callable[[int, int], None]) -> None:
     """``work(first, last)`` over all blocks of ``size`` elements, split between threads where that pays."""
     blocks = num_blocks(size, block_size)
     parts = min(_pool.count, blocks, size // MIN_ELEMENTS_PER_THREAD)
     if parts <= 1:
-        return [work(0, blocks)]
+        work(0, blocks)
+        return
     edges = [blocks * i // parts for i in range(parts + 1)]
     rest = [_begun(work, lo, hi) for lo, hi in pairwise(edges[1:])]
-    return [work(edges[0], edges[1]), *(result() for result in rest)]
+    work(edges[0], edges[1])
+    for wait in rest:
+        wait()
 
 
-def _begun(work: Callable[[int, int], Any], first: int, last: int) -> Callable[[], Any]:
-    """``work`` in another thread; what is returned waits for its result, or does the work when the interpreter ends."""
+def _begun(work: Callable[[int, int], None], first: int, last: int) -> Callable[[], None]:
+    """``work`` in another thread; what is returned waits for its end, or does the work when the interpreter ends."""
     try:
         return _pool.get().submit(work, first, last).result
     except RuntimeError as error:
@@ -486,18 +485,16 @@ def _begun(work: Callable[[int, int], Any], first: int, last: int) -> Callable[[
         return partial(work, first, last)
 
 
-def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
+def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:
     """See ``reference.encode``."""
     loop, record = _compiled(_encode, coding.codec, formula), coding.record
     words, moves = row.view(f32), arrays.variance if resting(formula) else None
     kept = None if forgetting(formula) else residual
 
-    def work(first: int, last: int) -> bool:
-        return loop(
-            p, *arrays, moves, residual, kept, row, words, at, record, coding.guard, coding.block_size, first, last
-        )
+    def work(first: int, last: int) -> None:
+        loop(p, *arrays, moves, residual, kept, row, words, at, record, coding.guard, coding.block_size, first, last)
 
-    return all(_over_blocks(residual.size, coding.block_size, work))
+    _over_blocks(residual.size, coding.block_size, work)
 
 
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:

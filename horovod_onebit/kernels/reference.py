@@ -168,12 +168,12 @@ def contribution(formula: Formula, p: Any, arrays: Arrays) -> Array:
         return np.asarray(formula(p, *_numbers(arrays)))
 
 
-def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> bool:
+def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:
     """Compress ``c = formula(p, *arrays) + residual`` to records in ``row``, and keep in ``residual`` what was lost.
 
-    A block that holds anything not finite gets the scale NaN and its residual stays as it was. Returns whether every
-    block was finite. Elements that rest (``formulas.rests``) are compressed as zeros, have no part in the scale, and
-    ``c`` is kept of them. If ``formula`` ``forgets``, the residual is theirs alone.
+    A block that holds anything not finite gets the scale NaN and its residual stays as it was. Elements that rest
+    (``formulas.rests``) are compressed as zeros, have no part in the scale, and ``c`` is kept of them. If ``formula``
+    ``forgets``, the residual is theirs alone.
     """
     moves, kept = _moves(formula, arrays), residual
     if moves is not None and forgetting(formula):
@@ -182,7 +182,7 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes
         c = contribution(formula, p, arrays) + kept + np.float32(0)
         sent = c if moves is None else c * moves + np.float32(0)  # NaN stays NaN
     rest = None if moves is None else (moves, c)
-    return _compress(sent, residual, row, at, coding, rest, forget=forgetting(formula))
+    _compress(sent, residual, row, at, coding, rest, forget=forgetting(formula))
 
 
 def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
@@ -193,9 +193,8 @@ def _moves(formula: Formula, arrays: Arrays) -> NDArray[np.bool_] | None:
 def _compress(
     c: Array, residual: Array, row: Bytes, at: int, coding: Coding,
     rest: tuple[NDArray[np.bool_], Array] | None = None, *, forget: bool = False,
-) -> bool:  # fmt: skip
+) -> None:  # fmt: skip
     """``rest``: which elements move, and what is kept of the others. ``forget``: of those that move, nothing is."""
-    finite = True
     for elements, span, length in _blocks(c.size, coding, at):
         blocks, kept = c[elements].reshape(-1, length), residual[elements].reshape(-1, length)
         moves: Any = None
@@ -207,8 +206,6 @@ def _compress(
         if moves is not None:
             lost = np.where(moves, lost, whole)
         kept[good] = lost[good]
-        finite &= bool(good.all())
-    return finite
 
 
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Array, row: Bytes, at: int, coding: Coding) -> None:

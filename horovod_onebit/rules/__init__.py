@@ -238,10 +238,10 @@ class Rule:
         """Whether elements of ``tensor`` rest that have never had a gradient: see ``rest``."""
         return resting(self.contribution(tensor, context).formula)
 
-    def encode(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> bool:
-        """Compress this worker's contribution to records at ``at`` of ``row``, update the residual; all finite?"""
+    def encode(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> None:
+        """Compress this worker's contribution to records at ``at`` of ``row``, and update the residual."""
         how = self.contribution(tensor, context)
-        return context.kernels.encode(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
+        context.kernels.encode(*how, tensor.arrays(grad), tensor.residual, row, at, context.coding(block_size))
 
     def restore(self, tensor: Tensor, grad: Array, row: Bytes, at: int, block_size: int, context: Context) -> None:
         """Undo ``encode`` of the same arguments."""

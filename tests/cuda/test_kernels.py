@@ -143,10 +143,10 @@ def check_encode(size, how, p=None, formula=adam.update, *, special=0.0, shift=0
     rows = [np.full(4 + how.codec.size(size, how.block_size), 90, np.uint8) for _ in "ab"]
     expected, given = error.copy(), Arrays(grad, momentum, variance, weight)
     with np.errstate(all="ignore"):
-        finite = reference.encode(formula, p, given, expected, rows[0], 4, how)
+        reference.encode(formula, p, given, expected, rows[0], 4, how)
     put = Device(shift)
     device, residual = Arrays(*map(put, given)), put(error)
-    assert kernels.encode(formula, p, device, residual, rows[1], 4, how) == finite
+    kernels.encode(formula, p, device, residual, rows[1], 4, how)
     assert (rows[1][:4] == 90).all()
     np.testing.assert_array_equal(*(without_scales(row, size, how, 4) for row in rows))
     close(*(scales_of(row, size, how, 4) for row in rows))
@@ -217,7 +217,7 @@ def test_short_gradients_are_read_as_they_are(kind, shift):
     place, residual = put(short), put(error)
     address = place.ctypes.data if SIMULATED else place.__cuda_array_interface__["data"][0]
     given = Arrays(kernels.Buffer(address, 300, kind, place), put(momentum))
-    assert kernels.encode(adam.momentum, of_adam(), given, residual, rows[1], 0, how)
+    kernels.encode(adam.momentum, of_adam(), given, residual, rows[1], 0, how)
     np.testing.assert_array_equal(*(without_scales(row, 300, how) for row in rows))
     close(host(residual), expected)
 
@@ -300,7 +300,7 @@ def test_local_steps_are_the_reference(update_space, inside):
         backend.move(zero_one_adam.local, p, given)
         seen = [host(m), host(w)]
         sync = scalars(zero_one_adam.Sync, correction=1.25, decay=0.98, rates=0, common=1, **epsilons)
-        assert backend.encode(sent, sync, given, e, row, 0, how)
+        backend.encode(sent, sync, given, e, row, 0, how)
         seen += [without_scales(row, size, how), host(e)]
         backend.restore(sent, sync, given, e, row, 0, how)
         seen.append(host(e))
@@ -326,7 +326,7 @@ def test_one_tensor_that_is_not_aligned_is_enough(odd):
     results, how = [], coding()
     for backend, (g, m, v, e) in ((reference, given.values()), (kernels, placed.values())):
         row = np.zeros(how.codec.size(200, 64), np.uint8)
-        assert backend.encode(adam.update, of_adam(), Arrays(g, m, v), e, row, 0, how)
+        backend.encode(adam.update, of_adam(), Arrays(g, m, v), e, row, 0, how)
         results.append((without_scales(row, 200, how), host(e)))
     np.testing.assert_array_equal(results[0][0], results[1][0])
     close(*(residuals for _, residuals in results))

@@ -161,35 +161,21 @@ def _set_out(row: Row, out: Any, at: int, coding: Coding) -> Places:
     return [(int(Column.OUT), out[at : at + coding.codec.size(row[Column.SIZE], coding.block_size)])]
 
 
-def _by_block(program: Program, row: Row, sent: Places, fetched: Places, coding: Coding) -> bool:
-    """Compress, a thread block for each block; whether all is finite, which is True as long as it is not known."""
-    block_size, size = coding.block_size, row[Column.SIZE]
-    threads = min(-(-min(block_size, size) // (32 * 4 * PARTS)) * 32, MAX_THREADS)
-    launcher.call(Call(program, num_blocks(size, block_size), threads, row, sent, fetched))
-    if launcher.collecting or not fetched:
-        return True
-    records = fetched[0][1]
-    starts = np.arange(0, len(records), row[Column.OUT_RECORD])
-    return bool(np.isfinite(records[starts[:, None] + np.arange(4)].view(np.float32)).all())
-
-
 def _by_tile(program: Program, row: Row, sent: Places) -> None:
     """Whatever the blocks are."""
     blocks = -(-row[Column.SIZE] // (4 * TILE_THREADS * PARTS))
     launcher.call(Call(program, blocks, TILE_THREADS, row, sent, []))
 
 
-def encode(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> bool:
-    """See ``reference.encode``.
-
-    Where the message is not in host memory, or not yet (in a batch), the result is True: scales tell, when they are.
-    """
+def encode(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> None:
+    """See ``reference.encode``."""
     if _on_host(residual):
         return cpu.encode(formula, p, arrays, residual, row, at, coding)
     line = _row(coding, p)
     sent = _set_tensors(line, *_numbered(arrays), (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, residual))
-    program = Program("encode", formula, type(p), coding.codec)
-    return _by_block(program, line, sent, _set_out(line, row, at, coding), coding)
+    program, block_size, size = Program("encode", formula, type(p), coding.codec), coding.block_size, line[Column.SIZE]
+    threads = min(-(-min(block_size, size) // (32 * 4 * PARTS)) * 32, MAX_THREADS)
+    return launcher.call(Call(program, num_blocks(size, block_size), threads, line, sent, _set_out(line, row, at, coding)))
 
 
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> None:

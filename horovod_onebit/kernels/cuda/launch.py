@@ -225,11 +225,6 @@ class Launcher(threading.local):
         if self._depth == 0:
             self._launch_collected()
 
-    @property
-    def collecting(self) -> bool:
-        """Whether a batch is open."""
-        return self._depth > 0
-
     def current(self) -> Any:
         """The stream that the next launch is on."""
         return _stream(self.stream())
