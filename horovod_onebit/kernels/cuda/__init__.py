@@ -175,7 +175,9 @@ def encode(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at
     sent = _set_tensors(line, *_numbered(arrays), (Column.RESIDUAL, residual), (Column.NEW_RESIDUAL, residual))
     program, block_size, size = Program("encode", formula, type(p), coding.codec), coding.block_size, line[Column.SIZE]
     threads = min(-(-min(block_size, size) // (32 * 4 * PARTS)) * 32, MAX_THREADS)
-    return launcher.call(Call(program, num_blocks(size, block_size), threads, line, sent, _set_out(line, row, at, coding)))
+    return launcher.call(
+        Call(program, num_blocks(size, block_size), threads, line, sent, _set_out(line, row, at, coding))
+    )
 
 
 def restore(formula: Formula, p: Any, arrays: Arrays, residual: Any, row: Any, at: int, coding: Coding) -> None:
