@@ -16,7 +16,6 @@ from horovod_onebit import simulation
 from horovod_onebit.engine import Engine
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.kernels.reference import Arrays
-from horovod_onebit.layout import Layout
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor
 from horovod_onebit.rules.gradient import Gradient
@@ -59,11 +58,6 @@ def compile_steps(
         logger.info("compiled the kernels of compressed steps in %.1f s", seconds)
 
 
-class _Engine(Engine):
-    def say_layout(self, layout: Layout, exchange: str, what: str = "") -> None:
-        """Nothing: it is nobody's."""
-
-
 class _Lending:
     """Collectives whose results nobody may write to."""
 
@@ -101,7 +95,7 @@ def _step(recipe: Recipe, rule: Rule, divides: bool, lent: Lent, alone: Collecti
         array.flags.writeable = i >= {"nothing": 0, "gradients": 1, "all but momenta": 3, "all": 4}[lent]
     tensor = Tensor("x", zeros[0], zeros[1], zeros[2] if divides else None, zeros[3], step=1, variance_steps=1)
     rule.init(tensor)
-    engine = _Engine(recipe, alone if lent == "nothing" else cast(Collectives, _Lending(alone)))
+    engine = Engine(recipe, alone if lent == "nothing" else cast(Collectives, _Lending(alone)), what=None)
     rule.begin(tensor, engine.context)
     if isinstance(rule, Gradient):
         rule.observe([tensor], [np.zeros_like(zeros[3])], engine.context)

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from horovod_onebit import codecs
 from horovod_onebit.averages import all_finite, start_half_mean, start_mean
 from horovod_onebit.engine import Engine, Plan, part_of
 from horovod_onebit.errors import ConfigurationError
@@ -16,7 +17,7 @@ from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array, Arrays
-from horovod_onebit.layout import Bucket, Layout
+from horovod_onebit.layout import Bucket
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Tensor, Use
 from horovod_onebit.rules.gradient import Gradient
@@ -71,9 +72,6 @@ class _Engine(Engine):
         self.layout = self.weighing = None
         self.exchange = way_named("direct")(self.context, self.collectives, self.feedback, [], 0)
 
-    def say_layout(self, layout: Layout, exchange: str, what: str = "") -> None:
-        super().say_layout(layout, exchange, f"mean gradients in {self.context.codec.bits} bits an element")
-
 
 class CodedMean:
     """Means of gradients; see ``rules.gradient`` for their ``Tensor``.
@@ -87,8 +85,9 @@ class CodedMean:
     ) -> None:
         """The optimizer ``divides`` by a second moment of each element; see ``rules.gradient``. With ``half``, exact
         means travel as float16."""
-        name = f"{run.name}.coded"
-        self.engine = _Engine(own_recipe(run.recipe), run.collectives, kernels=kernels, name=name, lane=lane)
+        recipe, name = own_recipe(run.recipe), f"{run.name}.coded"
+        what = f"mean gradients in {codecs.find(recipe.codec).bits} bits an element"
+        self.engine = _Engine(recipe, run.collectives, kernels=kernels, name=name, lane=lane, what=what)
         self.engine.traffic, self.engine.times = run.traffic, run.times
         self._rule = Gradient(divides)
         self._start_mean = start_half_mean if half else start_mean

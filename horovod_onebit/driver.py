@@ -386,8 +386,8 @@ class Driver:
         """What must be the same on all workers where ``what`` follows."""
         freezing, rise = self.rounds.freezing, dict[str, object]()
         if freezing.happens:
-            rise[RISE] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
-        return {"local steps taken": self.face.steps, WHAT: what, **rise}
+            rise["the learning rate's last rise"] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
+        return {"local steps taken": self.face.steps, "what happens after these local steps": what, **rise}
 
     def freeze(self, *, usable: bool) -> Task[None]:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step
@@ -417,9 +417,3 @@ class Driver:
             yield from self.engine.flush(plan.rules)
         elif self.rounds.under_way:
             yield from self.end_round("flush", flush=True)
-
-
-WHAT = "what happens after them"
-"""The steps that a worker has taken."""
-RISE = "the learning rate's last rise"
-"""Second moments are frozen so many steps after it."""

@@ -189,7 +189,7 @@ class Engine:
     ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
     workers (``cancel`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
-    collectives.
+    collectives; ``what`` is done, as is said of each new layout, unless it is None.
 
     What is collective is a task (``tasks``). Where buckets go their own ways, after the workers have agreed, a step is
     ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
@@ -203,12 +203,14 @@ class Engine:
         kernels: str = "cpu",
         name: str = "onebit",
         lane: Lane | None = None,
+        what: str | None = "1-bit compression",
     ) -> None:
         self.recipe = recipe
+        self._what = what
         self.collectives = collectives
         self._lane = lane
         self.name = name
-        self.sent = "gradients"  # of which messages are made, in what is said of NaN
+        self.subject = "gradients"  # of which messages are made, in what is said of NaN
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
         self.exchange = way_named("direct")(self.context, collectives, self.feedback, [], 0)
@@ -256,17 +258,15 @@ class Engine:
         yield from self._take_exchange(way_named(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
-        self.say_layout(layout, recipe.exchange)
+        if self._what is not None:
+            text = f"{self._what} of %s parameters in %d tensors, %d messages a step, %s exchange"
+            values = f"{layout.size:,}", len(layout.tensors), len(layout.buckets), recipe.exchange
+            self.say(logging.INFO, text, *values)
 
     def _place(self, tensor: Tensor) -> str:
         """With NCCL, a message that one worker has on a GPU and another has not cannot be gathered."""
         there = self.collectives.takes_device_memory and not isinstance(tensor.residual, np.ndarray)
         return "GPU" if there else "host"
-
-    def say_layout(self, layout: Layout, exchange: str, what: str = "1-bit compression") -> None:
-        """Say ``what`` is done of ``layout`` in the steps that follow."""
-        text = f"{what} of %s parameters in %d tensors, %d messages a step, %s exchange"
-        self.say(logging.INFO, text, f"{layout.size:,}", len(layout.tensors), len(layout.buckets), exchange)
 
     def say(self, level: int, text: str, *values: object) -> None:
         """Log on worker 0, and on one that is outside of the workers; on the others for debugging alone."""
@@ -807,7 +807,7 @@ class Engine:
                 self.tensors = list(tensors)
                 return self._finish(rules)
             self.rollback()
-        self.say_skipped(f"the {self.sent} of worker {where or 'unknown'}")
+        self.say_skipped(f"the {self.subject} of worker {where or 'unknown'}")
         return False
 
     @property

@@ -66,7 +66,7 @@ class Rounds:
         self.freezing = freezing
         self.freezes = False
         self.rule = Delta(schedule.momentum, delay=schedule.delay)
-        engine.sent = "weights after local steps"
+        engine.subject = "weights after local steps"
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
@@ -85,15 +85,15 @@ class Rounds:
         self,
         large: Sequence[Tensor],
         small: Sequence[Tensor],
-        details: Sequence[str] | None = None,
-        rules: Sequence[Rule] | None = None,
+        details: Sequence[str] | None,
+        rules: Sequence[Rule],
     ) -> Task[None]:
         """Begin a round with the weights that these tensors have now. Collective.
 
-        ``rules`` are those that end the round, by tensor, if it is not ``rule`` for all. Raises ``DesyncError`` on all
-        workers if they do not have the same weights. For ``details`` see ``Engine.prepare``.
+        ``rules`` are those that end the round, by tensor. Raises ``DesyncError`` on all workers if they do not have the
+        same weights. For ``details`` see ``Engine.prepare``.
         """
-        self._rules = [self.rule] * (len(large) + len(small)) if rules is None else list(rules)
+        self._rules = list(rules)
         frozen = any(isinstance(rule, FrozenAdam) for rule in self._rules)
         self._first = self.freezing.happens and (not frozen or self.freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well

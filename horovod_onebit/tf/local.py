@@ -74,9 +74,6 @@ class LocalAdapter(AnyAdapter):
         """By how many steps the bias of the second moments is corrected, if they are frozen; else 0. Eager."""
         return 0 if self.adam is None else int(optimizer._frozen.value)
 
-    def freezes(self, optimizer: Any) -> bool:
-        return self.frozen(optimizer) > 0
-
     def build(self, optimizer: Any) -> None:
         if self.adam is not None:
             optimizer._frozen = optimizer.add_variable((), dtype="int64", name="onebit_frozen")

@@ -15,7 +15,6 @@ from horovod_onebit.rules import Rule, Tensor, Wraps, listed, wrapped
 from horovod_onebit.rules.lamb import COEFFICIENT
 from horovod_onebit.rules.local import Delta
 from horovod_onebit.schedule import Stepwise
-from horovod_onebit.warmup import Phase
 
 
 class Options:
@@ -87,10 +86,6 @@ class Adapter:
     def moments(self) -> Adapter | None:
         """What knows where the second moments are; None if there are none."""
         return self if self.divides else None
-
-    def freezes(self, optimizer: Any) -> bool:
-        """Whether the next step leaves the second moments as they are. Eager."""
-        return bool(optimizer.phase is Phase.COMPRESSED)
 
     @property
     def velocities(self) -> bool:
