@@ -350,7 +350,7 @@ class Driver:
     def begin_round(self) -> Task[None]:
         """From the weights of now, which are the same on all workers. Collective."""
         face, rounds = self.face, self.rounds
-        yield from face.agree("step", self._said("a round begins"))
+        yield from face.agree("step", self.said(begins=True))
         try:
             large, small = face.bind()
             frozen = face.frozen_rules()
@@ -369,10 +369,9 @@ class Driver:
 
     def _exchange(self, call: str, exchange: Callable[[], Task[bool]]) -> Task[bool]:
         face, rounds, usable = self.face, self.rounds, False
-        ends = "a round ends, and second moments are frozen" if rounds.freezes else "a round ends"
         yield from face.pull()
         try:
-            yield from face.agree(call, {"steps of this round": rounds.length, **self._said(ends)})
+            yield from face.agree(call, self.said(begins=False))
         except Exception:
             rounds.cancel()
             raise
@@ -382,12 +381,17 @@ class Driver:
             face.push(together=not rounds.under_way, usable=usable)
         return usable
 
-    def _said(self, what: str) -> dict[str, object]:
-        """What must be the same on all workers where ``what`` follows."""
-        freezing, rise = self.rounds.freezing, dict[str, object]()
+    def said(self, *, begins: bool) -> dict[str, object]:
+        """What must be the same on all workers where a round begins, or ends. Local."""
+        rounds, freezing = self.rounds, self.rounds.freezing
+        what = "a round begins"
+        if not begins:
+            what = "a round ends, and second moments are frozen" if rounds.freezes else "a round ends"
+        found: dict[str, object] = {} if begins else {"steps of this round": rounds.length}
+        found |= {"local steps taken": self.face.steps, "what happens after these local steps": what}
         if freezing.happens:
-            rise["the learning rate's last rise"] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
-        return {"local steps taken": self.face.steps, "what happens after these local steps": what, **rise}
+            found["the learning rate's last rise"] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
+        return found
 
     def freeze(self, *, usable: bool) -> Task[None]:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step

@@ -273,7 +273,7 @@ class Engine:
         logger.log(level if self.collectives.rank <= 0 else logging.DEBUG, text, *values)
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:
-        """Go on with another exchange; if residuals mean something else to it, share them out. Collective."""
+        """Go on with another exchange; if residuals mean something else to it, redistribute them. Collective."""
         before, left = self.weighing, self.residuals() if self.weighing is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
             self.discard_servers()
@@ -292,7 +292,7 @@ class Engine:
         sizes = {name: len(one) for name, one in left["feedback"].items() if not name.startswith(SERVER_PREFIX)}
         changed, alike = yield from self._compare(before != self.weighing, sizes)
         if changed:
-            yield from self.share_out(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
+            yield from self.redistribute(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
         else:
             for name in self.exchange.served():
                 self.feedback.put(name, left["feedback"].get(name, np.float32(0)))
@@ -342,7 +342,7 @@ class Engine:
         self.forget_world()
         return left
 
-    def share_out(self, left: Residuals, sizes: Mapping[str, int]) -> Task[None]:
+    def redistribute(self, left: Residuals, sizes: Mapping[str, int]) -> Task[None]:
         """Give every worker the mean of all residuals: of the tensors of ``sizes``, alike on all. Collective.
 
         A new worker has left nothing. The residuals of a worker that died are lost: an n-th of those of n workers.

@@ -51,6 +51,10 @@ class RunState:
         """The number of elements of all that may have residuals, by name."""
         raise NotImplementedError
 
+    def sizes_now(self) -> Mapping[str, int]:
+        """The same of all that have residuals now, alike on all workers. Collective."""
+        raise NotImplementedError
+
     def residuals(self) -> Residuals:
         """This worker's residuals, and what was learned of gradients in few bits. The arrays are copies. Local."""
         return {**self.engine.residuals(), "gradients": None if self.coded is None else self.coded.state()}
@@ -76,10 +80,11 @@ class RunState:
         if self.coded is not None:
             self.coded.forget_world()
 
-    def redistribute(self, sizes: Mapping[str, int]) -> Task[None]:
-        """Share out what was left, if anything was, of the tensors of ``sizes``, alike on all workers. Collective."""
+    def redistribute(self) -> Task[None]:
+        """Give all workers the mean of the residuals that were left, if the workers have changed: all of them or none
+        call this after ``leave_world``. Collective then."""
         if self.left is not None:
-            yield from self.engine.share_out(self.left, sizes)
+            yield from self.engine.redistribute(self.left, self.sizes_now())
             self.left = None
 
     def load_feedback(self, feedback: Mapping[str, Array]) -> None:

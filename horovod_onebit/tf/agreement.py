@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numbers
 import re
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,11 +24,9 @@ ACCUMULATED = "onebit_accumulated"
 COUNTERS = {
     "steps": "the number of optimizer steps (iterations)",
     "exact": "the number of warm-up steps that were taken",
-    "local": "the number of local steps taken",
     "wanted": "the number of steps that the warm-up has",
     "compressed": "the number of compressed steps since the warm-up ended",
     "passes": "the number of backward passes",
-    "marks": "which local steps have been taken",
 }
 
 
@@ -53,11 +51,16 @@ def checksums(optimizer: Any, *, state: bool) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class _Compared:
-    """What a worker has compared last."""
+    """What a worker has compared last.
+
+    Attributes:
+        local: of local steps, in words.
+    """
 
     trained: tuple[int, ...]
     rate: float
     counts: Mapping[str, int]
+    local: Mapping[str, object]
     checksums: Mapping[str, int]
 
 
@@ -70,11 +73,14 @@ class Agreement:
         self._rows: dict[tuple[int, ...], str] = {}
         self.fit_ended = False  # since the last step, for all workers; callbacks may have set weights
 
-    def reach(self, trained: Sequence[int], now: Mapping[str, Any]) -> Any:
+    def reach(
+        self, trained: Sequence[int], now: Mapping[str, Any], local: Callable[[], Mapping[str, object]] = dict
+    ) -> Any:
         """True, or ``DesyncError`` on every worker. Collective.
 
         ``trained`` are the numbers of the variables; ``now`` has the learning rate, ``"rate"``, and by their names in
-        ``COUNTERS`` those that decide what kind of step it is.
+        ``COUNTERS`` those that decide what kind of step it is. ``local`` gives what else must be the same where local
+        steps begin or end, in words.
         """
         compressor, wrapping = self._compressor, self._compressor.optimizer._wrapping
         options = compressor.options_now() if wrapping.local is None else None  # which knows them since its step began
@@ -86,8 +92,8 @@ class Agreement:
             compressor.options = options or compressor.options
             compressor.apart += 1  # on all workers, whatever one of them finds
             self._check(trained)
-            found = self._count_and_compare(counts)
-            last[:] = [_Compared(tuple(trained), float(rate), counts, found)]
+            words, found = local(), self._count_and_compare(counts)
+            last[:] = [_Compared(tuple(trained), float(rate), counts, words, found)]
             return self._record(last[0])
 
         inputs = [now["rate"], *(now[name] for name in names)]
@@ -159,7 +165,8 @@ class Agreement:
         compressor = self._compressor
         known = compressor.moments.overrule(compressor.options)
         rule = compressor.adapter.rule(known, now.rate, 0.0, now.counts.get("exact", 0), 1.0)
-        setup = f"{list(now.counts.values())} {self._wrapping} {self._variables(now.trained)}"
+        counts = f"{list(now.counts.values())} {list(now.local.values())}"
+        setup = f"{counts} {self._wrapping} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
         fresh = compressor.coded is not None and compressor.coded.fresh
         return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else 0, fresh=fresh)
@@ -203,14 +210,15 @@ class Agreement:
             trained |= {f"the {what} of variable {i}, {name}": value for what, value in row.items()}
             gradient = "there" if i in now.trained else "none"
             trained[f"the gradient of variable {i}, {name}"] = gradient
-        progress = {COUNTERS[name]: value for name, value in now.counts.items()}
+        progress: dict[str, object] = {COUNTERS[name]: value for name, value in now.counts.items()}
+        progress |= {**now.local, "the number of compressed steps tried": compressor.engine.exchanges}
         hyperparameters = {"the learning rate": np.float32(now.rate), **self._options()}
         sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
         return handshake.said(
             call,
             arguments=config | recipe,
             trained=trained,
-            progress=progress | {"the number of compressed steps tried": compressor.engine.exchanges},
+            progress=progress,
             hyperparameters=hyperparameters,
             replicas=sums,
         )

@@ -783,6 +783,12 @@ class Compressor(RunState):
         variables = enumerate(self.optimizer._trainable_variables)
         return {self.name_of(i, v): math.prod(v.shape) for i, v in variables}
 
+    def sizes_now(self) -> dict[str, int]:
+        if self.optimizer.phase is not Phase.COMPRESSED:
+            return {}
+        variables = enumerate(self.optimizer._trainable_variables)
+        return {self.name_of(i, v): math.prod(v.shape) for i, v in variables if self.is_compressed(v)}
+
 
 def _aligned(size: int) -> Array:
     """Memory for ``size`` float32 that TensorFlow can adopt: it wants tensors to start at multiples of 64 bytes."""

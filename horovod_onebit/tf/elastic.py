@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import math
 import re
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -40,7 +39,6 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.optimizer import check_ours
-from horovod_onebit.warmup import Phase
 
 __all__ = ["KerasState", "run"]
 
@@ -104,7 +102,7 @@ class KerasState(ObjectState):
             self._save()
 
     def _sync(self) -> None:
-        optimizer, compressor = self.optimizer, self.optimizer._compressor
+        compressor = self.optimizer._compressor
         compressor.settle()
         compressor.fold()
         with compressor.here():
@@ -120,14 +118,8 @@ class KerasState(ObjectState):
                 found = hvd.allreduce(tf.constant(own), op=hvd.Sum, name=f"onebit.waiting.{i}") / count
                 total.assign(tf.cast(found, total.dtype))
         compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
-        sizes = dict[str, int]()
-        if optimizer.phase is Phase.COMPRESSED:
-            alone = optimizer._wrapping.local is not None  # small variables have residuals, too
-            listed = enumerate(optimizer._trainable_variables)
-            large = [(i, v) for i, v in listed if alone or compressor.is_compressed(v)]
-            sizes = {compressor.name_of(i, v): math.prod(v.shape) for i, v in large}
         with compressor.here():
-            tasks.run(compressor.redistribute(sizes))
+            tasks.run(compressor.redistribute())
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

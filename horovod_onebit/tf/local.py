@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import keras
@@ -317,11 +318,13 @@ class LocalSteps(Compressor):
             if not self.rounds.freezes:
                 self.engine.end_step()
 
-    def marks(self) -> int:
-        """What workers must have alike besides counts of steps."""
+    def about_to(self, *, begins: bool) -> dict[str, object]:
+        """Look for edits, and say what workers must have alike where a round begins, or ends. Eager."""
         self.edits = self._find_edits()
-        freezes = self.rounds.freezes and self.rounds.under_way  # and not in the round before
-        return 4 * self.adapter.frozen(self.optimizer) + 2 * bool(self.edits) + freezes
+        return self.driver.said(begins=begins) | {
+            "whether somebody has set frozen second moments": bool(self.edits),
+            "the step at which second moments were frozen": self.adapter.frozen(self.optimizer) or "none yet",
+        }
 
     def _find_edits(self) -> list[int]:
         optimizer, indices = self.optimizer, self.indices
@@ -431,6 +434,9 @@ class LocalSteps(Compressor):
         self.rounds.length, self.rounds.freezes, self.edits = 0, False, []
         self.unbind()
 
+    def sizes_now(self) -> dict[str, int]:
+        return self.sizes()  # small variables have residuals, too
+
     @property
     def of_round(self) -> str:
         return f"{self.rounds.length} steps of this round"
@@ -465,7 +471,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         def work(*values: Any) -> Task[None]:
             return steps.begin(indices, values)
 
-        cond(_agreed(optimizer, indices), lambda: _run(steps, work, variables))
+        cond(_agreed(optimizer, indices, begins=True), lambda: _run(steps, work, variables))
 
     def skip() -> None:
         host_call(steps.rounds.skip)
@@ -547,11 +553,9 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
     optimizer._frozen.assign(host_value(lambda _: np.int64(steps.second[0]), [done], tf.int64))
 
 
-def _agreed(optimizer: Any, indices: tuple[int, ...]) -> Any:
-    count = tf.convert_to_tensor(optimizer._compressed_steps.value)
-    marks = host_value(lambda: np.int64(optimizer._compressor.marks()), [], tf.int64)
-    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate), "local": count, "marks": marks}
-    return optimizer._agreement.reach(indices, now)
+def _agreed(optimizer: Any, indices: tuple[int, ...], *, begins: bool) -> Any:
+    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate)}
+    return optimizer._agreement.reach(indices, now, partial(optimizer._compressor.about_to, begins=begins))
 
 
 def _run(steps: LocalSteps, work: Callable[..., Any], variables: Sequence[Any]) -> Any:
@@ -575,7 +579,7 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         if optimizer.recipe.on_nonfinite == "raise":
             host_call(steps.say)
 
-    cond(_agreed(optimizer, indices), exchange)
+    cond(_agreed(optimizer, indices, begins=False), exchange)
 
 
 def _constrained(steps: LocalSteps, variables: Sequence[Any], values: Sequence[Any]) -> list[Any]:

@@ -145,15 +145,12 @@ class Steps(RunState):
         """The parameters that have error feedback."""
         return self.parameters.bindings
 
-    def share_out(self) -> Task[None]:
-        """Share out the residuals, if the workers have changed; all of them or none call this after ``leave_world``.
-        Collective then."""
-        if self.left is not None:
-            sizes = {self.parameters.names[p]: p.numel() for p in self.with_residuals()}
-            # A new worker's layers are frozen, or not, as they were when the job began.
-            root = min(self.transport.ranks, default=0)
-            sizes = self.transport.broadcast_object(sizes, root, f"{self.engine.name}.residuals")
-            yield from self.redistribute(sizes)
+    def sizes_now(self) -> Mapping[str, int]:
+        sizes = {self.parameters.names[p]: p.numel() for p in self.with_residuals()}
+        # A new worker's layers are frozen, or not, as they were when the job began.
+        root = min(self.transport.ranks, default=0)
+        found: Mapping[str, int] = self.transport.broadcast_object(sizes, root, f"{self.engine.name}.residuals")
+        return found
 
 
 NO_SCALING = Scaling()
@@ -407,7 +404,7 @@ class Compressor(Steps):
             details = [b.detail() for b in bindings]
             yield from self.engine.prepare([b.tensor for b in bindings], plan.rules, details)
             parameters.prepared_for = parameters.version
-            yield from self.share_out()
+            yield from self.redistribute()
         return plan
 
     def start_exact(self) -> Task[bool]:

@@ -66,7 +66,7 @@ class _OptimizerHandler(StateHandler):
         self._drop_gradients()
         compressor.leave_world()
         broadcast_optimizer_state(self.value, root_rank=0)  # type: ignore[arg-type]
-        tasks.run(compressor.share_out())
+        tasks.run(compressor.redistribute())
 
     def _drop_gradients(self) -> None:
         """Those of a step that came to nothing: all passes of the next one begin anew, on new workers, too."""

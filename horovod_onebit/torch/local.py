@@ -680,7 +680,7 @@ class LocalSteps(Steps):
         return [b.tensor for b in large], [b.tensor for b in small]
 
     def began(self) -> Task[None]:
-        return self.share_out()
+        return self.redistribute()
 
     def unbind(self) -> None:
         self.parameters.unbind()

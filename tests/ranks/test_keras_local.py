@@ -345,8 +345,19 @@ def test_workers_that_disagree_about_the_freeze_are_told(eager):
             optimizer.learning_rate = 1.5e-3 if RANK == 1 and step == 2 else 1e-3
             train(model, optimizer, 1, start=step, eager=eager)
 
-    with pytest.raises((DesyncError, tf.errors.OpError), match="differ"):
+    with pytest.raises((DesyncError, tf.errors.OpError), match="the learning rate's last rise differs between workers"):
         trained()
+
+
+def test_frozen_moments_that_one_worker_alone_has_set_are_named():
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), SHORT)
+    train(model, optimizer, 24, eager=True)
+    assert int(optimizer._frozen.value)
+    if RANK:
+        optimizer._velocities[0].assign_add(tf.ones_like(optimizer._velocities[0].value))
+    text = "whether somebody has set frozen second moments differs between workers: False on worker 0, True on worker 1"
+    with pytest.raises(DesyncError, match=text):
+        train(model, optimizer, 8, start=24, eager=True)
 
 
 def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():

@@ -775,7 +775,7 @@ def test_other_workers_owe_together_what_these_did(recipe):
 
     compressor.leave_world()
     expected = total_residuals(world.allgather_object(compressor.left, name="saved again"))
-    tasks.run(compressor.share_out())
+    tasks.run(compressor.redistribute())
     for name, residual in compressor.engine.feedback.state_dict().items():
         np.testing.assert_allclose(residual, expected[name], rtol=1e-5, atol=1e-7)
     assert expected

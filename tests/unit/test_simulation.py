@@ -412,7 +412,7 @@ def test_workers_that_change_twice_before_a_step_owe_the_same(exchange):
         engine = train(collectives, dataclasses.replace(EVERYTHING, exchange=exchange))[0].engine
         found = [engine.residuals()]
         for _ in range(2):
-            run(engine.share_out(engine.leave_world(None), SIZES))
+            run(engine.redistribute(engine.leave_world(None), SIZES))
             found.append(engine.residuals())
         return found
 
