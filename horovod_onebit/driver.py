@@ -6,7 +6,6 @@ for other workers is a task. In Keras a graph orders what the framework does, an
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -24,7 +23,7 @@ from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import count
 from horovod_onebit.schedule import Local, Sends, Stepwise, changes_unit, step_of
 from horovod_onebit.tasks import Task
-from horovod_onebit.warmup import AfterRise, Phase, Warmup, unbiased
+from horovod_onebit.warmup import AfterRise, Phase, Warmup
 
 Frozen = Mapping[str, FrozenAdam]
 """By name, the rules of the tensors whose second moment is frozen."""
@@ -100,9 +99,9 @@ class Together(Compresses, Protocol):
         """All pass over an exact step, whose gradients were not finite. Local."""
         ...
 
-    def power(self) -> tuple[float, float, int] | None:
-        """Of the second moments that will be frozen: the sum of their squares, their beta2, and how many gradients they
-        have seen; None if the optimizer has none. Local."""
+    def power(self) -> tuple[float, float] | None:
+        """Of the second moments that will be frozen: their Euclidean norm, with each one's bias corrected, and their
+        beta2; None if the optimizer has none. Local."""
         ...
 
     def mature(self) -> None:
@@ -253,10 +252,9 @@ class Driver:
         finally:
             self.engine.end_step()
 
-    def _observe(self, power: tuple[float, float, int] | None) -> None:
+    def _observe(self, power: tuple[float, float] | None) -> None:
         """Show the run to the automatic warm-up."""
-        squares, beta2, seen = power or (0.0, 0.0, 0)
-        norm = None if power is None else unbiased(math.sqrt(squares), beta2, seen)
+        norm, beta2 = power or (None, 0.0)
         self.warmup.observe(self.face.steps, norm, self.face.learning_rate, beta2)
 
     def _exact(self) -> Task[bool]:

@@ -6,6 +6,7 @@ exact part.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import fields, is_dataclass
@@ -34,7 +35,7 @@ from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.warmup import NEVER, UNKNOWN, AfterRise, Phase
+from horovod_onebit.warmup import NEVER, UNKNOWN, AfterRise, Phase, unbiased
 
 
 def check_weights(weights: Mapping[str, Array]) -> None:
@@ -364,10 +365,11 @@ class NumpyOptimizer(RunState):
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         self.engine.take_second_moments(seconds)
 
-    def power(self) -> tuple[float, float, int] | None:
+    def power(self) -> tuple[float, float] | None:
         found = [t.variance for t in self._large if t.variance is not None and t.variance.any()]
         squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in found)
-        return (squares, getattr(self.rule, "beta2", UNKNOWN), self.steps) if found else None
+        beta2 = getattr(self.rule, "beta2", UNKNOWN)
+        return (unbiased(math.sqrt(squares), beta2, self.steps), beta2) if found else None
 
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:

@@ -431,7 +431,7 @@ class Compressor(Steps):
         bound = list(self.parameters.bindings)
         self.parameters.warm_up([bound[number] for number in late])
 
-    def power(self) -> tuple[float, float, int] | None:
+    def power(self) -> tuple[float, float] | None:
         return self.parameters.power()
 
     def mature(self) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import chain, repeat
@@ -34,7 +35,7 @@ from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, OWN_KEYS, VARI
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup
+from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup, unbiased
 
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
@@ -551,15 +552,16 @@ class Parameters:
         rates = [group["lr"] for group in self.optimizer.param_groups if group.get("lr") is not None]
         return max(map(float, rates), default=0.0)
 
-    def power(self) -> tuple[float, float, int] | None:
+    def power(self) -> tuple[float, float] | None:
         """See ``driver.Together``."""
         if not (key := self.adapter.variance_key):
             return None
         states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
-        squares = sum(float(sum_of_squares(state[key])) for state in states)
         betas = self.optimizer.param_groups[0].get("betas")
-        seen = int(states[-1].get("step", self.steps)) if states else 1
-        return squares, UNKNOWN if betas is None else float(betas[1]), seen
+        beta2 = UNKNOWN if betas is None else float(betas[1])
+        seen = [int(state.get("step", self.steps)) for state in states]  # a parameter may be trained for some steps
+        norms = [math.sqrt(float(sum_of_squares(state[key]))) for state in states]
+        return math.hypot(*(unbiased(norm, beta2, n) for norm, n in zip(norms, seen, strict=True))), beta2
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 
