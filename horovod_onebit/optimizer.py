@@ -29,7 +29,7 @@ from horovod_onebit.handshake import Verdict, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
-from horovod_onebit.rules.adam import Adam, with_beta2
+from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
@@ -298,7 +298,13 @@ class NumpyOptimizer(RunState):
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
         self._bound, self._mature = False, counts["compresses"]
-        self._beta2 = counts["beta2"]
+        self._keep_beta2(counts["beta2"])
+
+    def _keep_beta2(self, beta2: float | None) -> None:
+        """The second moments that are frozen, if any are, have seen steps of this ``beta2``."""
+        self._beta2 = beta2
+        for tensor in self._large if self.driver.rounds is None else self._tensors:
+            tensor.beta2 = beta2
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
@@ -337,8 +343,8 @@ class NumpyOptimizer(RunState):
 
     def _rule(self, sends: Sends) -> Rule:
         if not self._stepwise:
-            return with_beta2(self.rule, self._beta2)
-        return zero_one_adam.of(with_beta2(self._adam(f"schedule={self._schedule!r} is for Adam"), self._beta2), sends)
+            return self.rule
+        return zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -374,7 +380,7 @@ class NumpyOptimizer(RunState):
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:
             self._mature = True
-            self._beta2 = self.rule.beta2 if isinstance(self.rule, Adam) else None
+            self._keep_beta2(self.rule.beta2 if isinstance(self.rule, Adam) else None)
             for tensor in self._large:
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self.coded is not None:
@@ -418,7 +424,7 @@ class NumpyOptimizer(RunState):
 
     @property
     def _frozen(self) -> FrozenAdam:
-        return FrozenAdam(adam=with_beta2(self._adam("the second moment of Adam is frozen"), self._beta2))
+        return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
 
     def began(self) -> Task[None]:
         yield from ()
@@ -461,5 +467,5 @@ class NumpyOptimizer(RunState):
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:
-        self._beta2 = self._adam("the second moment of Adam is frozen").beta2
+        self._keep_beta2(self._adam("the second moment of Adam is frozen").beta2)
         of.variance, of.variance_steps = second, self.steps

@@ -49,6 +49,8 @@ class Tensor:
         residual: the error feedback, this worker's own.
         step: optimizer steps taken so far.
         variance_steps: steps that the second moment has seen; its bias is corrected by that many.
+        beta2: of these steps, where the second moment is frozen: it does not follow another one. None if it is the
+            rule's.
         anchor: the weights at the last exchange, for rules with local steps; else None.
         sent: this worker's weights when the exchange that is under way began, where steps are taken meanwhile; else
             None.
@@ -65,6 +67,7 @@ class Tensor:
     anchor: Array | None = None
     layer: Array | None = None
     sent: Array | None = None
+    beta2: float | None = None
 
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
@@ -79,6 +82,7 @@ class Tensor:
             self.variance_steps,
             None if self.anchor is None else self.anchor[piece],
             self.layer,
+            beta2=self.beta2,
         )
 
     def arrays(self, gradient: Array | None = None) -> Arrays:

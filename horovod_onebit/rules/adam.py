@@ -19,8 +19,8 @@ weight decay goes straight to w; L2 decay goes into g_i.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, NamedTuple, TypeVar
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -143,9 +143,13 @@ class Adam(Rule):
         """``grad`` with what L2 decay of ``weight`` adds to it."""
         return grad + np.float32(self.l2) * weight if self.l2 else grad
 
+    def beta2_of(self, tensor: Tensor) -> float:
+        """See ``Tensor.beta2``."""
+        return self.beta2 if tensor.beta2 is None else tensor.beta2
+
     def correction(self, tensor: Tensor) -> float:
         """Of the second moment's bias, by what ``tensor`` has taken and seen alone: see ``scalars``."""
-        return 1 / (1 - self.beta2 ** max(tensor.variance_steps, 1))
+        return 1 / (1 - self.beta2_of(tensor) ** max(tensor.variance_steps, 1))
 
     def step_size(self, tensor: Tensor) -> float:
         """The learning rate, the momentum's bias corrected, of step ``tensor.step + 1``; as ``correction``."""
@@ -158,7 +162,7 @@ class Adam(Rule):
 
     def scalars(self, tensor: Tensor, context: Context, **changes: float) -> Scalars:
         """Those of a compressed step, but for ``changes``; made once for all tensors that have taken the same steps."""
-        key = id(self), tensor.step, tensor.variance_steps, *changes.items()
+        key = id(self), tensor.step, tensor.variance_steps, tensor.beta2, *changes.items()
         if (found := context.scalars.get(key)) is not None:
             return found[1]
         values = {
@@ -200,29 +204,19 @@ class Adam(Rule):
 
     def exact(self, tensor: Tensor) -> Use:
         """Adam (Kingma and Ba 2015), or AdamW with ``decoupled`` decay."""
+        beta2 = self.beta2_of(tensor)
         values = {
             "grad": self.grad_scale,
             "l2": 0.0 if self.decoupled else self.weight_decay,
             "take1": 1 - self.beta1,
-            "keep2": self.beta2,
-            "take2": 1 - self.beta2,
-            "root": np.sqrt(1 - self.beta2**tensor.variance_steps),
+            "keep2": beta2,
+            "take2": 1 - beta2,
+            "root": np.sqrt(1 - beta2**tensor.variance_steps),
             "eps": self.eps,
             "decay": self.decay,
             "step": self.lr / (1 - self.beta1**tensor.step),
         }
         return Use(exact, scalars(Exact, **values))
-
-
-R = TypeVar("R", bound=Rule)
-
-
-def with_beta2(rule: R, beta2: float | None) -> R:
-    """``rule`` for a second moment that was frozen with this ``beta2``, None if it is the rule's: it does not follow
-    another one, nor must the correction of its bias. Rules that are not Adam's (Lion has a beta2, too) stay."""
-    if not isinstance(rule, Adam) or beta2 in (None, rule.beta2):
-        return rule
-    return replace(rule, beta2=beta2)
 
 
 TORCH = Wraps(

@@ -166,7 +166,7 @@ class LAMB(Adam):
         corrected = self.bias_correction
         values = {
             "first": 1 - self.beta1**tensor.step if corrected else 1.0,
-            "root": np.sqrt(1 - self.beta2**tensor.variance_steps) if corrected else 1.0,
+            "root": np.sqrt(1 - self.beta2_of(tensor) ** tensor.variance_steps) if corrected else 1.0,
             "eps": self.eps,
             "inside": self.inside,
             "decay": decay,

@@ -26,7 +26,6 @@ from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
 from horovod_onebit.rules import Tensor, Wraps
-from horovod_onebit.rules.adam import with_beta2
 from horovod_onebit.rules.frozen import FrozenAdam
 from horovod_onebit.rules.local import Delta, forget_steps, no_steps
 from horovod_onebit.schedule import Local
@@ -37,7 +36,7 @@ from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Scaling, Where, all_finite, densify, let_go, release, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
-from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_STEPS
+from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_BETA2, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
@@ -181,6 +180,7 @@ class LocalParameters(Parameters):
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
         if own is not None and _is_frozen(binding):
             binding.tensor.variance_steps, binding.tensor.step = own[VARIANCE_STEPS], self.steps
+            binding.tensor.beta2 = own[VARIANCE_BETA2]
         self._put_binding(p, binding)
 
     def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
@@ -189,7 +189,8 @@ class LocalParameters(Parameters):
         before = self.bindings.get(p)
         if before is not None and not self._takes_frozen(p):
             moments = {key: value for key, value in before.shared.items() if key not in self.kept[p]}
-            return {**moments, VARIANCE_STEPS: before.tensor.variance_steps} if _is_frozen(before) else None
+            frozen = {VARIANCE_STEPS: before.tensor.variance_steps, VARIANCE_BETA2: before.tensor.beta2}
+            return moments | frozen if _is_frozen(before) else None
         if self.adam is None or self.seen(p) is None:
             return None
         state: dict[str, Any] = self.optimizer.state.get(p, {})
@@ -245,15 +246,14 @@ class LocalParameters(Parameters):
 
     def rules(self) -> Frozen:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
-        found, overruled = dict[str, FrozenAdam](), self.overruled()
+        found = dict[str, FrozenAdam]()
+        self.say_overruled()
         for group in self.optimizer.param_groups if self.any_frozen else ():
             members = [p for p in group["params"] if p in self.bindings and self._takes_frozen(p)]
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
                 found |= dict.fromkeys([self.names[p] for p in members], FrozenAdam(adam=adam))
-                for p in members if overruled else ():
-                    found[self.names[p]] = FrozenAdam(adam=with_beta2(adam, overruled.get(id(p))))
         return found
 
     def learning_rates(self) -> dict[str, float]:

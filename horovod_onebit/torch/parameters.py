@@ -24,7 +24,6 @@ from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, zero_one_adam
-from horovod_onebit.rules.adam import with_beta2
 from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
@@ -102,7 +101,7 @@ class Parameters:
         self._gone = WeakTensorKeyDictionary()  # names of those that are, or may still come, while somebody has them
         self._zeros: dict[torch.Tensor, int] = {}  # elements of a frozen second moment that are zero
         self._watching: tuple[Any, list[tuple[torch.Tensor, set[str]]]] = (None, [])  # see ``remember``
-        self._overruled: tuple[Any, dict[int, float]] = (None, {})  # see ``overruled``
+        self._overruled: tuple[Any, int] = (None, 0)  # see ``say_overruled``
         self.prepared_for = -1
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
@@ -160,21 +159,18 @@ class Parameters:
         found: float | None = self.optimizer.state.get(p, {}).get(VARIANCE_BETA2)
         return found
 
-    def overruled(self) -> dict[int, float]:
-        """Where a group's beta2 was changed after second moments were frozen: theirs, by ``id`` of the parameter. They
-        do not follow the new one, nor must the correction of their bias."""
+    def say_overruled(self) -> None:
+        """Warn if a group's beta2 was changed: second moments that are frozen do not follow it."""
         groups = self.optimizer.param_groups
         betas = [None if (pair := group.get("betas")) is None else float(pair[1]) for group in groups]
-        key = (self.version, self.loads, betas, [tuple(map(id, group["params"])) for group in groups])
+        key = self.version, betas
         if key != self._overruled[0]:
-            found = dict[int, float]()
-            for group, now in zip(groups, betas, strict=True):
-                found |= {id(p): b for p in group["params"] if (b := self.beta2(p)) is not None and b != now}
-            if found and not self._overruled[1]:
+            pairs = zip(groups, betas, strict=True)
+            count = sum(self.beta2(p) not in (None, now) for group, now in pairs for p in group["params"])
+            if count and not self._overruled[1]:
                 text = "betas[1] was changed, and %d second moments are frozen: they stay what they are"
-                self.engine.say(logging.WARNING, text, len(found))
-            self._overruled = key, found
-        return self._overruled[1]
+                self.engine.say(logging.WARNING, text, count)
+            self._overruled = key, count
 
     def find_new(self) -> list[torch.Tensor]:
         """Take notice of parameters that are new or newly trained; they warm up first. Of all of them, or, if one is
@@ -310,7 +306,7 @@ class Parameters:
             self.engine.use_kernels("cuda")
         state = self.optimizer.state[p]
         binding = Binding(self.names[p], p, state, self.adapter, self.engine.feedback, place)
-        binding.tensor.variance_steps = state[VARIANCE_STEPS]
+        binding.tensor.variance_steps, binding.tensor.beta2 = state[VARIANCE_STEPS], self.beta2(p)
         binding.tensor.step = int(state.get("step", self.exact_steps[p]))
         self._put_binding(p, binding)
 
@@ -479,13 +475,14 @@ class Parameters:
         """The next compressed step, with the groups' hyperparameters of now."""
         grad_scale = (self.engine.collectives.size if self.sum_gradients else 1.0) / loss_scale
         groups = self.optimizer.param_groups or [{**self.optimizer.defaults, "params": []}]
-        of, overruled = dict[int, Rule](), self.overruled()
+        of = dict[int, Rule]()
+        self.say_overruled()
         for group in groups:
             rule = self.adapter.rule(group, grad_scale)
             if self.schedule is not None:
                 rule = zero_one_adam.of(rule, sends)  # type: ignore[arg-type]
-            if len(groups) > 1 or overruled:
-                of.update({id(p): with_beta2(rule, overruled.get(id(p))) for p in group["params"]})
+            if len(groups) > 1:
+                of.update(dict.fromkeys(map(id, group["params"]), rule))
         # What was taken out of the groups is flushed, which is the same by any rule.
         return self.engine.plan(
             sends, [of.get(id(p), rule) for p in self.bindings] if of else [rule] * len(self.bindings)
