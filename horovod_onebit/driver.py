@@ -141,7 +141,6 @@ class Alone(Protocol):
     Attributes:
         steps: as in ``Together``.
         learning_rate: of the step that is taken, the largest one.
-        young: whether some second moment has seen too little to be frozen.
     """
 
     @property
@@ -150,8 +149,9 @@ class Alone(Protocol):
     @property
     def learning_rate(self) -> float: ...
 
-    @property
-    def young(self) -> bool: ...
+    def waits(self) -> bool:
+        """Whether second moments are not frozen yet, because some have seen too little. Local."""
+        ...
 
     def follow(self) -> Task[bool]:
         """Take notice of what has changed since the last step; whether a round has to begin. Collective if one ends."""
@@ -395,7 +395,7 @@ class Driver:
         """Adam's second moments become those of all workers, and stay so, if those of all are ``usable``. The next step
         then begins a round. Collective."""
         engine, face, rounds = self.engine, self.face, self.rounds
-        if (yield from ask(engine.collectives, f"{engine.name}.young", young=face.young)).any("young"):
+        if (yield from ask(engine.collectives, f"{engine.name}.waits", waits=face.waits())).any("waits"):
             rounds.freezing.restart(face.steps)
             return
         moments: list[Moment] = face.second_moments()

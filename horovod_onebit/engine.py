@@ -226,6 +226,7 @@ class Engine:
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
+        self._without: set[int] = set()  # see ``without_gradient``
         self._generation = Generation()
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
 
@@ -759,19 +760,22 @@ class Engine:
         where it is time to; see ``rest.wanted``. Collective."""
         if not self._sent:
             self._notice(rules)
-        if self._held is None:
-            return {}
-        args = self._held, self.tensors, self.context, self.collectives, self.name, self.traffic
-        return (yield from rest.wanted(*args, refuses=refuses))
+        moves: rest.Moves = {}
+        if self._held is not None:
+            args = self._held, self.tensors, self.context, self.collectives, self.name, self.traffic
+            moves = yield from rest.wanted(*args, refuses=refuses)
+        host = self.context.kernels.host
+        self._without = {number for number in moves if not host(self.tensors[number].variance).any()}
+        return moves
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""
         return rest.awaken(moves, self.tensors, rules, self.context)
 
     def without_gradient(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the tensors ``numbers`` in which no element has had a gradient yet. Local; on all workers alike."""
-        host = self.context.kernels.host
-        return [number for number in numbers if not host(self.tensors[number].variance).any()]
+        """Those of the tensors ``numbers`` in which no element had had a gradient when the workers looked: the step
+        after that may have given all of them a second moment. Local; on all workers alike."""
+        return [number for number in numbers if number in self._without]
 
     def take_second_moments(self, seconds: Mapping[int, Array]) -> None:
         """Write what ``awaken`` gave to the tensors' own second moments. Local."""

@@ -396,7 +396,8 @@ class NumpyOptimizer(RunState):
 
     # -- and ``driver.Alone`` -----------------------------------------------------------------------------------------
 
-    young = False
+    def waits(self) -> bool:
+        return False
 
     def follow(self) -> Task[bool]:
         yield from ()

@@ -128,7 +128,7 @@ class AfterRise(Warmup):
         since: the number of the step since which those that are not frozen are measured by each worker's own gradients.
     """
 
-    after: int
+    after: int = field(repr=False)  # that of the schedule, which workers compare
     steps: int = field(default=NEVER, repr=False)
     peak: float = field(default=math.inf, repr=False)
     peak_step: int = field(default=0, repr=False)

@@ -18,6 +18,7 @@ from horovod_onebit.schedule import EXACT, Gradients
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.lineage import check_last
 from horovod_onebit.tf.meeting import meet
+from horovod_onebit.warmup import AutoWarmup
 
 ACCUMULATED = "onebit_accumulated"
 """In the names of variables with gradients that wait for the next step, each worker's own."""
@@ -150,6 +151,8 @@ class Agreement:
         if optimizer._wrapping.local is not None:
             return {}
         warm = counts["exact"] < counts["wanted"]
+        if isinstance(policy := optimizer._wrapping.warmup, AutoWarmup) and policy.steps != counts["wanted"]:
+            policy.load_state_dict({"steps": counts["wanted"], "norms": {}})  # worker 0 has loaded it, and broadcast it
         compressor.moments.count(counts["steps"], counts["exact"] + counts["compressed"], warm=warm)
         if every is False:
             return {}

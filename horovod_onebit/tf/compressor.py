@@ -341,8 +341,14 @@ class Compressor(RunState):
         self.warm_up_again()
         self.forget_trained()
 
+    def follow_broadcast(self) -> None:
+        """All workers get the state of one of them, which may have loaded it alone. Local; on all workers alike."""
+        self.late.clear()
+        self.forget_trained()
+
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned: the warm-up begins. Local; on all workers alike."""
+        self.late.clear()
         self._forget_residuals()
         self.moments.take_plain()
         self.warm_up_again()
@@ -354,6 +360,7 @@ class Compressor(RunState):
 
     def forget(self) -> None:
         """The optimizer's state was replaced as a whole; residuals are of the old one. Local."""
+        self.late.clear()
         self._forget_residuals()
         self.moments.forget()
         self.unlearn()
@@ -393,7 +400,7 @@ class Compressor(RunState):
     def _follow_recipe(self) -> None:
         """The state may be of a run with other arguments. A warm-up that is not over is as long as this run says. Of
         ``recipe="exact"``, where this run compresses, or the other way round: begin the warm-up, with moments in plain
-        form."""
+        form, which those of variables that are not compressed any more get, too."""
         optimizer, compresses = self.optimizer, self.optimizer._wrapping.compresses
         if not optimizer.built:
             return
@@ -401,11 +408,10 @@ class Compressor(RunState):
         if (wanted == FOREVER) != compresses:
             if int(optimizer._exact_steps.value) < wanted:
                 optimizer._warmup_steps.assign(optimizer._wrapping.warmup.steps)
+            if optimizer._wrapping.local is None:
+                self.moments.release()
             return
-        if compresses:
-            self.take_plain()
-        else:
-            self.begin_again()
+        self.begin_again()
 
     def average(self, pairs: Sequence[tuple[Any, Any]], wrapping: Wrapping) -> tuple[list[Any], Any]:
         """The averages of gradients by Horovod's own operations, and whether they are finite, on all workers alike.

@@ -12,6 +12,7 @@ import tensorflow as tf
 from horovod_onebit import checks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.tf import moments
+from horovod_onebit.tf.agreement import ACCUMULATED
 from horovod_onebit.tf.graph import in_order
 from horovod_onebit.tf.meeting import announce, told
 
@@ -63,9 +64,10 @@ def broadcast_variables(
 
 
 def replicated(variables: Iterable[Any]) -> list[Any]:
-    """Those of ``variables`` that all workers are to have alike: not the states of random generators, by which workers
-    drop other units."""
-    return [v for v in variables if "seed" not in v.name or keras.backend.is_float_dtype(v.dtype)]
+    """Those of ``variables`` that all workers are to have alike: neither the states of random generators, by which
+    workers drop other units, nor gradients that wait for the last backward pass of a step."""
+    common = [v for v in variables if ACCUMULATED not in v.name]
+    return [v for v in common if "seed" not in v.name or keras.backend.is_float_dtype(v.dtype)]
 
 
 def follow_variables(model: Any) -> None:

@@ -179,9 +179,8 @@ class LocalSteps(Compressor):
 
     # -- what the driver asks of a face: see ``driver.Alone``; the graph has asked whether the workers agree ----------
 
-    @property
-    def young(self) -> bool:
-        """Whether some second moment has seen too little to be frozen: its variable is trained since shortly before."""
+    def waits(self) -> bool:
+        """See ``driver.Alone``: some variable is trained since shortly before."""
         seen = np.array(self.optimizer._seen.value)[list(self.indices)]
         return bool(((seen > 0) & (2 * seen < self.rounds.schedule.freeze)).any())
 

@@ -49,13 +49,18 @@ class Owner(Protocol):
 
     def compressible(self, variable: Any) -> bool: ...
 
+    def is_compressed(self, variable: Any) -> bool: ...
+
     def warm_up_again(self) -> None: ...
+
+    def follow_broadcast(self) -> None: ...
 
 
 class Moments:
     """The moments of one Keras ``DistributedOptimizer``.
 
-    What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen; and
+    What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen since
+    the first one, or, negative, how many in the warm-up were zeros, if all were; and
     ``_marks``, (variables,) int64, which is 0 for a variable that has taken no compressed step, else the checksum of
     its frozen second moment, or ``NO_SECOND_MOMENT``; and ``_frozen_beta2``, a float64, the ``beta_2`` by which second
     moments were frozen, 0 while none is.
@@ -99,6 +104,9 @@ class Moments:
         for i, mark in marks.items():
             all_marks[i] = mark
         optimizer._marks.assign(all_marks)
+        seen = np.array(optimizer._seen.value)
+        if (seen < 0).any():
+            optimizer._seen.assign(np.where(all_marks != 0, np.abs(seen), seen))
         if self.beta2 is None and self._compressor.adapter.moments is not None:
             optimizer._frozen_beta2.assign(getattr(self._compressor.options, "beta_2", 0.0))
 
@@ -158,10 +166,10 @@ class Moments:
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
             by_hand = i in edited and (marks[i] or not seen[i])  # and not one that has seen too little
-            if by_hand or not (marks[i] or seen[i]) or not (alone or compressor.compressible(variable)):
+            if by_hand or not (marks[i] or (seen[i] and (alone or compressor.compressible(variable)))):
                 continue
             variance = self.variance(i)
-            if variance is not None and taken and seen[i] not in (0, taken):
+            if variance is not None and taken and seen[i] > 0 and seen[i] != taken:
                 if (beta2 := getattr(compressor.options, "beta_2", None)) is None:
                     continue
                 factor = (1 - beta2**taken) / (1 - (self.beta2 or beta2) ** int(seen[i]))
@@ -176,6 +184,24 @@ class Moments:
         known = np.flatnonzero(before).tolist()
         optimizer._seen.assign(self._of_plain({*known, *edited}))
         self._thaw()
+
+    def release(self) -> None:
+        """Second moments that were frozen, of variables that are not compressed any more, get the plain form. Local; on
+        all workers alike."""
+        compressor, optimizer = self._compressor, self._optimizer
+        marks, seen = np.array(optimizer._marks.value), np.array(optimizer._seen.value)
+        variables = enumerate(optimizer._trainable_variables)
+        others = [i for i, v in variables if marks[i] and not compressor.is_compressed(v)]
+        if not others:
+            return
+        plain = {id(variable): value for variable, value in self.in_plain_form()}
+        for i in others:
+            variance = self.variance(i)
+            if id(variance) in plain:
+                variance.assign(plain[id(variance)])
+        marks[others], seen[others] = 0, self._of_plain(others)[others]
+        optimizer._marks.assign(marks)
+        optimizer._seen.assign(seen)
 
     def take_plain(self) -> None:
         """A plain optimizer's state was assigned to the wrapped optimizer's variables."""
@@ -199,8 +225,8 @@ class Moments:
         """The optimizer has taken so many ``steps``, ``since`` so many of them since the warm-up began: more or fewer
         if somebody has set ``iterations``.
 
-        The wrapped optimizer corrects the bias of its moments by it. ``warm``: in the warm-up what they have seen is
-        then counted as the optimizer counts; afterwards the next step finds that the state was ``moved``."""
+        The wrapped optimizer corrects the bias of its moments by it. ``warm``: in the warm-up its steps follow, and the
+        second moments have seen what they have seen; afterwards the next step finds that the state was ``moved``."""
         optimizer = self._optimizer
         by = steps - since - int(optimizer._begun.value)
         if not by or self._compressor.adapter.moments is None:
@@ -208,8 +234,6 @@ class Moments:
         if not warm:
             self.moved = steps - by
             return
-        seen = np.array(optimizer._seen.value)
-        optimizer._seen.assign(np.where(seen > 0, np.maximum(seen + by, 0), 0))
         optimizer._begun.assign(steps - since)
 
     def edited(
@@ -220,8 +244,8 @@ class Moments:
         marks: NDArray[np.int64],
     ) -> list[int]:
         """Of the variables ``indices``, those whose second moment is not the one that was frozen, or was replaced just
-        before that, or has seen nothing, or less than half of a short warm-up: they were trained late. With ``Local``,
-        those of which none was frozen.
+        before that, or has seen nothing, or less than half of a short warm-up: they were trained late. Those that have
+        had gradients of zeros alone are no such. With ``Local``, those of which none was frozen.
 
         ``variances`` are arrays in the host's memory or on the GPU.
         """
@@ -232,7 +256,8 @@ class Moments:
                 continue
             held = self._held.get(i)
             if not marked[i]:
-                wrong = seen_by[i] < enough or self._was_replaced(i, variance)
+                rests = seen_by[i] < 0 and enough < NEVER
+                wrong = not rests and (seen_by[i] < enough or self._was_replaced(i, variance))
             else:
                 changed = held is None or not same(held, variance)
                 wrong = seen_by[i] < 1 or (changed and not self._is_known(i, variance, marked[i]))
@@ -324,7 +349,7 @@ class Moments:
     def _shrunk(self, index: int, number: int, now: Array, beta2: float) -> int | None:
         """The steps since the last look, if the elements ``now``, after step ``number``, are less than they leave."""
         before, last = self._probes.get(index, (0, None))
-        if last is None or before > number:
+        if last is None or before >= number:
             return None
         since, dtype = number - before, self._optimizer._trainable_variables[index].dtype
         # Each step may round down, and what is tiny to nothing.
@@ -346,6 +371,7 @@ def broadcast(variables: Iterable[Any]) -> None:
     for moments in list(_live):
         if any(id(v) in sent for v in moments._optimizer._variables):
             moments.forget()
+            moments._compressor.follow_broadcast()
 
 
 def same(held: Any, array: Any) -> bool:

@@ -252,11 +252,24 @@ class _DistributedOptimizer(_Wrapped):
         return finite, factors[len(means) :]
 
     def _count_seen(self, variables: list[Any]) -> None:
-        """The second moments of ``variables`` have seen one gradient more."""
-        if self._compressor.adapter.moments is not None:
-            counts = np.zeros(len(self._trainable_variables), np.int64)
-            counts[[self._get_variable_index(v) for v in variables]] = 1
-            self._seen.assign_add(counts)
+        """The second moments of ``variables`` have seen one gradient more, which may be of zeros."""
+        if self._compressor.adapter.moments is None or not variables:
+            return
+        numbers = [self._get_variable_index(v) for v in variables]
+        members = np.zeros(len(self._trainable_variables), np.int64)
+        members[numbers] = 1
+        seen = tf.convert_to_tensor(self._seen.value)
+
+        def look() -> None:
+            variances = (tf.convert_to_tensor(self._compressor.moments.variance(i)) for i in numbers)
+            met = np.zeros(len(members), bool)
+            found = tf.stack([tf.reduce_any(tf.not_equal(one, tf.zeros([], one.dtype))) for one in variances])
+            met = tf.tensor_scatter_nd_update(tf.constant(met), np.array(numbers)[:, None], found)
+            counted = tf.where(met, tf.maximum(seen, 0) + 1, seen - 1)
+            self._seen.assign(tf.where(members > 0, tf.where(seen > 0, seen + 1, counted), seen))
+
+        all_met = tf.reduce_all(tf.gather(seen, numbers) > 0)
+        cond(all_met, lambda: self._seen.assign_add(members), look, whole=True)
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
         if self._compressor.takes_frozen:

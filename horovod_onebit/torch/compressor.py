@@ -58,6 +58,7 @@ class Steps(RunState):
         self._check_replicas_every = check_replicas_every
         self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
+        self._gave_residuals: int | None = None  # at how many steps somebody has
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -133,6 +134,15 @@ class Steps(RunState):
     def sizes(self) -> dict[str, int]:
         """Of all parameters that may have residuals, those that are gone included."""
         return {name: p.numel() for p, name in self.parameters.all_names()}
+
+    def load_feedback(self, feedback: Mapping[str, Array]) -> None:
+        super().load_feedback(feedback)
+        self._gave_residuals = self.parameters.steps
+
+    def residuals_fit(self, lineage: str) -> bool:
+        """Whether this worker's residuals are of the run whose state a worker with this ``lineage`` gives it: it has
+        loaded the same states, or has taken no step since it was given its residuals. Local."""
+        return self.parameters.lineage == lineage or self._gave_residuals == self.parameters.steps
 
     # -- other workers ------------------------------------------------------------------------------------------------
 

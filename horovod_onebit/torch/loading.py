@@ -5,7 +5,7 @@ States are ``state_dict``s, whose tensors may be replaced by anything that has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import chain, repeat
 from typing import Any
 
@@ -55,11 +55,22 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
             if names := names & HYPERPARAMETERS:
                 raise ConfigurationError(f"the state {what} {', '.join(sorted(names))}: it is of another optimizer")
     progress = Progress.of(groups[0].get(STATE_KEY) if groups else None, sum(expected))
+    _check_order([parameters.names.get(p, "") for p in parameters.ordered()], progress.names)
     ids = [i for group in groups for i in group["params"]]
     counts = chain(progress.exact_steps, repeat(0))
     for i, p, count in zip(ids, parameters.ordered(), counts, strict=False):
         started = p.requires_grad and count > 0
         _check_state(parameters, p, saved["state"].get(i, {}), started=started)
+
+
+def _check_order(own: Sequence[str], saved: Sequence[str]) -> None:
+    """States are by position. Of other names nothing is known: layers may have been renamed."""
+    if own != list(saved) and sorted(own) == sorted(saved):
+        where = next(i for i, (mine, other) in enumerate(zip(own, saved, strict=True)) if mine != other)
+        raise ConfigurationError(
+            f"the optimizer's parameters are in another order than those of the state: number {where} is {own[where]}, "
+            f"expected {saved[where]}. Build the optimizer with its parameters in the order that they had"
+        )
 
 
 def _check_state(parameters: Parameters, p: torch.Tensor, state: Mapping[str, Any], *, started: bool) -> None:

@@ -12,11 +12,9 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
 from horovod_onebit.driver import Driver, Frozen, Moment
@@ -108,8 +106,7 @@ class LocalParameters(Parameters):
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
-        self.renewed: set[torch.Tensor] = set()  # whose state was edited, or which joined a run, and are not frozen
-        self._joined: Any = None  # the parameters that the last round began with, if there was one
+        self.awaited: set[torch.Tensor] = set()  # see ``waits``
         self.thawed = False  # whether some second moments were frozen, and have to be again
         for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
             if COMMON_STEPS not in optimizer.state.get(p, {}):
@@ -130,11 +127,7 @@ class LocalParameters(Parameters):
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
         self.unbind()
-        trained = self.trained()
-        if self._joined is not None:
-            self.renewed |= {p for p in trained if p not in self._joined}
-        self._joined = WeakTensorKeyDictionary(dict.fromkeys(trained, True))
-        for p in trained:
+        for p in self.trained():
             self._bind_one(p)
 
     def unbind(self) -> None:
@@ -236,13 +229,13 @@ class LocalParameters(Parameters):
             forget_steps(binding.tensor)
         self._set_common(p, min(self.common_steps(p), self.taken(p)))
         self.thawed |= self.steps >= self.warmup.steps
-        self.renewed.add(p)
+        self.awaited.discard(p)
 
-    @property
-    def young(self) -> bool:
-        """Whether some second moment has seen too little to be frozen: of a parameter whose state was edited, or which
-        has joined since the run began."""
-        return any(0 < self.taken(p) < self.local.freeze for p in self.trained() if p in self.renewed)
+    def waits(self) -> bool:
+        """See ``driver.Alone``. A parameter is waited for once: it may have gradients on this worker now and then."""
+        young = {p for p in self.trained() if 0 < 2 * self.taken(p) < self.local.freeze} - self.awaited
+        self.awaited |= young
+        return bool(young)
 
     def rules(self) -> Frozen:
         """Of those whose second moment is frozen, with the groups' hyperparameters of now."""
@@ -291,8 +284,6 @@ class LocalParameters(Parameters):
             state = self.optimizer.state[p]
             self.adam.init_state(group, p, state)  # on a worker whose gradients never reached it
             steps, beta2 = int(state["step"]), float(group["betas"][1])
-            if not steps:
-                state["step"].fill_(self.steps)
             rule: Any = self.adam.rule(group, 1.0)
             last = rule.decayed(_on_host(torch.zeros_like(p) if p.grad is None else p.grad), _on_host(p))
             variance, own = _on_host(state[str(self.adam.variance_key)]), steps - self.common_steps(p)
@@ -302,10 +293,12 @@ class LocalParameters(Parameters):
     def freeze(self, of: tuple[dict[str, Any], torch.Tensor], second: Array) -> None:
         """Keep ``second`` as that of the parameter ``of`` a group."""
         group, p = of
-        self.renewed.discard(p)
         if self.adam is not None and second.any():  # or it has had no gradient yet, on any worker, and is not frozen
             value = plain.coarsen(torch.from_numpy(second))
-            self.optimizer.state[p][str(self.adam.variance_key)] = value.view(p.shape).to(p.device)
+            state = self.optimizer.state[p]
+            state[str(self.adam.variance_key)] = value.view(p.shape).to(p.device)
+            if not int(state["step"]):  # gradients have never reached it on this worker
+                state["step"].fill_(self.steps)
             self.set_seen(group, p, self.steps)
 
     def taken(self, p: torch.Tensor) -> int:
@@ -341,10 +334,6 @@ class LocalParameters(Parameters):
             own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
 
-    def progress(self) -> Progress:
-        joined = [i for i, p in enumerate(self.ordered()) if p in self.renewed]
-        return replace(super().progress(), joined=joined)
-
     def export(self, state: dict[str, Any]) -> None:
         super().export(state)
         packed = state["state"]
@@ -355,8 +344,6 @@ class LocalParameters(Parameters):
 
     def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
         self.thawed = False
-        joined = set(progress.joined)
-        self.renewed = {p for i, p in enumerate(self.ordered()) if i in joined}
         if whole is not None:
             self.kept.clear()
         saved = {} if whole is None else dict(self._saved(whole))
@@ -607,7 +594,7 @@ class LocalSteps(Steps):
         self.gradients.forget(gone)
         for p in gone:
             self.parameters.kept.pop(p, None)
-            self.parameters.renewed.discard(p)
+            self.parameters.awaited.discard(p)
         self.parameters.let_go(gone)
 
     # -- a step ---------------------------------------------------------------------------------------------------
@@ -641,9 +628,8 @@ class LocalSteps(Steps):
 
     # -- what the driver asks of a face: see ``driver.Alone`` ---------------------------------------------------------
 
-    @property
-    def young(self) -> bool:
-        return self.parameters.young
+    def waits(self) -> bool:
+        return self.parameters.waits()
 
     def follow(self) -> Task[bool]:
         yield from self.check_groups()

@@ -34,7 +34,7 @@ from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, OWN_KEYS, VARI
 from horovod_onebit.torch.private import add_to_all
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import Adapter, check_parameter
-from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup, unbiased
+from horovod_onebit.warmup import FOREVER, UNKNOWN, Phase, Warmup, least, unbiased
 
 STATE_KEY = "horovod_onebit"
 """Where the progress is in a ``state_dict``: an option of the first group, so that Horovod broadcasts it too."""
@@ -57,6 +57,8 @@ class Parameters:
         names: of all parameters that have been seen.
         moments: how the wrapped optimizer keeps its moments.
         exact_steps: the trained parameters, and how many exact steps each has had.
+        idle: of these, those of the first steps that have had no gradient but zeros, where there are such steps and a
+            second moment that will be frozen.
         bindings: the compressed ones, in the order of the groups.
         never: those that are never compressed.
         unstarted: those with a momentum that the wrapped optimizer would not have yet.
@@ -89,6 +91,7 @@ class Parameters:
         self.sum_gradients = sum_gradients
         self.steps = 0
         self.exact_steps: dict[torch.Tensor, int] = {}
+        self.idle: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
         self.never: set[torch.Tensor] = set()
         self.unstarted: set[torch.Tensor] = set()
@@ -202,7 +205,7 @@ class Parameters:
             if self.seen(p) is not None:
                 self._take_back(group, p)
             self._init_state(group, p)
-            self.exact_steps[p] = 0
+            self._begin_warmup(p)
         if fresh:
             self._find_never()
         return [p for _, p, _ in fresh]
@@ -232,6 +235,7 @@ class Parameters:
             self._zeros.pop(p, None)
             self.unstarted.discard(p)
             del self.exact_steps[p]
+            self.idle.pop(p, None)
             self.engine.feedback.discard(self.names[p])
         if gone:
             self.changed()
@@ -280,7 +284,7 @@ class Parameters:
             left = [p for p in found if self.compressible(p)]
             self._candidates = key, left
         over = (p for p in self._candidates[1] if self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED)
-        ready = [p for p in over if p.requires_grad]
+        ready = [p for p in over if p.requires_grad and not self._is_young(p)]
         if ready:
             groups = self._groups()
             for p in ready:
@@ -293,7 +297,11 @@ class Parameters:
         self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
         fresh, state = self.seen(p) is None, self.optimizer.state[p]
         if fresh:
-            self.set_seen(group, p, int(state.get("step", self.exact_steps[p])))
+            if self._was_idle(p):  # it rests until it has a gradient, whatever weight decay has left there
+                self.adapter.restart(state)
+                self.idle.pop(p)
+            self.set_seen(group, p, self._gradients_seen(p))
+            self.idle.pop(p, None)
         self.bind(p)
         if fresh:
             self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
@@ -332,8 +340,12 @@ class Parameters:
         self.engine.feedback.reset([self.names[p]])
         self.bindings.pop(p, None)
         self._marks.pop(p, None)
-        self.exact_steps[p] = 0
+        self._begin_warmup(p)
         self.changed()
+
+    def _begin_warmup(self, p: torch.Tensor) -> None:
+        self.exact_steps[p] = 0
+        self.idle.pop(p, None)
 
     def refresh(self) -> None:
         """Follow parameters that were frozen, whose state was edited, or whose memory was replaced (``p.data = ...``, a
@@ -519,18 +531,46 @@ class Parameters:
 
     def exact_step_alone(self, exact_step: Callable[[], None], exact: Sequence[torch.Tensor]) -> None:
         """The wrapped optimizer's step of ``exact``, which is counted: it passes over those without a gradient."""
+        idle = set(map(id, (p for p in exact if self._is_idle(p))))
         with without_gradients(self.bindings):
             exact_step()
         begun = self.steps < self.warmup.steps
         for p in exact:
-            # What comes later has its warm-up from its first gradient on, which may be one of few.
-            if begun or self.exact_steps[p] or self._has_seen(p):
+            if id(p) not in idle:
                 self.exact_steps[p] += 1
+            elif begun:
+                self.exact_steps[p] += 1
+                self.idle[p] = self.exact_steps[p]
+                self.adapter.forget_layer(self.optimizer.state[p])
+            else:  # what comes later has its warm-up from its first gradient on, which may be one of few
+                self.adapter.restart(self.optimizer.state[p], 0)
+                self._begin_warmup(p)
 
-    def _has_seen(self, p: torch.Tensor) -> bool:
-        """Whether the second moment of ``p``, if it has one, has seen a gradient; alike on all workers."""
-        value = self.optimizer.state.get(p, {}).get(self.adapter.variance_key or "")
-        return self.adapter.variance_key is None or (value is not None and bool(value.any()))
+    def _is_idle(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` has no gradient in this exact step and has had none before, where a second moment will be
+        frozen; alike on all workers."""
+        key = self.adapter.variance_key
+        if not self._was_idle(p) or key is None or self.warmup.steps >= FOREVER or not self.compressible(p):
+            return False
+        second = None if self.exact_steps[p] else self.optimizer.state.get(p, {}).get(key)
+        if second is not None and bool(second.any()):
+            return False  # it has seen gradients of a plain optimizer, or of an earlier warm-up
+        return p.grad is None or not bool(p.grad.any())
+
+    def _was_idle(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` has had no gradient in any exact step of this optimizer."""
+        return self.idle.get(p, 0) == self.exact_steps[p]
+
+    def _is_young(self, p: torch.Tensor) -> bool:
+        """Whether the second moment of ``p`` has seen gradients, and too few to be frozen."""
+        seen = self.exact_steps[p] - self.idle.get(p, 0)
+        return 0 < seen < least(self.warmup.steps)
+
+    def _gradients_seen(self, p: torch.Tensor) -> int:
+        """Steps that the second moment of ``p`` has seen since its first gradient."""
+        if idle := self.idle.get(p, 0):
+            return self.exact_steps[p] - idle
+        return int(self.optimizer.state[p].get("step", self.exact_steps[p]))
 
     def moved(self, sends: Sends) -> None:
         """The engine has taken a step that ``sends`` this: so have the framework's tensors."""
@@ -553,12 +593,12 @@ class Parameters:
         """See ``driver.Together``."""
         if not (key := self.adapter.variance_key):
             return None
-        states = [self.optimizer.state[p] for p in self.exact() if self.compressible(p)]
+        found = [p for p in self.exact() if self.compressible(p) and not (p in self.idle and self._was_idle(p))]
         betas = self.optimizer.param_groups[0].get("betas")
         beta2 = UNKNOWN if betas is None else float(betas[1])
-        seen = [int(state.get("step", self.steps)) for state in states]  # a parameter may be trained for some steps
-        norms = [math.sqrt(float(sum_of_squares(state[key]))) for state in states]
-        return math.hypot(*(unbiased(norm, beta2, n) for norm, n in zip(norms, seen, strict=True))), beta2
+        norms = [math.sqrt(float(sum_of_squares(self.optimizer.state[p][key]))) for p in found]
+        pairs = zip(norms, map(self._gradients_seen, found), strict=True)
+        return math.hypot(*(unbiased(norm, beta2, seen) for norm, seen in pairs)), beta2
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 
@@ -667,6 +707,8 @@ class Parameters:
             taken=[self.taken(p) if self.seen(p) else 0 for p in parameters],
             unstarted=[i for i, p in enumerate(parameters) if p in self.unstarted],
             common=[self.common_steps(p) for p in parameters],
+            idle=[self.idle.get(p, 0) for p in parameters],
+            names=[self.names.get(p, "") for p in parameters],
         )
 
     def export(self, state: dict[str, Any]) -> None:
@@ -741,6 +783,8 @@ class Parameters:
         for p, count in counts.items():
             if p in self.exact_steps:  # what was compressed and is frozen now will have a whole new warm-up
                 self.exact_steps[p] = count if p.requires_grad or not seen[p] else 0
+        idle = self._by_position(progress.idle)
+        self.idle = {p: steps for p, steps in idle.items() if 0 < steps <= self.exact_steps.get(p, 0)}
         if whole is not None:
             self._keep_float32(whole)
         unstarted = set(progress.unstarted)
@@ -772,7 +816,7 @@ class Parameters:
                 state[key] = plain.restored(state[key], by)
             if self.warmup.phase(self.exact_steps.get(p, 0)) is Phase.COMPRESSED and self.compressible(p):
                 self.set_seen(group, p, steps, before)
-            else:
+            elif key is None or key in state:  # of one that is frozen by now, the state may have been left out
                 self.adapter.rewind(group, state, steps, before)
 
     def _saved(self, whole: Mapping[str, Any]) -> list[tuple[torch.Tensor, dict[str, Any]]]:

@@ -28,8 +28,9 @@ class Progress:
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
         unstarted: parameters whose momentum is there and must not be at their first step.
         rates: of residuals, as ``ErrorFeedback`` has them.
-        joined: with local steps, parameters that have joined since the run began and are not frozen.
         common: of the gradients that its second moment has seen, those that were the workers' mean.
+        idle: of the exact steps, the first ones that had no gradient.
+        names: of the parameters, empty where there is none.
     """
 
     version: int = VERSION
@@ -43,8 +44,9 @@ class Progress:
     taken: Sequence[int] = ()
     unstarted: Sequence[int] = ()
     rates: Sequence[float] = ()
-    joined: Sequence[int] = ()
     common: Sequence[int] = ()
+    idle: Sequence[int] = ()
+    names: Sequence[str] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values."""

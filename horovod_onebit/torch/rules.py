@@ -126,6 +126,19 @@ class Adapter:
         """The rule of ``group``, and what else the exact step depends on (``fused`` rounds differently)."""
         return {**vars(self.rule(group, 1.0)), "fused": group.get("fused"), "foreach": group.get("foreach")}
 
+    def restart(self, state: Mapping[str, Any], steps: int | None = None) -> None:
+        """Forget what steps without a gradient have left in ``state``: those of weight decay. ``steps``: how many are
+        counted from now on, if it is not all."""
+        for key in (self.momentum_key, self.variance_key):
+            if key in state:
+                state[key].zero_()
+        self.forget_layer(state)
+        if steps is not None and "step" in state:
+            state["step"].fill_(steps)
+
+    def forget_layer(self, state: Mapping[str, Any]) -> None:
+        """Forget what was learned of a layer in a step without a gradient, if anything is learned."""
+
 
 class AdamAdapter(Adapter):
     def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
@@ -166,6 +179,10 @@ class LAMBAdapter(AdamAdapter):
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)
+
+    def forget_layer(self, state: Mapping[str, Any]) -> None:
+        if "layer" in state:
+            state["layer"].zero_()
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
         return super().variance_factor(group, taken, seen, before) if group["bias_correction"] else 1.0
@@ -295,7 +312,7 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: Stepwise | None = No
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
     """Refuse parameters that cannot be compressed, before the first step."""
-    if hasattr(p, "device_mesh") or hasattr(p, "_is_flat_param"):
+    if any(hasattr(p, name) for name in ("device_mesh", "_is_flat_param", "_fsdp_flattened")):
         raise UnsupportedError(
             f"parameter {name!r} is sharded over the workers (DTensor, FSDP, tensor parallelism), "
             "and bits are exchanged of whole gradients: keep the model whole on every worker, without FSDP"

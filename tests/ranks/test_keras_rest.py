@@ -162,3 +162,113 @@ def test_a_layer_whose_gradients_are_rare_begins_the_warm_up_again_once(caplog):
     assert caplog.text.count("the warm-up begins again") == (RANK == 0)
     assert optimizer._compressor.counts()["late"] == [1]
     assert optimizer.phase is Phase.COMPRESSED
+
+
+def noise(step, count=2):
+    return [tf.constant(g, tf.float32) for g in np.random.default_rng([step, RANK]).standard_normal((count, 64, 64))]
+
+
+def drawn(variables, optimizer, steps, begins=0):
+    """The mean of what each variable moves in each of the ``steps``; the second one has gradients since ``begins``."""
+    moves = []
+    for step in steps:
+        first, second = noise(step)
+        before = [np.array(v) for v in variables]
+        optimizer.apply([first, second if step >= begins else tf.zeros_like(second)], variables)
+        moves.append([np.abs(np.array(v) - old).mean() for v, old in zip(variables, before, strict=True)])
+    return np.array(moves)
+
+
+def two_variables(optimizer, **arguments):
+    variables = [keras.Variable(np.full((64, 64), 0.5, np.float32)) for _ in range(2)]
+    optimizer = onebit.DistributedOptimizer(optimizer, **arguments)
+    optimizer.build(variables)
+    return variables, optimizer
+
+
+@pytest.mark.parametrize(
+    "schedule", [None, onebit.Local(every=4, doubling=0, freeze=20), onebit.ZeroOne(var_freeze_step=60)]
+)
+def test_steps_of_zeros_are_not_counted_in_a_second_moment(schedule):
+    """Those of a layer whose gradients begin in the last steps of the warm-up: the others would be three times too long
+    in the rest of the run."""
+    arguments = {"warmup_steps": 20} if schedule is None else {"schedule": schedule}
+    variables, optimizer = two_variables(keras.optimizers.Adam(1e-3), **arguments)
+    moves = drawn(variables, optimizer, range(100), begins=18)
+    of_first, of_second = moves[-24:].mean(0)
+    assert optimizer.phase is Phase.COMPRESSED
+    assert 0.6 < of_second / of_first < 1.5
+
+
+def test_a_layer_that_had_zeros_in_the_whole_warm_up_rests():
+    variables, optimizer = two_variables(keras.optimizers.Adam(1e-3), warmup_steps=20)
+    moves = drawn(variables, optimizer, range(30), begins=30)
+    assert int(optimizer._exact_steps.value) == 20
+    assert not moves[:, 1].any()
+
+
+def test_iterations_that_are_set_in_the_warm_up_leave_what_second_moments_have_seen():
+    """As a rate schedule is resumed."""
+    results = []
+    for moved in (False, True):
+        variables, optimizer = two_variables(keras.optimizers.Adam(1e-3), warmup_steps=20)
+        drawn(variables, optimizer, range(5))
+        if moved:
+            optimizer.iterations.assign(1000)
+        results.append(drawn(variables, optimizer, range(5, 60))[-30:].mean())
+    assert results[1] == pytest.approx(results[0], rel=0.2)
+
+
+def test_second_moments_of_variables_that_are_not_compressed_any_more(tmp_path):
+    """They are corrected by all steps from then on, as plain ones."""
+    folder = Path(broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    model, optimizer, read = make("AdamW")
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    read(0, 200)
+    onebit.save_checkpoint(folder, model)
+    second = np.array(onebit.plain_optimizer(optimizer)._velocities[0])
+    arguments = {"warmup_steps": 5, "exact": ["*embedding*"]}
+    model = build()
+    optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(0.01, weight_decay=0.0), **arguments)
+    optimizer.build(model.trainable_variables)
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+    onebit.load_checkpoint(folder, model)
+    np.testing.assert_allclose(np.array(optimizer._velocities[0]), second, rtol=1e-5)
+    reader(model, optimizer, graph=True)(200, 210)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+def test_a_rolled_back_run_finds_a_late_layer_again(caplog):
+    variables, optimizer = two_variables(keras.optimizers.Adam(1e-3), warmup_steps=5)
+    drawn(variables, optimizer, range(20), begins=40)
+    state = [np.array(v) for v in optimizer.variables]
+    drawn(variables, optimizer, range(20, 80), begins=40)
+    optimizer.set_weights(state)
+    moves = drawn(variables, optimizer, range(20, 120), begins=40)
+    of_first, of_second = moves[-24:].mean(0)
+    assert 0.6 < of_second / of_first < 1.5
+    assert caplog.text.count("the warm-up begins again") == (2 if RANK == 0 else 0)
+
+
+def test_gradients_that_wait_for_the_last_pass_are_not_broadcast():
+    variables, optimizer = two_variables(keras.optimizers.SGD(1.0), recipe="exact", backward_passes_per_step=2)
+    ones = tf.ones((64, 64))
+    optimizer.apply([ones * (RANK + 1), ones], variables)
+    onebit.broadcast_variables(optimizer.variables)
+    optimizer.apply([ones, ones], variables)
+    expected = 0.5 - np.mean([(rank + 2) / 2 for rank in range(SIZE)])
+    np.testing.assert_allclose(np.array(variables[0]), expected, rtol=1e-6)
+
+
+def test_an_automatic_warm_up_that_worker_0_begins_again_is_that_of_all():
+    variables, optimizer = two_variables(keras.optimizers.Adam(1e-3))
+    drawn(variables, optimizer, range(230))
+    assert optimizer.phase is Phase.COMPRESSED
+    if RANK == 0:
+        plain = keras.optimizers.Adam(1e-3)
+        plain.build(variables)
+        optimizer.set_weights([np.array(v) for v in plain.variables])
+    onebit.broadcast_variables(optimizer.variables)
+    drawn(variables, optimizer, range(230, 260))
+    weights = hvd.allgather(np.array(variables[0])[None], name="restarted").numpy()
+    assert (weights == weights[0]).all()

@@ -345,6 +345,47 @@ def test_the_freeze_waits_for_a_parameter_that_has_seen_little(how):
     assert_replicas_equal(torch.nn.ParameterList([*model.parameters(), late]))
 
 
+def test_the_freeze_waits_once_for_a_parameter_that_is_used_no_more():
+    model, late = Net(), torch.nn.Parameter(torch.ones(64, 64))
+    optimizer = local(model, schedule=onebit.Local(every=2, doubling=0, freeze=16))
+    train(model, optimizer, 10)
+    optimizer.add_param_group({"params": [late]})
+    train_with(late, model, optimizer, range(10, 13))
+    train(model, optimizer, 7, start=13)
+    assert optimizer._parameters.seen(model.second.weight) is None
+    train(model, optimizer, 14, start=20)
+    assert optimizer._parameters.seen(model.second.weight) == 32
+
+
+def test_a_parameter_without_gradients_at_the_freeze_begins_with_its_first_step():
+    model, late = Net(), torch.nn.Parameter(torch.ones(64, 64))
+    model.register_parameter("late", late)
+    optimizer = local(model, schedule=onebit.Local(every=2, doubling=0, freeze=16), lr=1e-3, weight_decay=0.0)
+    train(model, optimizer, 20)
+    for step in range(20, 26):
+        optimizer.zero_grad()
+        x, y = batch(step)
+        (cross_entropy(model(x), y) + late.sum()).backward()
+        optimizer.step()
+    assert float(late.detach().mean()) == pytest.approx(1 - 6e-3, abs=5e-4)
+
+
+def test_a_state_that_one_worker_has_edited_is_saved_and_loaded(folder):
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=64))
+    train(model, optimizer, 12)
+    if RANK == 1:
+        for state in optimizer.state.values():
+            state["exp_avg_sq"].zero_()
+    train(model, optimizer, 8, start=12)
+    onebit.save_checkpoint(folder, model, optimizer)
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0, freeze=64))
+    onebit.load_checkpoint(folder, model, optimizer)
+    train(model, optimizer, 8, start=20)
+    assert_replicas_equal(model)
+
+
 def test_optimizers_with_moments_that_the_rule_does_not_know_keep_their_own():
     model = Net()
     optimizer = local(model, amsgrad=True)

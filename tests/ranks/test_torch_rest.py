@@ -9,6 +9,7 @@ from torch.nn.functional import cross_entropy
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import Recipe
+from horovod_onebit.schedule import Sends
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import DEVICE, RANK, assert_replicas_equal, digest, wrap
 from tests.ranks.world import world
@@ -184,3 +185,71 @@ def test_a_layer_that_is_trained_since_shortly_before_does_not_prolong_the_autom
         q.grad = torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE) if step >= 15 else None
         optimizer.step()
     assert optimizer.phase == "compressed"
+
+
+def noise(step, number):
+    generator = torch.Generator().manual_seed(1000 * step + 10 * RANK + number)
+    return torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE)
+
+
+L2 = (torch.optim.Adam, {"weight_decay": 1e-2})
+OPTIMIZERS = {"Adam with L2": L2, "AdamW": (torch.optim.AdamW, {}), "LAMB": (onebit.LAMB, {"weight_decay": 0.01})}
+
+
+@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(("joins", "begins"), [(0, 18), (0, 60), (25, 225)])
+def test_steps_without_a_gradient_are_not_counted_in_a_second_moment(kind, joins, begins):
+    """In the last steps of the warm-up, after it, and long after the parameter was added: its steps would be three
+    times too long in the rest of the run, or more."""
+    p, q = (torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2))
+    make, options = OPTIMIZERS[kind]
+    plain = make([p] if joins else [p, q], lr=1e-3, **options)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p), ("q", q)], warmup_steps=20)
+    moves = []
+    for step in range(begins + 90):
+        if step == joins > 0:
+            optimizer.add_param_group({"params": [q]})
+        p.grad, q.grad = noise(step, 0), noise(step, 1) if step >= begins else None
+        before = [one.detach().clone() for one in (p, q)]
+        optimizer.step()
+        moves.append([float((one.detach() - old).abs().mean()) for one, old in zip((p, q), before, strict=True)])
+    assert optimizer.stats().compressed_parameters == 2 * 64 * 64
+    of_p, of_q = torch.tensor(moves[-40:]).mean(0)
+    assert 0.6 < of_q / of_p < 1.5
+    assert_replicas_equal(torch.nn.ParameterList([p, q]))
+
+
+@pytest.mark.parametrize("stop", [10, 19, 22])
+def test_a_run_that_is_resumed_within_a_late_warmup_continues_bit_for_bit(stop, tmp_path):
+    folder = Path(world.broadcast_object(str(tmp_path), root_rank=0, name="folder"))
+    ends = []
+    for resumed in (False, True):
+        p, q = (torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2))
+        model = torch.nn.ParameterList([p, q])
+        plain = torch.optim.Adam([p, q], lr=1e-3, weight_decay=1e-2)
+        optimizer = onebit.DistributedOptimizer(plain, model.named_parameters(), warmup_steps=20)
+        if resumed:
+            onebit.load_checkpoint(folder, model, optimizer)
+        for step in range(stop if resumed else 0, 40):
+            if step == stop and not resumed:
+                onebit.save_checkpoint(folder, model, optimizer)
+            p.grad, q.grad = noise(step, 0), noise(step, 1) if step >= 18 else None
+            optimizer.step()
+        ends.append(q.detach().clone())
+    assert torch.equal(*ends)
+
+
+def test_a_first_gradient_in_a_step_of_exact_means_of_zero_one_adam_begins_a_warmup():
+    """That step gives all elements a second moment, of one gradient."""
+    p, q = (torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2))
+    schedule = onebit.ZeroOne(var_freeze_step=200)
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p, q], lr=1e-3), [("p", p), ("q", q)], schedule=schedule)
+    begun, moves = False, []
+    for step in range(150):
+        begun |= step > 20 and optimizer._compressor.driver.sends is Sends.MEAN
+        p.grad, q.grad = noise(step, 0), noise(step, 1) if begun else None
+        before = q.detach().clone()
+        optimizer.step()
+        moves.append(float((q.detach() - before).abs().mean()))
+    assert begun
+    assert sum(moves[-20:]) / 20 < 0.5e-3

@@ -74,6 +74,48 @@ def test_residuals_that_were_loaded_before_the_state_is_broadcast_are_kept():
     assert all(torch.equal(found[name], value) for name, value in feedback.items())
 
 
+def test_residuals_of_a_run_that_worker_0_has_left_are_forgotten():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5)
+    train(model, optimizer, 10)
+    state = copy.deepcopy(optimizer.state_dict())
+    train(model, optimizer, 10, start=10)
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert any(value.any() for value in optimizer.feedback_state_dict().values())
+    if RANK == 0:
+        optimizer.load_state_dict(state)
+    onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    assert not any(value.any() for value in optimizer.feedback_state_dict().values())
+    train(model, optimizer, 3, start=10)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, onebit.LAMB])
+def test_a_state_without_entries_of_parameters_that_are_frozen_by_now(kind):
+    model, again = Net(), Net()
+    optimizer = wrap(model, kind, warmup_steps=5)
+    train(model, optimizer, 10)
+    state = copy.deepcopy(optimizer.state_dict())
+    first = next(iter(again.parameters()))
+    first.requires_grad_(False)
+    del state["state"][0]
+    resumed = wrap(again, kind, warmup_steps=5)
+    resumed.load_state_dict(state)
+    train(again, resumed, 8, start=10)
+    assert_replicas_equal(again)
+
+
+def test_a_state_of_parameters_in_another_order_is_refused():
+    model = Net()
+    optimizer = wrap(model, warmup_steps=5)
+    train(model, optimizer, 8)
+    named = list(model.named_parameters())
+    named = [(name, torch.nn.Parameter(p.detach().clone())) for name, p in (named[0], *reversed(named[1:]))]
+    other = onebit.DistributedOptimizer(torch.optim.AdamW([p for _, p in named]), named)
+    with pytest.raises(ConfigurationError, match=r"in another order than those of the state: number \d+ is .*expected"):
+        other.load_state_dict(optimizer.state_dict())
+
+
 def test_a_plain_state_loads_and_warms_up():
     model = Net()
     plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
