@@ -6,6 +6,7 @@ for other workers is a task. In Keras a graph orders what the framework does, an
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -387,7 +388,7 @@ class Driver:
             what = "a round ends, and second moments are frozen" if rounds.freezes else "a round ends"
         found: dict[str, object] = {} if begins else {"steps of this round": rounds.length}
         found |= {"local steps taken": self.face.steps, "what happens after these local steps": what}
-        if freezing.happens:
+        if freezing.happens and math.isfinite(freezing.peak):  # there was a step
             found["the learning rate's last rise"] = f"to {freezing.peak:g}, counted from step {freezing.peak_step}"
         return found
 

@@ -256,7 +256,7 @@ def test_gradients_that_wait_for_the_last_pass_are_not_broadcast():
     optimizer.apply([ones * (RANK + 1), ones], variables)
     onebit.broadcast_variables(optimizer.variables)
     optimizer.apply([ones, ones], variables)
-    expected = 0.5 - np.mean([(rank + 2) / 2 for rank in range(SIZE)])
+    expected = 0.5 - np.mean([rank + 2 for rank in range(SIZE)])
     np.testing.assert_allclose(np.array(variables[0]), expected, rtol=1e-6)
 
 
