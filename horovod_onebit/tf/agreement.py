@@ -25,6 +25,7 @@ ACCUMULATED = "onebit_accumulated"
 COUNTERS = {
     "steps": "the number of optimizer steps (iterations)",
     "exact": "the number of warm-up steps that were taken",
+    "local": "local steps taken",
     "wanted": "the number of steps that the warm-up has",
     "compressed": "the number of compressed steps since the warm-up ended",
     "passes": "the number of backward passes",

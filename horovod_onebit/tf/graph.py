@@ -40,8 +40,9 @@ def path_of(variable: Any) -> str:
 
 def cond(
     condition: Any, then: Callable[[], None], otherwise: Callable[[], None] = lambda: None, *, whole: bool = False
-) -> None:
-    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs.
+) -> Any:
+    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs. In a graph, returns the operation
+    that is over when the branch is.
 
     TensorFlow puts both branches into the graph, where they can begin before all that they need is there, and each
     operation of the one that is not taken costs time. ``whole``: a branch waits for all, and the other costs nothing.
@@ -54,10 +55,13 @@ def cond(
 
         return run
 
-    done = either(condition, branch(then), branch(otherwise))
-    graph = not tf.executing_eagerly()
-    if graph and whole and not tf.config.list_logical_devices("GPU"):  # a whole branch could be on one device only
-        _operation(done)._set_attr("_lower_using_switch_merge", AttrValue(b=False))
+    result = either(condition, branch(then), branch(otherwise))
+    if tf.executing_eagerly():
+        return None
+    done = _operation(result)
+    if whole and not tf.config.list_logical_devices("GPU"):  # a whole branch could be on one device only
+        done._set_attr("_lower_using_switch_merge", AttrValue(b=False))
+    return done
 
 
 def either(condition: Any, then: Callable[[], Any], otherwise: Callable[[], Any]) -> Any:

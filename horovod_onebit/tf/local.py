@@ -483,10 +483,11 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
             tf.convert_to_tensor(optimizer.learning_rate),
             tf.convert_to_tensor(optimizer._iterations.value) + 1,
         )
-        cond(finite, lambda: _step(optimizer, variables, own_step), skip)
+        taken = cond(finite, lambda: _step(optimizer, variables, own_step), skip)
         optimizer._compressed_steps.assign_add(1)
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
-        ends = host_value(steps.stepped, [count, rate, number], tf.bool)
+        with tf.control_dependencies(filter(None, [taken])):  # or the exchange, in its branch, might begin before
+            ends = host_value(steps.stepped, [count, rate, number], tf.bool)
         cond(ends, lambda: _exchange(optimizer, indices, variables))
         if steps.adapter.adam is not None:
             freezes = host_value(lambda _: steps.rounds.freezes, [count], tf.bool)
@@ -553,7 +554,8 @@ def _freeze(optimizer: Any, indices: tuple[int, ...], number: Any, grads: Sequen
 
 
 def _agreed(optimizer: Any, indices: tuple[int, ...], *, begins: bool) -> Any:
-    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate)}
+    count = tf.convert_to_tensor(optimizer._compressed_steps.value)  # which changes after this, in a graph, too
+    now = {"rate": tf.convert_to_tensor(optimizer.learning_rate), "local": count}
     return optimizer._agreement.reach(indices, now, partial(optimizer._compressor.about_to, begins=begins))
 
 
