@@ -760,12 +760,12 @@ class Engine:
         where it is time to; see ``rest.wanted``. Collective."""
         if not self._sent:
             self._notice(rules)
-        moves: rest.Moves = {}
-        if self._held is not None:
-            args = self._held, self.tensors, self.context, self.collectives, self.name, self.traffic
-            moves = yield from rest.wanted(*args, refuses=refuses)
-        host = self.context.kernels.host
-        self._without = {number for number in moves if not host(self.tensors[number].variance).any()}
+        held, self._without = self._held, set()
+        if held is None:
+            return {}
+        args = held, self.tensors, self.context, self.collectives, self.name, self.traffic
+        moves: rest.Moves = yield from rest.wanted(*args, refuses=refuses)
+        self._without = {i for i in moves if held[i].resting == self.tensors[i].weight.size}
         return moves
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:

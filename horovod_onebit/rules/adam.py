@@ -26,7 +26,19 @@ import numpy as np
 
 from horovod_onebit.checks import number
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.formulas import ZERO, Formula, Number, clipped, denominator, moving, multiplier, rests, sqrt
+from horovod_onebit.formulas import (
+    ZERO,
+    Formula,
+    Number,
+    alive,
+    clipped,
+    denominator,
+    moving,
+    multiplier,
+    rests,
+    sqrt,
+    where,
+)
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Rule, Tensor, Use, Wraps, scalars
 
@@ -63,8 +75,9 @@ def update(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) ->
 
 
 @rests
-def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
-    return _update(p, momentum_l2(p, g, m, v, w, a), v)
+def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
+    decayed = where(alive(v), p.l2 * w, ZERO)  # or what rests would be wanted
+    return _update(p, p.beta1 * m + p.grad * (g + decayed), v)
 
 
 def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16

@@ -343,6 +343,8 @@ class Compressor(RunState):
 
     def follow_broadcast(self) -> None:
         """All workers get the state of one of them, which may have loaded it alone. Local; on all workers alike."""
+        if isinstance(warmup := self.optimizer._wrapping.warmup, AutoWarmup):
+            warmup.load_state_dict({})
         self.late.clear()
         self.forget_trained()
 
@@ -524,7 +526,7 @@ class Compressor(RunState):
                 there = tensor.momentum.size == tensor.weight.size
                 momentum = tensor.momentum if there else self._zeros(tensor.weight.size)
             tensor.momentum = momentum
-            tensor.step, tensor.variance_steps = progress.steps, int(progress.seen[self.indices[i]])
+            tensor.step, tensor.variance_steps = progress.steps, abs(int(progress.seen[self.indices[i]]))
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first)
 
     def _zeros(self, size: int) -> Array:
@@ -705,7 +707,7 @@ class Compressor(RunState):
         made: dict[tuple[float, int, float], Rule] = {}
         for index, factor in zip(now.indices, now.factors, strict=False):
             decay = options.weight_decay if self.decays(variables[index]) else 0.0
-            key = decay or 0.0, int(progress.seen[index]), factor
+            key = decay or 0.0, abs(int(progress.seen[index])), factor
             if key not in made:
                 scale = factor * self._factor
                 made[key] = self.adapter.rule(options, progress.learning_rate, decay, key[1], scale)

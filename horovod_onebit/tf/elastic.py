@@ -110,6 +110,7 @@ class KerasState(ObjectState):
         waiting = getattr(compressor.optimizer, "_accumulated", [])
         sums = [np.array(total, np.float32) for total in waiting]
         here = float(bool(waiting) and int(compressor.optimizer._passes) > 0)  # before workers came
+        counts = broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts")
         broadcast_variables(self._variables())
         follow_variables(self.model)
         if waiting:  # all have the mean of those that have some
@@ -117,7 +118,7 @@ class KerasState(ObjectState):
             for i, (total, own) in enumerate(zip(waiting, sums, strict=True)):
                 found = hvd.allreduce(tf.constant(own), op=hvd.Sum, name=f"onebit.waiting.{i}") / count
                 total.assign(tf.cast(found, total.dtype))
-        compressor.take_counts(broadcast_object(compressor.counts(), root_rank=0, name="onebit.counts"))
+        compressor.take_counts(counts)
         with compressor.here():
             tasks.run(compressor.redistribute())
 

@@ -99,7 +99,8 @@ class Moments:
         return float(self._optimizer._frozen_beta2.value) or None
 
     def freeze(self, marks: Mapping[int, int]) -> None:
-        """The second moments of these variables, by number, are frozen now, as their ``marks`` say."""
+        """The second moments of these variables, by number, are frozen now, as their ``marks`` say; gradients of zeros
+        count from now on."""
         optimizer, all_marks = self._optimizer, np.array(self._optimizer._marks.value)
         for i, mark in marks.items():
             all_marks[i] = mark
@@ -334,7 +335,8 @@ class Moments:
         for i in indices:
             size = min(PROBES, int(np.prod(optimizer._trainable_variables[i].shape, dtype=np.int64)))
             now, at = values[at : at + size], at + size
-            if (since := self._shrunk(i, number, now, beta2)) is not None:
+            looked = self._probes.get(i, (None,))[0] == number  # before the state was restored, which is no edit
+            if not looked and (since := self._shrunk(i, number, now, beta2)) is not None:
                 replaced.append((i, since))
             self._probes[i] = number, now
         if replaced:
@@ -349,7 +351,7 @@ class Moments:
     def _shrunk(self, index: int, number: int, now: Array, beta2: float) -> int | None:
         """The steps since the last look, if the elements ``now``, after step ``number``, are less than they leave."""
         before, last = self._probes.get(index, (0, None))
-        if last is None or before >= number:
+        if last is None or before > number:
             return None
         since, dtype = number - before, self._optimizer._trainable_variables[index].dtype
         # Each step may round down, and what is tiny to nothing.

@@ -261,13 +261,16 @@ class _DistributedOptimizer(_Wrapped):
         seen = tf.convert_to_tensor(self._seen.value)
 
         def look() -> None:
-            variances = (tf.convert_to_tensor(self._compressor.moments.variance(i)) for i in numbers)
-            met = np.zeros(len(members), bool)
-            found = tf.stack([tf.reduce_any(tf.not_equal(one, tf.zeros([], one.dtype))) for one in variances])
-            met = tf.tensor_scatter_nd_update(tf.constant(met), np.array(numbers)[:, None], found)
-            counted = tf.where(met, tf.maximum(seen, 0) + 1, seen - 1)
-            self._seen.assign(tf.where(members > 0, tf.where(seen > 0, seen + 1, counted), seen))
+            met = [tf.constant(False)] * len(members)
+            for i in numbers:
+                variance = tf.convert_to_tensor(self._compressor.moments.variance(i))
+                met[i] = tf.reduce_any(tf.not_equal(variance, tf.zeros([], variance.dtype)))
+            first = tf.where(tf.stack(met), tf.ones_like(seen), seen - 1)
+            self._seen.assign(tf.where(members > 0, tf.where(seen > 0, seen + 1, first), seen))
 
+        if not (self._wrapping.compresses or self._wrapping.local):  # none will be frozen
+            self._seen.assign_add(members)
+            return
         all_met = tf.reduce_all(tf.gather(seen, numbers) > 0)
         cond(all_met, lambda: self._seen.assign_add(members), look, whole=True)
 

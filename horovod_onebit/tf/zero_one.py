@@ -167,7 +167,7 @@ class ZeroOneSteps(Compressor):
 
     def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         if sends is Sends.MEAN:  # Keras's epsilon goes by the second moment as it will be
-            now = replace(now, progress=replace(now.progress, seen=now.progress.seen + 1))
+            now = replace(now, progress=replace(now.progress, seen=np.abs(now.progress.seen) + 1))
         rules = super()._rules(now, sends)
         made = {id(rule): zero_one_adam.of(rule, sends) for rule in rules}  # type: ignore[arg-type]
         return [made[id(rule)] for rule in rules]
@@ -199,7 +199,8 @@ class ZeroOneSteps(Compressor):
         optimizer._counted.assign(counted)
         if sends is Sends.MEAN:
             seen = np.array(optimizer._seen.value)
-            seen[list(self.indices)] += 1
+            members = list(self.indices)
+            seen[members] = np.abs(seen[members]) + 1
             optimizer._seen.assign(seen)
 
     @property

@@ -14,7 +14,7 @@ from horovod_onebit import face
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.transport import Op, Transport
 
-COMPILED = "_orig_mod."
+COMPILED, UNNAMED = "_orig_mod.", "allreduce.noname."
 """What ``torch.compile`` puts before the names of a module's parameters and state."""
 
 
@@ -78,7 +78,7 @@ def names_of(
         if len(set(given)) == len(given) == len(own):
             return dict(zip(own, given, strict=True)), {}
         places = ((i, j) for i, group in enumerate(optimizer.param_groups) for j in range(len(group["params"])))
-        return {p: f"allreduce.noname.{i}.{j}" for p, (i, j) in zip(own, places, strict=True)}, {}
+        return {p: f"{UNNAMED}{i}.{j}" for p, (i, j) in zip(own, places, strict=True)}, {}
     pairs = list(named_parameters) if isinstance(named_parameters, Iterable) else [named_parameters]
     if not all(
         isinstance(pair, tuple) and len(pair) == 2 and isinstance(pair[0], str) and isinstance(pair[1], torch.Tensor)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, MutableMapping
+from collections.abc import Callable, Iterable, MutableMapping, Sequence
 from typing import Any
 
 import torch
@@ -26,6 +26,16 @@ def flat(tensor: torch.Tensor, strides: tuple[int, ...]) -> torch.Tensor:
     if tensor.stride() != strides:
         tensor = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
     return tensor.as_strided((tensor.numel(),), (1,))
+
+
+def nonzero(tensors: Sequence[torch.Tensor | None]) -> list[bool]:
+    """Whether each of ``tensors`` is there and has anything but zeros; of those on a GPU, asked for together."""
+    flags: dict[torch.device, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        if tensor is not None:
+            flags.setdefault(tensor.device, []).append(tensor.any())
+    found = {device: iter(torch.stack(each).tolist()) for device, each in flags.items()}
+    return [tensor is not None and next(found[tensor.device]) for tensor in tensors]
 
 
 def gradient_of(p: torch.Tensor) -> torch.Tensor:

@@ -19,7 +19,7 @@ from horovod_onebit.exchange import Lane
 from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Tensor
 from horovod_onebit.tasks import Task
-from horovod_onebit.torch.arrays import gradient_of
+from horovod_onebit.torch.arrays import gradient_of, nonzero
 from horovod_onebit.torch.collectives import tensor_of
 from horovod_onebit.torch.early import Early
 from horovod_onebit.torch.parameters import Parameters
@@ -65,8 +65,8 @@ class Coded:
         """The gradients of ``parameters`` are exact averages, and finite."""
         units, means = list[Tensor](), list[Any]()
         grads = [gradient_of(p) for p in parameters]
-        for p, grad, nonzero in zip(parameters, grads, _nonzero(grads), strict=True):
-            if nonzero:
+        for p, grad, found in zip(parameters, grads, nonzero(grads), strict=True):
+            if found:
                 units.append(self._unit(p))
                 means.append(self._flat(p, grad.float() / self._factor if self._factor > 1 else grad))
         self._mean.observe(units, means)
@@ -182,12 +182,3 @@ class Coded:
         if place is None:
             return grad.to("cpu", torch.float32).numpy()
         return place.array((grad if grad.dtype in place.dtypes else grad.to(torch.float32)).contiguous())
-
-
-def _nonzero(grads: Sequence[torch.Tensor]) -> list[bool]:
-    """Whether each of ``grads`` has anything but zeros; of those on a GPU, asked for together."""
-    flags: dict[torch.device, list[torch.Tensor]] = {}
-    for grad in grads:
-        flags.setdefault(grad.device, []).append(grad.any())
-    found = {device: iter(torch.stack(each).tolist()) for device, each in flags.items()}
-    return [next(found[grad.device]) for grad in grads]

@@ -58,7 +58,8 @@ class Steps(RunState):
         self._check_replicas_every = check_replicas_every
         self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
-        self._gave_residuals: int | None = None  # at how many steps somebody has
+        self.loaded_at: int | None = None  # at how many steps the last state was loaded that was not the own one
+        self._gave_residuals: int | None = None  # and somebody has given this worker its residuals
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -139,10 +140,15 @@ class Steps(RunState):
         super().load_feedback(feedback)
         self._gave_residuals = self.parameters.steps
 
-    def residuals_fit(self, lineage: str) -> bool:
-        """Whether this worker's residuals are of the run whose state a worker with this ``lineage`` gives it: it has
-        loaded the same states, or has taken no step since it was given its residuals. Local."""
-        return self.parameters.lineage == lineage or self._gave_residuals == self.parameters.steps
+    @property
+    def just_loaded(self) -> bool:
+        """Whether a state was loaded since the last step."""
+        return self.loaded_at == self.parameters.steps
+
+    def residuals_fit(self, *, loaded: bool) -> bool:
+        """Whether this worker's residuals are of the run whose state another one gives it, which has just ``loaded`` it
+        perhaps. Local."""
+        return not loaded or self.just_loaded or self._gave_residuals == self.parameters.steps
 
     # -- other workers ------------------------------------------------------------------------------------------------
 

@@ -68,15 +68,14 @@ def broadcast_optimizer_state(
         optimizer._compressor.cancel()
     else:
         meet("broadcast_optimizer_state", transport)
-    is_root, lineage = transport.world[0] == root_rank, ""
-    if isinstance(optimizer, _DistributedOptimizer):
-        lineage = optimizer._parameters.lineage
+    is_root = transport.world[0] == root_rank
+    loaded = isinstance(optimizer, _DistributedOptimizer) and optimizer._compressor.just_loaded
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}
     if is_root and isinstance(optimizer, _DistributedOptimizer):
         optimizer._parameters.lineage = optimizer._parameters.digest(state)  # as the others that load it
     structure = _take_out(state, tensors) if is_root else None
-    structure, loaded = transport.broadcast_object((structure, lineage), root_rank, "onebit.state")
+    structure, loaded = transport.broadcast_object((structure, loaded), root_rank, "onebit.state")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]
     others = run(ask(transport.collectives(), "onebit.state.groups", other=mine != sent)).where("other")
@@ -93,7 +92,7 @@ def broadcast_optimizer_state(
             optimizer._parameters.loads += 1  # as on the others
     elif isinstance(optimizer, _DistributedOptimizer):
         where = optimizer._gradients.where
-        optimizer._load(structure, keep_feedback=optimizer._compressor.residuals_fit(loaded))
+        optimizer._load(structure, keep_feedback=optimizer._compressor.residuals_fit(loaded=loaded))
         optimizer._gradients.where = where  # as on the root, whose gradients may be averaged already
     else:
         optimizer.load_state_dict(structure)

@@ -5,7 +5,7 @@ States are ``state_dict``s, whose tensors may be replaced by anything that has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -13,7 +13,7 @@ import torch
 
 from horovod_onebit.checkpoints import check_same
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.torch.arguments import COMPILED
+from horovod_onebit.torch.arguments import COMPILED, UNNAMED
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import HYPERPARAMETERS
@@ -55,7 +55,6 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
             if names := names & HYPERPARAMETERS:
                 raise ConfigurationError(f"the state {what} {', '.join(sorted(names))}: it is of another optimizer")
     progress = Progress.of(groups[0].get(STATE_KEY) if groups else None, sum(expected))
-    _check_order([parameters.names.get(p, "") for p in parameters.ordered()], progress.names)
     ids = [i for group in groups for i in group["params"]]
     counts = chain(progress.exact_steps, repeat(0))
     for i, p, count in zip(ids, parameters.ordered(), counts, strict=False):
@@ -63,13 +62,18 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
         _check_state(parameters, p, saved["state"].get(i, {}), started=started)
 
 
-def _check_order(own: Sequence[str], saved: Sequence[str]) -> None:
-    """States are by position. Of other names nothing is known: layers may have been renamed."""
-    if own != list(saved) and sorted(own) == sorted(saved):
-        where = next(i for i, (mine, other) in enumerate(zip(own, saved, strict=True)) if mine != other)
+def check_order(parameters: Parameters, saved: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` if ``saved`` is a state of the same parameters in another order: states are by
+    position. Of other names nothing is known, since layers may have been renamed; nor of parameters without one."""
+    own = [parameters.names.get(p, "") for p in parameters.ordered()]
+    kept = saved["param_groups"][0].get(STATE_KEY) if saved["param_groups"] else None
+    saved_names = list((kept or {}).get("names", ()))
+    named = not any(name.startswith(UNNAMED) for name in own)
+    if named and own != saved_names and sorted(own) == sorted(saved_names):
+        where = next(i for i, (mine, other) in enumerate(zip(own, saved_names, strict=True)) if mine != other)
         raise ConfigurationError(
             f"the optimizer's parameters are in another order than those of the state: number {where} is {own[where]}, "
-            f"expected {saved[where]}. Build the optimizer with its parameters in the order that they had"
+            f"expected {saved_names[where]}. Build the optimizer with its parameters in the order that they had"
         )
 
 

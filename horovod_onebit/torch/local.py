@@ -12,6 +12,7 @@ import weakref
 from collections import ChainMap
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -330,9 +331,13 @@ class LocalParameters(Parameters):
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """Of its progress alone, without the steps that it has skipped: the rest is each worker's own."""
         own = dict(state_dict["param_groups"][0].get(STATE_KEY) or {}) if state_dict["param_groups"] else {}
-        for name in ("skipped", "taken", "rates", "common"):
+        for name in ("skipped", "taken", "rates", "common", "awaited"):
             own.pop(name, None)
         return hashlib.blake2b(repr(own).encode(), digest_size=8).hexdigest()
+
+    def progress(self) -> Progress:
+        awaited = [i for i, p in enumerate(self.ordered()) if p in self.awaited]
+        return replace(super().progress(), awaited=awaited)
 
     def export(self, state: dict[str, Any]) -> None:
         super().export(state)
@@ -343,7 +348,8 @@ class LocalParameters(Parameters):
                 packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
 
     def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
-        self.thawed = False
+        self.thawed, awaited = False, set(progress.awaited)
+        self.awaited = {p for i, p in enumerate(self.ordered()) if i in awaited}
         if whole is not None:
             self.kept.clear()
         saved = {} if whole is None else dict(self._saved(whole))

@@ -25,7 +25,7 @@ from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Scaling, Where
-from horovod_onebit.torch.loading import check_optimizer
+from horovod_onebit.torch.loading import check_optimizer, check_order
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import entries_of
@@ -295,6 +295,8 @@ class _DistributedOptimizer:
     def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
         if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
             raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
+        if not keep_feedback:  # or it is another worker's, whose order is compared in the next step
+            check_order(self._parameters, state_dict)
         check_optimizer(self._parameters, state_dict)
         loaded = self._parameters.digest(state_dict)
         # Trainers that move state between devices load what they have just saved.
@@ -317,6 +319,8 @@ class _DistributedOptimizer:
         own = self.param_groups[0].pop(STATE_KEY, None)
         self._compressor.load(own, state_dict, keep_feedback=keep_feedback or same)
         self._parameters.lineage = loaded
+        if not (keep_feedback or same):
+            self._compressor.loaded_at = self._parameters.steps
 
 
 class _LocalOptimizer(_DistributedOptimizer):

@@ -27,8 +27,8 @@ from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
-from horovod_onebit.torch.arguments import names_in
-from horovod_onebit.torch.arrays import Binding, Placement
+from horovod_onebit.torch.arguments import UNNAMED, names_in
+from horovod_onebit.torch.arrays import Binding, Placement, nonzero
 from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, OWN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
@@ -295,16 +295,19 @@ class Parameters:
 
     def _start_compressing(self, group: Group, p: torch.Tensor) -> None:
         self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
-        fresh, state = self.seen(p) is None, self.optimizer.state[p]
+        fresh, unmet = self.seen(p) is None, self._is_unmet(p)
         if fresh:
-            if self._was_idle(p):  # it rests until it has a gradient, whatever weight decay has left there
-                self.adapter.restart(state)
+            if unmet:
                 self.idle.pop(p)
             self.set_seen(group, p, self._gradients_seen(p))
             self.idle.pop(p, None)
         self.bind(p)
         if fresh:
-            self.adapter.rule(group, 1.0).begin(self.bindings[p].tensor, self.engine.context)
+            rule = self.adapter.rule(group, 1.0)
+            if unmet and rule.rests(self.bindings[p].tensor, self.engine.context):  # whatever weight decay has left
+                self.adapter.restart(self.optimizer.state[p])
+                self.bind(p)
+            rule.begin(self.bindings[p].tensor, self.engine.context)
             self.bindings[p].coarsen(self.adapter.variance_key)
 
     def bind(self, p: torch.Tensor) -> None:
@@ -531,7 +534,7 @@ class Parameters:
 
     def exact_step_alone(self, exact_step: Callable[[], None], exact: Sequence[torch.Tensor]) -> None:
         """The wrapped optimizer's step of ``exact``, which is counted: it passes over those without a gradient."""
-        idle = set(map(id, (p for p in exact if self._is_idle(p))))
+        idle = self._idle(exact)
         with without_gradients(self.bindings):
             exact_step()
         begun = self.steps < self.warmup.steps
@@ -546,19 +549,20 @@ class Parameters:
                 self.adapter.restart(self.optimizer.state[p], 0)
                 self._begin_warmup(p)
 
-    def _is_idle(self, p: torch.Tensor) -> bool:
-        """Whether ``p`` has no gradient in this exact step and has had none before, where a second moment will be
-        frozen; alike on all workers."""
+    def _idle(self, exact: Sequence[torch.Tensor]) -> set[int]:
+        """Of the parameters ``exact``, by id, those that have no gradient in this step and have had none before, where
+        a second moment will be frozen; alike on all workers."""
         key = self.adapter.variance_key
-        if not self._was_idle(p) or key is None or self.warmup.steps >= FOREVER or not self.compressible(p):
-            return False
-        second = None if self.exact_steps[p] else self.optimizer.state.get(p, {}).get(key)
-        if second is not None and bool(second.any()):
-            return False  # it has seen gradients of a plain optimizer, or of an earlier warm-up
-        return p.grad is None or not bool(p.grad.any())
+        if key is None or self.warmup.steps >= FOREVER:
+            return set()
+        unmet = [p for p in exact if self._is_unmet(p) and self.compressible(p)]
+        # A second moment may have seen gradients of a plain optimizer, or of an earlier warm-up.
+        before = [None if self.exact_steps[p] else self.optimizer.state.get(p, {}).get(key) for p in unmet]
+        known = nonzero([*before, *(p.grad for p in unmet)])
+        return {id(p) for p, *found in zip(unmet, known, known[len(unmet) :], strict=False) if not any(found)}
 
-    def _was_idle(self, p: torch.Tensor) -> bool:
-        """Whether ``p`` has had no gradient in any exact step of this optimizer."""
+    def _is_unmet(self, p: torch.Tensor) -> bool:
+        """Whether ``p`` has had no gradient in its exact steps, if it has had such steps."""
         return self.idle.get(p, 0) == self.exact_steps[p]
 
     def _is_young(self, p: torch.Tensor) -> bool:
@@ -593,7 +597,7 @@ class Parameters:
         """See ``driver.Together``."""
         if not (key := self.adapter.variance_key):
             return None
-        found = [p for p in self.exact() if self.compressible(p) and not (p in self.idle and self._was_idle(p))]
+        found = [p for p in self.exact() if self.compressible(p) and not self._is_unmet(p)]
         betas = self.optimizer.param_groups[0].get("betas")
         beta2 = UNKNOWN if betas is None else float(betas[1])
         norms = [math.sqrt(float(sum_of_squares(self.optimizer.state[p][key]))) for p in found]
@@ -860,7 +864,7 @@ class _Gradients(dict[int, Any]):
 def _new_name(group: Mapping[str, Any], index: int, position: int, taken: set[str]) -> str:
     names = names_in(group)
     if not names:  # a group that was removed may have taken this group's number
-        made = (f"allreduce.noname.{number}.{position}" for number in numbers_from(index))
+        made = (f"{UNNAMED}{number}.{position}" for number in numbers_from(index))
         return next(name for name in made if name not in taken)
     name: str = names[position]
     if name in taken:

@@ -31,6 +31,7 @@ class Progress:
         common: of the gradients that its second moment has seen, those that were the workers' mean.
         idle: of the exact steps, the first ones that had no gradient.
         names: of the parameters, empty where there is none.
+        awaited: with local steps, the parameters for which this worker has put the freeze off.
     """
 
     version: int = VERSION
@@ -47,6 +48,7 @@ class Progress:
     common: Sequence[int] = ()
     idle: Sequence[int] = ()
     names: Sequence[str] = ()
+    awaited: Sequence[int] = ()
 
     def state_dict(self) -> dict[str, Any]:
         """As plain values."""

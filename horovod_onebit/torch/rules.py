@@ -181,8 +181,8 @@ class LAMBAdapter(AdamAdapter):
         init_state(p, state)
 
     def forget_layer(self, state: Mapping[str, Any]) -> None:
-        if "layer" in state:
-            state["layer"].zero_()
+        if self.layer_key in state:
+            state[self.layer_key].zero_()
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
         return super().variance_factor(group, taken, seen, before) if group["bias_correction"] else 1.0

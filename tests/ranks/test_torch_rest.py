@@ -239,17 +239,35 @@ def test_a_run_that_is_resumed_within_a_late_warmup_continues_bit_for_bit(stop, 
     assert torch.equal(*ends)
 
 
-def test_a_first_gradient_in_a_step_of_exact_means_of_zero_one_adam_begins_a_warmup():
-    """That step gives all elements a second moment, of one gradient."""
+def test_a_first_gradient_just_before_a_step_of_exact_means_of_zero_one_adam_begins_a_warmup(caplog):
+    """That step gives all elements a second moment, of one gradient, before the warm-up can begin."""
+    caplog.set_level("INFO", "horovod_onebit")
+    sends, begins = list[Sends](), 1000
+    for _ in range(2):
+        p, q = (torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2))
+        plain = torch.optim.AdamW([p, q], lr=1e-3)
+        optimizer = onebit.DistributedOptimizer(
+            plain, [("p", p), ("q", q)], schedule=onebit.ZeroOne(var_freeze_step=200)
+        )
+        for step in range(60):
+            sends.append(optimizer._compressor.driver.sends)
+            p.grad, q.grad = noise(step, 0), noise(step, 1) if step >= begins else None
+            optimizer.step()
+        begins = next(i for i in range(20, 60) if sends[i] is Sends.MEAN) - 1
+    assert sends[begins] is not Sends.MEAN
+    assert ("q: the first gradients since compression started" in caplog.text) == (RANK == 0)
+
+
+@pytest.mark.parametrize("recipe", ["robust", "fixed", "paper"])
+def test_a_layer_that_is_never_used_stays_compressed_whatever_decays_it(recipe, caplog):
+    caplog.set_level("INFO", "horovod_onebit")
     p, q = (torch.nn.Parameter(torch.full((64, 64), 0.5, device=DEVICE)) for _ in range(2))
-    schedule = onebit.ZeroOne(var_freeze_step=200)
-    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p, q], lr=1e-3), [("p", p), ("q", q)], schedule=schedule)
-    begun, moves = False, []
-    for step in range(150):
-        begun |= step > 20 and optimizer._compressor.driver.sends is Sends.MEAN
-        p.grad, q.grad = noise(step, 0), noise(step, 1) if begun else None
-        before = q.detach().clone()
+    plain = torch.optim.Adam([p, q], lr=1e-3, weight_decay=1e-2)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p), ("q", q)], warmup_steps=20, recipe=recipe)
+    for step in range(80):
+        p.grad, q.grad = noise(step, 0), None
         optimizer.step()
-        moves.append(float((q.detach() - before).abs().mean()))
-    assert begun
-    assert sum(moves[-20:]) / 20 < 0.5e-3
+    assert "first gradients" not in caplog.text
+    assert optimizer.stats().compressed_parameters == 2 * 64 * 64
+    assert (q > 0.3).all()
+    assert (q <= 0.5).all()

@@ -67,6 +67,7 @@ ALLOWED = {
     },
     "coded": {
         "averages",
+        "codecs",
         "engine",
         "errors",
         "exchange",
@@ -80,7 +81,7 @@ ALLOWED = {
         "warmup",
         "world",
     },
-    "ahead": {"kernels", "engine", "exchange", "layout", "recipe", "rules", "schedule", "simulation", "tasks"},
+    "ahead": {"kernels", "engine", "exchange", "recipe", "rules", "schedule", "simulation", "tasks"},
     "optimizer": {
         "averages",
         "checkpoints",
