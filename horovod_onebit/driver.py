@@ -15,7 +15,6 @@ import numpy as np
 
 from horovod_onebit.averages import own_share, second_moments
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import STEP, Answers, Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
@@ -66,7 +65,7 @@ class Compresses(Prepares, Protocol):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """Elements of what is compressed have got their first second moment: take over ``seconds``, by number, flat
-        float32 in host memory. Local."""
+        float32 in host memory. See ``Engine.first_gradients``, too. Local."""
         ...
 
 
@@ -289,20 +288,20 @@ class Driver:
         engine, face = self.engine, self.face
         plan = yield from self.begin()
         averaged, gradients = face.start_exact(), face.own_gradients()
-        engine.send_rest(gradients, plan)
         try:
+            engine.send_rest(gradients, plan)
             verdict = yield from face.agreed()
             moves = yield from engine.look(plan.rules)
-        except (DesyncError, ConfigurationError):
+            engine.release()
+            finite = (yield from averaged) and verdict.finite
+        except BaseException:  # or the next step would send what is left of this one
             engine.cancel()
             raise
-        engine.release()
-        finite = (yield from averaged) and verdict.finite
         if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
             return False
         face.moved(plan.sends)
         face.exact_step()
-        if moves:
+        if moves or engine.first_gradients:
             face.awakened(engine.awaken(moves, plan.rules))
         return True
 

@@ -191,6 +191,9 @@ class Engine:
     in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
     collectives; ``what`` is done, as is said of each new layout, unless it is None.
 
+    ``first_gradients`` are the numbers of the tensors in which no element had had a gradient before the last compressed
+    step, and in which some have had one by now, as far as the workers have looked.
+
     What is collective is a task (``tasks``). Where buckets go their own ways, after the workers have agreed, a step is
     ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
     """
@@ -226,7 +229,7 @@ class Engine:
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
         self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
-        self._without: set[int] = set()  # see ``without_gradient``
+        self.first_gradients: list[int] = []
         self._generation = Generation()
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet
 
@@ -484,7 +487,12 @@ class Engine:
         known = rules, self.tensors, self.context
         predict, variance = predictor(*known), variance_of(*known)
         name = f"{self.name}.bucket.{bucket_index}.{self.generation}"
-        item.start(self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, variance, shares)))
+        way = self.exchange.travel(Outgoing(message, gradient, encode, stamp, name, predict, variance, shares))
+        try:
+            item.start(way)
+        except BaseException:
+            self._restore(item)
+            raise
         self._sent[bucket_index] = item
         self._leave_in_turn(self.layout, plan.number)
         self.traffic.add(*self._bytes[bucket_index])
@@ -558,7 +566,10 @@ class Engine:
         means = self.layout.assemble(arrived)
         with self.times.measure("decode"):
             for index, tensor in enumerate(self.tensors):
+                rested = rest.resting(tensor, rules[index], self.context)
                 rules[index].exact_step(tensor, means[index], self.context)
+                if rest.woken(tensor, rules[index], rested, self.context) and rested is not None and rested.all():
+                    self.first_gradients.append(index)
         return True
 
     def flush(self, rules: Sequence[Rule]) -> Task[None]:
@@ -760,22 +771,17 @@ class Engine:
         where it is time to; see ``rest.wanted``. Collective."""
         if not self._sent:
             self._notice(rules)
-        held, self._without = self._held, set()
+        held, self.first_gradients = self._held, []
         if held is None:
             return {}
         args = held, self.tensors, self.context, self.collectives, self.name, self.traffic
         moves: rest.Moves = yield from rest.wanted(*args, refuses=refuses)
-        self._without = {i for i in moves if held[i].resting == self.tensors[i].weight.size}
+        self.first_gradients = [i for i in moves if held[i].resting == self.tensors[i].weight.size]
         return moves
 
     def awaken(self, moves: rest.Moves, rules: Sequence[Rule]) -> dict[int, Array]:
         """See ``rest.awaken``; the step in which they were found is over. Local."""
         return rest.awaken(moves, self.tensors, rules, self.context)
-
-    def without_gradient(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the tensors ``numbers`` in which no element had had a gradient when the workers looked: the step
-        after that may have given all of them a second moment. Local; on all workers alike."""
-        return [number for number in numbers if number in self._without]
 
     def take_second_moments(self, seconds: Mapping[int, Array]) -> None:
         """Write what ``awaken`` gave to the tensors' own second moments. Local."""

@@ -35,7 +35,7 @@ from horovod_onebit.rules.local import COUNT
 from horovod_onebit.run_state import RunState
 from horovod_onebit.schedule import Gradients, Schedule, Sends, Stepwise, text_of
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.warmup import NEVER, UNKNOWN, AfterRise, Phase, unbiased
+from horovod_onebit.warmup import NEVER, AfterRise, Phase, unbiased
 
 
 def check_weights(weights: Mapping[str, Array]) -> None:
@@ -372,10 +372,11 @@ class NumpyOptimizer(RunState):
         self.engine.take_second_moments(seconds)
 
     def power(self) -> tuple[float, float] | None:
-        found = [t.variance for t in self._large if t.variance is not None and t.variance.any()]
-        squares = sum(float(np.square(v, dtype=np.float64).sum()) for v in found)
-        beta2 = getattr(self.rule, "beta2", UNKNOWN)
-        return (unbiased(math.sqrt(squares), beta2, self.steps), beta2) if found else None
+        if not isinstance(self.rule, Adam):
+            return None
+        variances = [t.variance for t in self._large if t.variance is not None]
+        squares = math.fsum(float(np.square(one, dtype=np.float64).sum()) for one in variances)
+        return unbiased(math.sqrt(squares), self.rule.beta2, self.steps), self.rule.beta2
 
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:

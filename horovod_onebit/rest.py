@@ -5,7 +5,8 @@ Their second moment is 0, the same on all workers, and while it is, compressed s
 the workers tell each other which of these elements some residual holds anything of, one bit each. Those get a
 second moment and move from then on: the least that there is, where a floor of what is divided by or a clip bounds their
 steps, else that of ``Rule.first_variance``. They are learned as fast as others (tests/unit/test_rest.py). Of a tensor
-in which all elements have rested, a face may begin the warm-up in place of that (``Engine.without_gradient``).
+in which all elements have rested, a face may begin the warm-up in place of that (``Engine.first_gradients``). An exact
+step among compressed ones, of 0/1 Adam, gives them one without being asked.
 """
 
 from __future__ import annotations
@@ -113,6 +114,27 @@ def _of_any(bits: Bytes, collectives: Collectives, name: str, traffic: Traffic) 
         rows = yield collectives.allgather(piece, f"{name}.{start}")
         found[start : start + length] = np.bitwise_or.reduce(np.reshape(rows, (collectives.size, -1)), axis=0)
     return found
+
+
+def resting(tensor: Tensor, rule: Rule, context: Context) -> NDArray[np.bool_] | None:
+    """Which elements rest, before an exact step by ``rule``; None if none does. Local."""
+    if tensor.variance is None or not rule.rests(tensor, context):
+        return None
+    found = ~np.asarray(alive(context.kernels.host(tensor.variance)))
+    return found if found.any() else None
+
+
+def woken(tensor: Tensor, rule: Rule, rested: NDArray[np.bool_] | None, context: Context) -> bool:
+    """Whether an exact step has given a second moment to elements that have ``rested``: nothing is owed of what was not
+    sent of them, in units of the least there is, unless the ``rule`` says so. Local; on all workers alike."""
+    if rested is None:
+        return False
+    moving = rested & np.asarray(alive(context.kernels.host(tensor.variance)))
+    if moving.any() and not rule.owes_resting:
+        residual = np.array(context.kernels.host(tensor.residual))
+        residual[moving] = 0
+        context.kernels.write(tensor.residual, residual)
+    return bool(moving.any())
 
 
 def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> dict[int, Array]:

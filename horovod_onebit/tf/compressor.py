@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, TypeVar, cast
@@ -587,7 +587,7 @@ class Compressor(RunState):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
-        late = self._late(seconds) if self.together else []  # or weights differ, as they may with 0/1 Adam
+        late = self._late() if self.together else []  # or weights differ, as they may with 0/1 Adam
         if late:
             seen = np.array(self.optimizer._seen.value)
             seen[[self.indices[number] for number in late]] = 0
@@ -605,11 +605,10 @@ class Compressor(RunState):
                 self.moments.hold(index, tensor.variance)
         self.moments.freeze(marks)
 
-    def _late(self, numbers: Iterable[int]) -> list[int]:
-        """Those of the tensors ``numbers`` that get the first gradient of all, whose second moment has seen nothing, as
-        the next step will find: the warm-up begins again. Once for each: they may have one from time to time."""
-        found = self.compute(partial(self.engine.without_gradient, numbers))
-        late = [number for number in found if self.indices[number] not in self.late]
+    def _late(self) -> list[int]:
+        """The numbers of the tensors that have got their first gradient, whose second moment has seen nothing, as the
+        next step will find: the warm-up begins again. Once for each: they may have one from time to time."""
+        late = [number for number in self.engine.first_gradients if self.indices[number] not in self.late]
         self.late.update(self.indices[number] for number in late)
         return late
 

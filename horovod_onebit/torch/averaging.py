@@ -13,8 +13,10 @@ from torch.nn.parallel import DistributedDataParallel
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.torch.private import joins, running_ddp, untraced
 
-_off: Any = weakref.WeakSet()
-"""Those in which averaging is switched off in every forward pass: leaving ``no_sync()`` would switch it on again."""
+_switches: Any = weakref.WeakSet()
+"""The ``_Switch`` of each optimizer that is alive and has a model."""
+_trained: Any = weakref.WeakSet()
+"""The ``Parameters`` of each optimizer that is alive."""
 
 
 class _Nothing:
@@ -24,15 +26,21 @@ class _Nothing:
         pass
 
 
-class _SwitchOff:
-    """A hook before each forward pass of ``model``: by then, a trainer has wrapped it, and may do so again. Copies of
-    the model, in a file, say, are nobody's."""
+class _Switch:
+    """Switches averages off: at once, and as a hook before each forward pass of ``model``, because a trainer may wrap
+    it later, or anew, and leaving ``no_sync()`` switches them on. Copies of the model, in a file, say, are nobody's.
+
+    Attributes:
+        off: those whose averages it has switched off.
+    """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self._found: Any = weakref.WeakSet()
+        self.off: Any = weakref.WeakSet()
         self._others: Any = weakref.WeakSet()  # of other models
         self._looked = False
-        model.register_forward_pre_hook(self)
+        self._handle = model.register_forward_pre_hook(self)
+        _switches.add(self)
+        self._switch_off(_of(model))
 
     def __reduce__(self) -> tuple[type, tuple[()]]:
         return _Nothing, ()
@@ -41,20 +49,32 @@ class _SwitchOff:
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
         if not self._looked:
             self._looked = True
-            self._add(_around(model.parameters()))
+            self._switch_off(_of(model))
         running = running_ddp()
-        if running is not None and running not in self._found and running not in self._others:
+        if running is not None and running not in self.off and running not in self._others:
             if set(map(id, model.parameters())).isdisjoint(map(id, running.parameters())):
                 self._others.add(running)
             else:
-                self._add([running])
-        for found in self._found:
+                self._switch_off([running])
+        for found in self.off:
             found.require_backward_grad_sync = False
             _check_switched_off(found)
 
-    def _add(self, found: Iterable[DistributedDataParallel]) -> None:
-        self._found.update(found)
-        _off.update(self._found)
+    def _switch_off(self, found: Iterable[DistributedDataParallel]) -> None:
+        for one in found:
+            one.require_backward_grad_sync = False
+            self.off.add(one)
+
+    def end(self) -> None:
+        """The optimizer is gone: they average again, unless another one has switched that off."""
+        self._handle.remove()
+        _switches.discard(self)
+        for found in self.off:
+            found.require_backward_grad_sync = not _is_off(found)
+
+
+def _is_off(found: DistributedDataParallel) -> bool:
+    return any(found in one.off for one in _switches)
 
 
 def _check_switched_off(found: DistributedDataParallel) -> None:
@@ -71,28 +91,43 @@ def _check_switched_off(found: DistributedDataParallel) -> None:
         )
 
 
-def switch_off(model: Any) -> None:
+def switch_off(model: torch.nn.Module | None, optimizer: Any) -> None:
     """Let gradients stay each worker's own in every ``DistributedDataParallel`` that is ``model``, is in it, or is put
-    around it. Local.
+    around it, as long as the ``optimizer`` lives. Local; None is accepted."""
+    if model is not None:
+        weakref.finalize(optimizer, _Switch(model).end).atexit = False
 
-    Raises ``ConfigurationError`` for what is no module; None is accepted.
-    """
-    if model is None:
-        return
-    if not isinstance(model, torch.nn.Module):
+
+def check(parameters: Iterable[torch.Tensor], model: Any = None) -> None:
+    """Raise ``ConfigurationError`` if a ``DistributedDataParallel`` averages gradients of ``parameters``, other than
+    one of the ``model``, which will be switched off; or if ``model`` is neither a module nor None. Local."""
+    if not isinstance(model, torch.nn.Module | None):
         raise ConfigurationError(f"model is {type(model).__name__}: expected the torch.nn.Module that is trained")
-    _off.update(_around(model.parameters()))
-    _SwitchOff(model)
-
-
-def check(parameters: Iterable[torch.Tensor]) -> None:
-    """Raise ``ConfigurationError`` if a ``DistributedDataParallel`` averages gradients of ``parameters``. Local."""
-    if any(found.require_backward_grad_sync and found not in _off for found in _around(parameters)):
+    own = [] if model is None else _of(model)
+    if any(one.require_backward_grad_sync and one not in own and not _is_off(one) for one in _around(parameters)):
         raise ConfigurationError(
             "the model is in DistributedDataParallel, which averages its gradients by itself, before they are "
             "compressed: set model.require_backward_grad_sync = False, or pass DistributedOptimizer(..., model=model), "
             "which does it"
         )
+
+
+def know(parameters: Any) -> None:
+    """These are the ``Parameters`` of an optimizer."""
+    _trained.add(parameters)
+
+
+def not_averaged() -> list[str]:
+    """The names of parameters whose averages are switched off and which no optimizer of this library trains. Local."""
+    known = {id(p) for parameters in _trained for p in parameters.ordered()}
+    pairs = (pair for one in _switches for found in one.off for pair in found.named_parameters())
+    return [name for name, p in pairs if p.requires_grad and id(p) not in known]
+
+
+def _of(model: torch.nn.Module) -> list[DistributedDataParallel]:
+    """Those that are ``model``, are in it, or have some of its parameters."""
+    inside = [one for one in model.modules() if isinstance(one, DistributedDataParallel)]
+    return [*inside, *(one for one in _around(model.parameters()) if one not in inside)]
 
 
 def _around(parameters: Iterable[torch.Tensor]) -> list[DistributedDataParallel]:

@@ -63,6 +63,7 @@ class Steps(RunState):
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
+        averaging.know(parameters)
         compared = str(self._check_replicas_every)
         self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
 
@@ -71,6 +72,9 @@ class Steps(RunState):
         if not self._checked_averaging:
             averaging.check(self.parameters.names)
             self._checked_averaging = True
+            if names := averaging.not_averaged():
+                text = "%s of the model in DistributedDataParallel, in no DistributedOptimizer: gradients not averaged"
+                self.engine.say(logging.WARNING, text, ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""))
 
     @property
     def workers(self) -> int:
@@ -442,7 +446,7 @@ class Compressor(Steps):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         # A whole parameter has its warm-up now, unless weights differ, as they may with 0/1 Adam.
-        late = () if self.pending else self.engine.without_gradient(seconds)
+        late = () if self.pending else self.engine.first_gradients
         self.engine.take_second_moments({number: one for number, one in seconds.items() if number not in late})
         bound = list(self.parameters.bindings)
         self.parameters.warm_up([bound[number] for number in late])

@@ -145,6 +145,7 @@ class Gradients:
         for p in parameters:
             self._watched[p] = self.passes
             take(p, self)
+        self._watched = self._parameters.in_order(self._watched)
         if len({p.device for p in self._watched if p.is_cuda}) > 1:  # a hook may run for another GPU than a kernel
             self.send_late("parameters are on several GPUs", averages=True)
 

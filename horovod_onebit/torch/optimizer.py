@@ -118,7 +118,7 @@ class _DistributedOptimizer:
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._gradients.where = Where.NOWHERE
-        super().zero_grad(set_to_none=set_to_none)  # type: ignore[misc]
+        super().zero_grad(**({} if set_to_none else {"set_to_none": False}))  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -408,7 +408,7 @@ def DistributedOptimizer(
             With neither, all workers, over whichever of the two is initialised.
         model: what is trained, if it is in ``DistributedDataParallel``, or a trainer puts it there before its first
             forward pass: gradients are then not averaged there as well (``require_backward_grad_sync`` is set to
-            False before each forward pass).
+            False, at once and before each forward pass, as long as this optimizer lives).
         warmup_steps: optimizer steps that are the optimizer's own with the mean gradient, which travels as
             ``Recipe.warmup`` says; step ``warmup_steps + 1`` is compressed. A number below 1 is a share of
             ``total_steps``. ``"auto"``, the default, starts compression when the learning rate no longer rises and the
@@ -442,7 +442,6 @@ def DistributedOptimizer(
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
     """
     _check_plain(optimizer)
-    averaging.switch_off(model)
     transport = choose(process_set, process_group, call="DistributedOptimizer")
     names, others = names_of(optimizer, named_parameters)
     arguments = Arguments(
@@ -456,7 +455,7 @@ def DistributedOptimizer(
     matching("exact", patterns, [*names.values(), *others.values()])
     flag("overlap", overlap)
     replica_interval(check_replicas_every)
-    _check_supported(optimizer, adapter, names)
+    _check_supported(optimizer, adapter, names, model)
     placement = Placement(kernels)
     options: dict[str, Any] = {
         "name": next_name(transport.number, transport.ranks), "recipe": settled, "names": names,
@@ -477,6 +476,7 @@ def DistributedOptimizer(
     run(compressor.check_groups())
     compressor.parameters.lineage = lineage
     _wrappers[optimizer] = weakref.ref(wrapped)
+    averaging.switch_off(model, wrapped)
     return wrapped
 
 
@@ -508,14 +508,16 @@ def _adapter_of(optimizer: torch.optim.Optimizer, schedule: Schedule | None) -> 
     return AnyAdapter(optimizer)
 
 
-def _check_supported(optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str]) -> None:
-    """Its groups' options, and its parameters."""
+def _check_supported(
+    optimizer: torch.optim.Optimizer, adapter: Adapter, names: dict[torch.Tensor, str], model: Any
+) -> None:
+    """Its groups' options, and its parameters; and whether something averages their gradients besides ``model``."""
     for group in optimizer.param_groups:
         adapter.check(group)
     for p, name in names.items():
         if p.requires_grad:
             check_parameter(name, p)
-    averaging.check(names)
+    averaging.check(names, model)
 
 
 def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:

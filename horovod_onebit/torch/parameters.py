@@ -207,8 +207,15 @@ class Parameters:
             self._init_state(group, p)
             self._begin_warmup(p)
         if fresh:
+            self.exact_steps = self.in_order(self.exact_steps)
             self._find_never()
         return [p for _, p, _ in fresh]
+
+    def in_order(self, counts: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
+        """``counts`` in the order of the groups, whichever parameter came first: gradients that travel together must
+        be in one order on all workers."""
+        ordered = dict.fromkeys(p for p in self.ordered() if p in counts)
+        return {p: counts[p] for p in (*ordered, *(p for p in counts if p not in ordered))}
 
     def _follow_model(self) -> None:
         """Before the first step, the model may be moved, or converted: so is the state, which was made before."""
@@ -763,6 +770,10 @@ class Parameters:
         for state in plain.entries_of(self.optimizer.state):
             for key in FROZEN_KEYS:
                 state.pop(key, None)
+        for group, _, p in self.enumerated() if self.adapter.makes_state else ():
+            state = self.optimizer.state.get(p, {})
+            if isinstance(step := state.get("step"), torch.Tensor):  # accelerate moves it to the GPU
+                state["step"] = step.to(self.adapter.counter(group, p).device)
         if not keep_feedback:
             self.engine.feedback.reset()
         self.steps = progress.steps

@@ -129,7 +129,7 @@ class Adapter:
     def restart(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Forget what steps without a gradient have left in ``state``: those of weight decay. ``steps``: how many are
         counted from now on, if it is not all."""
-        for key in (self.momentum_key, self.variance_key):
+        for key in filter(None, (self.momentum_key, self.variance_key)):
             if key in state:
                 state[key].zero_()
         self.forget_layer(state)
@@ -179,6 +179,9 @@ class LAMBAdapter(AdamAdapter):
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)
+
+    def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
+        return torch.zeros((), dtype=torch.float32)
 
     def forget_layer(self, state: Mapping[str, Any]) -> None:
         if self.layer_key in state:

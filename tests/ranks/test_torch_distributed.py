@@ -446,3 +446,49 @@ def test_exchanges_within_and_between_hosts(monkeypatch, neighbours):
 
 def test_workers_of_a_host_are_counted():
     assert collectives().host()[1] == int(os.environ["LOCAL_WORLD_SIZE"])
+
+
+def test_a_ddp_averages_again_when_its_optimizer_is_gone():
+    inner = Net()
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    optimizer = wrap(inner, warmup_steps=3, wrapping={"model": model})
+    train(model, optimizer, 6)
+    state = optimizer.state_dict()
+    del optimizer
+    gc.collect()
+    assert model.require_backward_grad_sync
+    plain = torch.optim.AdamW(inner.parameters())
+    plain.load_state_dict(state)
+    train(model, plain, 4, start=6)
+    assert_replicas_equal(inner)
+
+
+def test_an_optimizer_that_is_refused_leaves_a_ddp_as_it_is():
+    model = DistributedDataParallel(Net(), find_unused_parameters=True)
+    with pytest.raises(ConfigurationError):
+        wrap(model.module, warmup_steps=-3, wrapping={"model": model})
+    assert model.require_backward_grad_sync
+
+
+def test_parameters_of_a_ddp_that_no_optimizer_of_ours_trains_are_named(caplog):
+    inner = Net()
+    model = DistributedDataParallel(inner, find_unused_parameters=True)
+    named = list(inner.second.named_parameters())
+    plain = torch.optim.AdamW(inner.second.parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, named, warmup_steps=3, model=model)
+    train(model, optimizer, 1)
+    assert ("first.weight, module.first.bias" in caplog.text) == (RANK == 0)
+
+
+def test_a_ddp_within_a_module_whose_forward_is_never_called_is_switched_off():
+    class Both(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = DistributedDataParallel(inner, find_unused_parameters=True)
+
+    inner = Net()
+    both = Both(inner)
+    optimizer = wrap(inner, warmup_steps=3, wrapping={"model": both})
+    train(both.inner, optimizer, 4)
+    assert not both.inner.require_backward_grad_sync
+    assert_replicas_equal(inner)

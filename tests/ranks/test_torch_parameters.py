@@ -423,3 +423,40 @@ def test_names_of_a_compiled_model_that_the_optimizer_was_given():
     for pattern in ("last*", "_orig_mod.last*"):
         optimizer = onebit.DistributedOptimizer(torch.optim.SGD(named, lr=0.1), warmup_steps=2, exact=[pattern])
         assert set(optimizer._parameters.names.values()) == {name for name, _ in model.named_parameters()}
+
+
+@pytest.mark.parametrize("recipe", ["exact", "robust"])
+def test_gradients_travel_in_one_order_whichever_parameter_a_worker_has_seen_first(recipe):
+    """Worker 0 has frozen the first layers before it builds the optimizer, and the others afterwards."""
+    torch.manual_seed(0)
+    layers = [torch.nn.Linear(64, 64, bias=False) for _ in range(3)]
+    model = torch.nn.Sequential(*layers).to(DEVICE)
+
+    def freeze(frozen):
+        for layer in layers[:2]:
+            layer.requires_grad_(not frozen)
+
+    if RANK == 0:
+        freeze(True)
+    plain = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), recipe=recipe, warmup_steps=100)
+    freeze(True)
+    for step in range(6):
+        if step == 3:
+            freeze(False)
+        optimizer.zero_grad()
+        x = torch.randn(8, 64, generator=torch.Generator().manual_seed(10 * step + RANK), device="cpu").to(DEVICE)
+        (model(x) - x).square().mean().backward()
+        optimizer.step()
+    assert_replicas_equal(model)
+
+
+def test_an_optimizer_whose_zero_grad_takes_no_arguments():
+    class Mine(torch.optim.SGD):
+        def zero_grad(self):
+            super().zero_grad()
+
+    model = Net()
+    optimizer = onebit.DistributedOptimizer(Mine(model.parameters(), lr=0.1), model.named_parameters(), recipe="exact")
+    train(model, optimizer, 3)
+    assert_replicas_equal(model)

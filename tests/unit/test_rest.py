@@ -166,6 +166,25 @@ def test_an_element_that_is_met_in_an_exact_step_of_zero_one_adam_keeps_what_tha
         assert weight < 0
 
 
+def test_what_waits_of_a_row_is_not_sent_after_an_exact_step_has_given_it_a_second_moment():
+    """Looks are rare by then, and come after that step: the row has waited for 46 steps, in units of the least second
+    moment."""
+
+    def worker(collectives):
+        rng, weight, largest = np.random.default_rng(collectives.rank), np.zeros((8, 128), f32), 0.0
+        optimizer = NumpyOptimizer({"w": weight}, Adam(1e-3), collectives=collectives, schedule=ZeroOne())
+        for step in range(1, 1101):
+            grad = rng.standard_normal((8, 128)).astype(f32)
+            grad[0] = step >= 1042
+            before = weight.copy()
+            optimizer.step({"w": grad})
+            others = np.abs(weight - before)[1:].max()
+            largest = max(largest, others) if step > 600 else 0.0
+        return largest
+
+    assert simulation.run(worker, 2)[0] < 3e-3  # it would be 26e-3
+
+
 @pytest.mark.parametrize("exchange", ["direct", "two_stage", "hierarchical"])
 def test_a_run_is_the_same_again_whenever_messages_arrive(exchange):
     def worker(collectives, late):

@@ -34,6 +34,7 @@ from horovod_onebit.rules.zero_one_adam import of
 from horovod_onebit.schedule import Gradients, Local, Sends, ZeroOne
 from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import run
+from horovod_onebit.warmup import Phase
 from horovod_onebit.world import Weighing, total_residuals
 
 f32 = np.float32
@@ -1000,3 +1001,45 @@ def test_exact_means_travel_in_pieces(monkeypatch):
             assert means[index].shape == shape
             np.testing.assert_allclose(means[index], expected, rtol=1e-5, atol=1e-6)
             np.testing.assert_array_equal(means[index], found[0][1][index])
+
+
+def test_a_step_that_a_collective_has_ended_is_taken_back():
+    """The next one would send the gradient of before, in the buckets that were encoded."""
+
+    def worker(collectives):
+        weights = {"w": np.zeros(4096, f32)}
+        recipe = Recipe(bucket_size=2048, exchange="direct")
+        optimizer = NumpyOptimizer(weights, Adam(1e-2), collectives=collectives, warmup_steps=1, recipe=recipe)
+        for _ in range(3):
+            optimizer.step({"w": np.ones(4096, f32)})
+        residual = optimizer.engine.feedback.state_dict()["w"].copy()
+        real = collectives.allgather
+
+        def fails(array, name):
+            if ".bucket.1." in name:
+                raise RuntimeError("a link is down")
+            return real(array, name)
+
+        collectives.allgather = fails
+        with pytest.raises(RuntimeError, match="a link is down"):
+            optimizer.step({"w": np.full(4096, 50, f32)})
+        collectives.allgather = real
+        np.testing.assert_allclose(optimizer.engine.feedback.state_dict()["w"], residual, atol=1e-5)
+        before = weights["w"].copy()
+        optimizer.step({"w": np.full(4096, -50, f32)})
+        return (weights["w"] - before)[[0, 4000]]
+
+    for moved in simulation.run(worker, 2):
+        assert (moved > 0).all()
+
+
+def test_the_automatic_warm_up_of_numpy_waits_for_a_gradient():
+    def worker(collectives):
+        rng, weights = np.random.default_rng(collectives.rank), {"w": np.zeros(2048, f32), "b": np.zeros(4, f32)}
+        optimizer = NumpyOptimizer(weights, Adam(1e-3), collectives=collectives)
+        for step in range(40):
+            grad = (step >= 25) * rng.standard_normal(2048)
+            optimizer.step({"w": grad.astype(f32), "b": np.ones(4, f32)})
+        return optimizer.phase
+
+    assert simulation.run(worker, 2) == [Phase.WARMUP] * 2

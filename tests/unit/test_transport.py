@@ -139,14 +139,14 @@ def test_models_that_average_in_a_class_derived_from_ddps_are_found(process_grou
         model, other = (kind(torch.nn.Linear(2, 2)) for _ in range(2))
         with pytest.raises(ConfigurationError, match="require_backward_grad_sync = False"):
             averaging.check(model.parameters())
-        averaging.switch_off(other)
+        averaging.switch_off(other, other)
         averaging.check(other.parameters())
         averaging.check(torch.nn.Linear(2, 2).parameters())
 
 
 def test_a_model_whose_own_averages_are_switched_off_can_be_copied():
     model = torch.nn.Linear(2, 2)
-    averaging.switch_off(model)
+    averaging.switch_off(model, model)
     model(torch.ones(1, 2))
     for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(other(torch.ones(1, 2)), model(torch.ones(1, 2)))
@@ -165,11 +165,11 @@ def test_what_averages_whatever_it_is_told_is_refused(process_group):
     x = torch.ones(1, 2)
     for inner, whole in ((torch.nn.Linear(2, 2), False), (torch.nn.Linear(2, 2), True)):
         model = DistributedDataParallel(inner, static_graph=True)
-        averaging.switch_off(model if whole else inner)
+        averaging.switch_off(model if whole else inner, model)
         with pytest.raises(UnsupportedError, match="leave static_graph out"):
             model(x)
     model = DistributedDataParallel(torch.nn.Linear(2, 2))
-    averaging.switch_off(model)
+    averaging.switch_off(model, model)
     model(x).sum().backward()
     with model.join(), pytest.raises(UnsupportedError, match="as many batches"):
         model(x)
