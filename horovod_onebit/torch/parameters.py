@@ -314,6 +314,8 @@ class Parameters:
             if unmet and rule.rests(self.bindings[p].tensor, self.engine.context):  # whatever weight decay has left
                 self.adapter.restart(self.optimizer.state[p])
                 self.bind(p)
+            if not self.bindings[p].in_place:
+                self.bindings[p].pull()
             rule.begin(self.bindings[p].tensor, self.engine.context)
             self.bindings[p].coarsen(self.adapter.variance_key)
 
