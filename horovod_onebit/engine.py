@@ -568,7 +568,8 @@ class Engine:
             for index, tensor in enumerate(self.tensors):
                 rested = rest.resting(tensor, rules[index], self.context)
                 rules[index].exact_step(tensor, means[index], self.context)
-                if rest.woken(tensor, rules[index], rested, self.context) and rested is not None and rested.all():
+                first = rest.woken(tensor, rules[index], rested, means[index], self.context)
+                if first and index not in self.first_gradients:
                     self.first_gradients.append(index)
         return True
 

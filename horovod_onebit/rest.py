@@ -120,21 +120,33 @@ def resting(tensor: Tensor, rule: Rule, context: Context) -> NDArray[np.bool_] |
     """Which elements rest, before an exact step by ``rule``; None if none does. Local."""
     if tensor.variance is None or not rule.rests(tensor, context):
         return None
-    found = ~np.asarray(alive(context.kernels.host(tensor.variance)))
-    return found if found.any() else None
+    (both,) = sums([COUNTS], [tensor.arrays(tensor.residual)], context)
+    if both is None or not int(both[0]):
+        return None
+    return ~np.asarray(alive(context.kernels.host(tensor.variance)))
 
 
-def woken(tensor: Tensor, rule: Rule, rested: NDArray[np.bool_] | None, context: Context) -> bool:
-    """Whether an exact step has given a second moment to elements that have ``rested``: nothing is owed of what was not
-    sent of them, in units of the least there is, unless the ``rule`` says so. Local; on all workers alike."""
+def woken(tensor: Tensor, rule: Rule, rested: NDArray[np.bool_] | None, mean: Array, context: Context) -> bool:
+    """After an exact step by the ``mean`` gradient, in host memory: of the elements that have ``rested``, those with a
+    gradient move from now on, and the others rest, whatever weight decay has left there. Whether the first ones of the
+    whole tensor move. Local; on all workers alike.
+
+    Nothing is owed of what has waited of those that move, in units of the least second moment there is, unless the
+    ``rule`` says so.
+    """
     if rested is None:
         return False
-    moving = rested & np.asarray(alive(context.kernels.host(tensor.variance)))
-    if moving.any() and not rule.owes_resting:
-        residual = np.array(context.kernels.host(tensor.residual))
-        residual[moving] = 0
-        context.kernels.write(tensor.residual, residual)
-    return bool(moving.any())
+    host, write = context.kernels.host, context.kernels.write
+    alive_now, met = np.asarray(alive(host(tensor.variance))), mean != 0
+    moving, still = rested & alive_now & met, rested & alive_now & ~met
+    changed = [(tensor.variance, still), (tensor.momentum, still)]
+    changed += [] if rule.owes_resting else [(tensor.residual, moving)]
+    for array, which in changed:
+        if which.any():
+            values = np.array(host(array))
+            values[which] = 0
+            write(array, values)
+    return bool(moving.any() and rested.all())
 
 
 def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> dict[int, Array]:

@@ -74,10 +74,14 @@ def update(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) ->
     return _update(p, momentum(p, g, m, v, w, a), v)
 
 
+def momentum_of_moving(p: Scalars, g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
+    """Without the decay of elements that rest, which would be wanted for it."""
+    return p.beta1 * m + p.grad * (g + where(alive(v), p.l2 * w, ZERO))
+
+
 @rests
-def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, _a: Number) -> Number:
-    decayed = where(alive(v), p.l2 * w, ZERO)  # or what rests would be wanted
-    return _update(p, p.beta1 * m + p.grad * (g + decayed), v)
+def update_l2(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Number:
+    return _update(p, momentum_of_moving(p, g, m, v, w, a), v)
 
 
 def move_by_update(p: Scalars, x: Number, _m: Number, v: Number, w: Number, _a: Number) -> Any:  # lines 15, 16

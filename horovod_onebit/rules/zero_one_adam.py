@@ -44,7 +44,7 @@ from horovod_onebit.formulas import (
 )
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Context, Tensor, Use
-from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2
+from horovod_onebit.rules.adam import Adam, Scalars, momentum_l2, momentum_of_moving
 from horovod_onebit.rules.local import COUNT, DECAY, RATES, count, no_steps
 from horovod_onebit.schedule import Sends
 
@@ -55,8 +55,8 @@ def local(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> 
 
 
 def local_of_moving(p: Scalars, g: Number, m: Number, v: Number, w: Number, a: Number) -> Any:
-    new_m, _, moved = local(p, g, m, v, w, a)
-    return new_m, None, where(alive(v), moved, p.decay * w)
+    _, _, moved = local(p, g, m, v, w, a)
+    return momentum_of_moving(p, g, m, v, w, a), None, where(alive(v), moved, p.decay * w)
 
 
 def move_by_scaled_gradient(p: Scalars, x: Number, m: Number, v: Number, w: Number, _a: Number) -> Any:

@@ -343,8 +343,6 @@ class Compressor(RunState):
 
     def follow_broadcast(self) -> None:
         """All workers get the state of one of them, which may have loaded it alone. Local; on all workers alike."""
-        if isinstance(warmup := self.optimizer._wrapping.warmup, AutoWarmup):
-            warmup.load_state_dict({})
         self.late.clear()
         self.forget_trained()
 

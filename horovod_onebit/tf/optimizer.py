@@ -268,9 +268,6 @@ class _DistributedOptimizer(_Wrapped):
             first = tf.where(tf.stack(met), tf.ones_like(seen), seen - 1)
             self._seen.assign(tf.where(members > 0, tf.where(seen > 0, seen + 1, first), seen))
 
-        if not (self._wrapping.compresses or self._wrapping.local):  # none will be frozen
-            self._seen.assign_add(members)
-            return
         all_met = tf.reduce_all(tf.gather(seen, numbers) > 0)
         cond(all_met, lambda: self._seen.assign_add(members), look, whole=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import weakref
 from collections.abc import Iterable, Iterator
 from typing import Any
@@ -12,6 +13,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.torch.private import joins, running_ddp, untraced
+
+logger = logging.getLogger("horovod_onebit")
 
 _switches: Any = weakref.WeakSet()
 """The ``_Switch`` of each optimizer that is alive and has a model."""
@@ -32,10 +35,12 @@ class _Switch:
 
     Attributes:
         off: those whose averages it has switched off.
+        ended: whether its optimizer is gone.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         self.off: Any = weakref.WeakSet()
+        self.ended = False
         self._others: Any = weakref.WeakSet()  # of other models
         self._looked = False
         self._handle = model.register_forward_pre_hook(self)
@@ -66,15 +71,19 @@ class _Switch:
             self.off.add(one)
 
     def end(self) -> None:
-        """The optimizer is gone: they average again, unless another one has switched that off."""
+        """The optimizer is gone, on other workers perhaps not yet: nothing is switched on."""
         self._handle.remove()
-        _switches.discard(self)
-        for found in self.off:
-            found.require_backward_grad_sync = not _is_off(found)
+        self.ended = True
+        if any(not _is_off(found) for found in self.off):
+            logger.warning(
+                "the DistributedOptimizer of a model in DistributedDataParallel is gone, whose averages are still "
+                "switched off: set model.require_backward_grad_sync = True on all workers, if it is to train with a "
+                "plain optimizer"
+            )
 
 
 def _is_off(found: DistributedDataParallel) -> bool:
-    return any(found in one.off for one in _switches)
+    return any(found in one.off for one in _switches if not one.ended)
 
 
 def _check_switched_off(found: DistributedDataParallel) -> None:
@@ -120,7 +129,7 @@ def know(parameters: Any) -> None:
 def not_averaged() -> list[str]:
     """The names of parameters whose averages are switched off and which no optimizer of this library trains. Local."""
     known = {id(p) for parameters in _trained for p in parameters.ordered()}
-    pairs = (pair for one in _switches for found in one.off for pair in found.named_parameters())
+    pairs = (pair for one in _switches if not one.ended for found in one.off for pair in found.named_parameters())
     return [name for name, p in pairs if p.requires_grad and id(p) not in known]
 
 

@@ -24,7 +24,7 @@ from horovod_onebit.torch.agreement import meet
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.functions import _Slot, _take_out, broadcast_optimizer_state, broadcast_tensors
 from horovod_onebit.torch.hooks import Where
-from horovod_onebit.torch.loading import check_model, check_optimizer, check_order, is_extra, named_as_in
+from horovod_onebit.torch.loading import check_model, check_optimizer, is_extra, named_as_in
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, check_ours, unwrapped
 from horovod_onebit.torch.transport import choose
 from horovod_onebit.world import Residuals
@@ -257,8 +257,7 @@ class _Torch(checkpoints.Face):
 
     def check(self, about: Any, own: Residuals) -> None:
         check_model(self.model, about["model"])
-        check_order(self.optimizer._parameters, about["optimizer"])
-        check_optimizer(self.optimizer._parameters, about["optimizer"])
+        check_optimizer(self.optimizer._parameters, about["optimizer"], ordered=True)
         self.optimizer._compressor.check_residuals(own)
 
     def keep(self) -> Sequence[Callable[[], None]]:

@@ -141,7 +141,7 @@ class Gradients:
     # -- the hook -------------------------------------------------------------------------------------------------
 
     def add(self, parameters: Sequence[torch.Tensor]) -> None:
-        """Watch ``parameters`` from now on (the same ones in the same order on every worker)."""
+        """Watch ``parameters`` from now on."""
         for p in parameters:
             self._watched[p] = self.passes
             take(p, self)

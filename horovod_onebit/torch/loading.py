@@ -43,8 +43,9 @@ def check_model(model: torch.nn.Module, saved: Mapping[str, Any]) -> None:
     check_same("model", described(saved), described(model.state_dict()))
 
 
-def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
-    """Raise ``ConfigurationError`` unless ``saved`` is the state of such an optimizer with such parameter groups."""
+def check_optimizer(parameters: Parameters, saved: Mapping[str, Any], *, ordered: bool) -> None:
+    """Raise ``ConfigurationError`` unless ``saved`` is the state of such an optimizer with such parameter groups; if it
+    is to be ``ordered``, of parameters in the same order, as far as their names tell."""
     groups, own = saved["param_groups"], parameters.optimizer.param_groups
     found, expected = [len(group["params"]) for group in groups], [len(group["params"]) for group in own]
     if found != expected:
@@ -55,6 +56,8 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
             if names := names & HYPERPARAMETERS:
                 raise ConfigurationError(f"the state {what} {', '.join(sorted(names))}: it is of another optimizer")
     progress = Progress.of(groups[0].get(STATE_KEY) if groups else None, sum(expected))
+    if ordered:
+        _check_order([parameters.names.get(p, "") for p in parameters.ordered()], list(progress.names))
     ids = [i for group in groups for i in group["params"]]
     counts = chain(progress.exact_steps, repeat(0))
     for i, p, count in zip(ids, parameters.ordered(), counts, strict=False):
@@ -62,18 +65,15 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any]) -> None:
         _check_state(parameters, p, saved["state"].get(i, {}), started=started)
 
 
-def check_order(parameters: Parameters, saved: Mapping[str, Any]) -> None:
-    """Raise ``ConfigurationError`` if ``saved`` is a state of the same parameters in another order: states are by
-    position. Of other names nothing is known, since layers may have been renamed; nor of parameters without one."""
-    own = [parameters.names.get(p, "") for p in parameters.ordered()]
-    kept = saved["param_groups"][0].get(STATE_KEY) if saved["param_groups"] else None
-    saved_names = list((kept or {}).get("names", ()))
+def _check_order(own: list[str], saved: list[str]) -> None:
+    """States are by position. Of other names nothing is known, since layers may have been renamed; nor of parameters
+    without one."""
     named = not any(name.startswith(UNNAMED) for name in own)
-    if named and own != saved_names and sorted(own) == sorted(saved_names):
-        where = next(i for i, (mine, other) in enumerate(zip(own, saved_names, strict=True)) if mine != other)
+    if named and own != saved and sorted(own) == sorted(saved):
+        where = next(i for i, (mine, other) in enumerate(zip(own, saved, strict=True)) if mine != other)
         raise ConfigurationError(
             f"the optimizer's parameters are in another order than those of the state: number {where} is {own[where]}, "
-            f"expected {saved_names[where]}. Build the optimizer with its parameters in the order that they had"
+            f"expected {saved[where]}. Build the optimizer with its parameters in the order that they had"
         )
 
 

@@ -25,7 +25,7 @@ from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Scaling, Where
-from horovod_onebit.torch.loading import check_optimizer, check_order
+from horovod_onebit.torch.loading import check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import entries_of
@@ -110,15 +110,16 @@ class _DistributedOptimizer:
         return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
 
     @untraced
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Reset gradients; not between ``backward()`` and ``step()``, when they are being exchanged."""
+    def zero_grad(self, *args: Any, **options: Any) -> None:
+        """Reset gradients, with the wrapped optimizer's own arguments (``set_to_none``); not between ``backward()`` and
+        ``step()``, when they are being exchanged."""
         if self._gradients.where is Where.LOCAL:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._gradients.where = Where.NOWHERE
-        super().zero_grad(**({} if set_to_none else {"set_to_none": False}))  # type: ignore[misc]
+        super().zero_grad(*args, **options)  # type: ignore[misc]
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -290,14 +291,12 @@ class _DistributedOptimizer:
     @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
-        self._load(state_dict, keep_feedback=False)
+        self._load(state_dict, keep_feedback=False, ordered=True)
 
-    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool) -> None:
+    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool, ordered: bool = False) -> None:
         if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
             raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
-        if not keep_feedback:  # or it is another worker's, whose order is compared in the next step
-            check_order(self._parameters, state_dict)
-        check_optimizer(self._parameters, state_dict)
+        check_optimizer(self._parameters, state_dict, ordered=ordered)
         loaded = self._parameters.digest(state_dict)
         # Trainers that move state between devices load what they have just saved.
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())

@@ -313,7 +313,6 @@ class Parameters:
             rule = self.adapter.rule(group, 1.0)
             if unmet and rule.rests(self.bindings[p].tensor, self.engine.context):  # whatever weight decay has left
                 self.adapter.restart(self.optimizer.state[p])
-                self.bind(p)
             if not self.bindings[p].in_place:
                 self.bindings[p].pull()
             rule.begin(self.bindings[p].tensor, self.engine.context)
