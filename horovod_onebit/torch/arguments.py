@@ -14,8 +14,10 @@ from horovod_onebit import face
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.transport import Op, Transport
 
-COMPILED, UNNAMED = "_orig_mod.", "allreduce.noname."
+COMPILED = "_orig_mod."
 """What ``torch.compile`` puts before the names of a module's parameters and state."""
+UNNAMED = "allreduce.noname."
+"""Begins the names of parameters that were given none, as in Horovod."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,8 @@ class _Switch:
         ended: whether its optimizer is gone.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, speaks: bool) -> None:
+        self._speaks = speaks
         self.off: Any = weakref.WeakSet()
         self.ended = False
         self._others: Any = weakref.WeakSet()  # of other models
@@ -75,10 +76,11 @@ class _Switch:
         self._handle.remove()
         self.ended = True
         if any(not _is_off(found) for found in self.off):
-            logger.warning(
+            logger.log(
+                logging.WARNING if self._speaks else logging.DEBUG,
                 "the DistributedOptimizer of a model in DistributedDataParallel is gone, whose averages are still "
                 "switched off: set model.require_backward_grad_sync = True on all workers, if it is to train with a "
-                "plain optimizer"
+                "plain optimizer",
             )
 
 
@@ -100,11 +102,12 @@ def _check_switched_off(found: DistributedDataParallel) -> None:
         )
 
 
-def switch_off(model: torch.nn.Module | None, optimizer: Any) -> None:
+def switch_off(model: torch.nn.Module | None, optimizer: Any, *, speaks: bool = True) -> None:
     """Let gradients stay each worker's own in every ``DistributedDataParallel`` that is ``model``, is in it, or is put
-    around it, as long as the ``optimizer`` lives. Local; None is accepted."""
+    around it, as long as the ``optimizer`` lives. Local; None is accepted. ``speaks``: this worker says so when the
+    optimizer is gone."""
     if model is not None:
-        weakref.finalize(optimizer, _Switch(model).end).atexit = False
+        weakref.finalize(optimizer, _Switch(model, speaks).end).atexit = False
 
 
 def check(parameters: Iterable[torch.Tensor], model: Any = None) -> None:

@@ -174,7 +174,7 @@ class LocalParameters(Parameters):
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
         if own is not None and _is_frozen(binding):
             binding.tensor.variance_steps, binding.tensor.step = own[VARIANCE_STEPS], self.steps
-            binding.tensor.beta2 = own[VARIANCE_BETA2]
+            binding.tensor.beta2 = own.get(VARIANCE_BETA2)
         self._put_binding(p, binding)
 
     def _frozen_state(self, p: torch.Tensor) -> dict[str, Any] | None:
