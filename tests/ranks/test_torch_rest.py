@@ -178,8 +178,10 @@ def test_a_layer_that_is_trained_since_shortly_before_does_not_prolong_the_autom
     """The bias of each second moment is corrected by its own count of gradients."""
     p = torch.nn.Parameter(torch.zeros(64, 64, device=DEVICE))
     q = torch.nn.Parameter(torch.zeros(64, 64, device=DEVICE))
-    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p, q], lr=0.01), warmup_steps="auto")
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW([p], lr=0.01), warmup_steps="auto")
     for step in range(80):
+        if step == 15:
+            optimizer.add_param_group({"params": [q]})
         generator = torch.Generator().manual_seed(100 * step + RANK)
         p.grad = torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE)
         q.grad = torch.randn(64, 64, generator=generator, device="cpu").to(DEVICE) if step >= 15 else None
