@@ -3,6 +3,8 @@
 Every message says what was given, what was expected, and what to do about it.
 """
 
+from collections.abc import Sequence
+
 
 class OnebitError(Exception):
     """Base of every error that this library raises on purpose."""
@@ -43,6 +45,11 @@ class CheckpointArgumentError(CheckpointError, ConfigurationError):
 def error_text(error: BaseException) -> str:
     """The error's kind and text, as other workers are told of it."""
     return f"{type(error).__name__}: {error}"
+
+
+def some(names: Sequence[str]) -> str:
+    """The first five of ``names``, for a text."""
+    return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
 JOINED = (

@@ -110,7 +110,6 @@ class NumpyOptimizer(RunState):
         self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
         self.kind = kind(recipe.space, divides=isinstance(rule, Adam), schedule=after)
         self.steps, self._mature, self._bound = 0, False, False
-        self._beta2: float | None = None  # by which second moments were frozen
         self.driver = Driver(self.engine, self, warmup, after)
         self.weights = dict(weights)
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -298,13 +297,13 @@ class NumpyOptimizer(RunState):
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
         self._bound, self._mature = False, counts["compresses"]
-        self._keep_beta2(counts["beta2"])
-
-    def _keep_beta2(self, beta2: float | None) -> None:
-        """The second moments that are frozen, if any are, have seen steps of this ``beta2``."""
-        self._beta2 = beta2
         for tensor in self._large if self.driver.rounds is None else self._tensors:
-            tensor.beta2 = beta2
+            tensor.beta2 = counts["beta2"]
+
+    @property
+    def _beta2(self) -> float | None:
+        """By which second moments were frozen; None if none is."""
+        return next((tensor.beta2 for tensor in self._tensors if tensor.beta2 is not None), None)
 
     # -- what the driver asks of a face: see ``driver.Together`` ------------------------------------------------------
 
@@ -381,8 +380,8 @@ class NumpyOptimizer(RunState):
     def mature(self) -> None:
         if not self._mature and self.phase is Phase.COMPRESSED:
             self._mature = True
-            self._keep_beta2(self.rule.beta2 if isinstance(self.rule, Adam) else None)
             for tensor in self._large:
+                tensor.beta2 = self.rule.beta2 if isinstance(self.rule, Adam) else None
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self.coded is not None:
                 self.coded.forget()
@@ -469,5 +468,5 @@ class NumpyOptimizer(RunState):
         return found
 
     def freeze(self, of: Tensor, second: Array) -> None:
-        self._keep_beta2(self._adam("the second moment of Adam is frozen").beta2)
         of.variance, of.variance_steps = second, self.steps
+        of.beta2 = self._adam("the second moment of Adam is frozen").beta2

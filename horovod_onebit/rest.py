@@ -136,17 +136,21 @@ def woken(tensor: Tensor, rule: Rule, rested: NDArray[np.bool_] | None, mean: Ar
     """
     if rested is None:
         return False
-    host, write = context.kernels.host, context.kernels.write
-    alive_now, met = np.asarray(alive(host(tensor.variance))), mean != 0
+    alive_now, met = np.asarray(alive(context.kernels.host(tensor.variance))), mean != 0
     moving, still = rested & alive_now & met, rested & alive_now & ~met
-    changed = [(tensor.variance, still), (tensor.momentum, still)]
-    changed += [] if rule.owes_resting else [(tensor.residual, moving)]
-    for array, which in changed:
-        if which.any():
-            values = np.array(host(array))
-            values[which] = 0
-            write(array, values)
+    if still.any():
+        _clear(tensor.variance, still, context)
+        _clear(tensor.momentum, still, context)
+    if moving.any() and not rule.owes_resting:
+        _clear(tensor.residual, moving, context)
     return bool(moving.any() and rested.all())
+
+
+def _clear(array: Any, elements: NDArray[Any], context: Context) -> None:
+    """Make these ``elements``, numbers or flags, of ``array`` zeros, wherever it is."""
+    values = np.array(context.kernels.host(array))
+    values[elements] = 0
+    context.kernels.write(array, values)
 
 
 def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], context: Context) -> dict[int, Array]:
@@ -158,7 +162,5 @@ def awaken(moves: Moves, tensors: Sequence[Tensor], rules: Sequence[Rule], conte
         first = max(TINY, f32(rules[number].first_variance(tensors[number])))
         second[elements] = np.maximum(second[elements], first)  # an exact step may have made it more
         if not rules[number].owes_resting:
-            residual = np.array(host(tensors[number].residual))
-            residual[elements] = 0
-            context.kernels.write(tensors[number].residual, residual)
+            _clear(tensors[number].residual, elements, context)
     return found

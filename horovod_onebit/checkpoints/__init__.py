@@ -23,7 +23,7 @@ from horovod_onebit import checks
 from horovod_onebit.checkpoints import archive, files, lock
 from horovod_onebit.checkpoints.archive import Converter
 from horovod_onebit.checkpoints.files import Complete, Digest
-from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError, error_text
+from horovod_onebit.errors import CheckpointArgumentError, CheckpointError, ConfigurationError, error_text, some
 from horovod_onebit.feedback import check_kind
 from horovod_onebit.world import Residuals, total_residuals
 
@@ -116,8 +116,7 @@ def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
     """Raise ``ConfigurationError`` unless ``saved`` describes the arrays of ``what`` by their names as ``own`` does."""
     for text, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
         if names:
-            some = ", ".join(sorted(names)[:5]) + (" ..." if len(names) > 5 else "")
-            raise ConfigurationError(f"it is of another {what}: it {text} {some}")
+            raise ConfigurationError(f"it is of another {what}: it {text} {some(sorted(names))}")
     for name, expected in own.items():
         if saved[name] != expected:
             raise ConfigurationError(f"it is of another {what}: {name} is {saved[name]} there, expected {expected}")

@@ -62,6 +62,11 @@ class Progress:
     seen: NDArray[np.int64]  # by variable of the optimizer, how many gradients its second moment has seen
     marks: NDArray[np.int64]  # by variable, 0 if it has taken no compressed step
 
+    @property
+    def counted(self) -> NDArray[np.int64]:
+        """``seen`` as compressed steps count: gradients of zeros, too, which ``Moments`` counts as negative."""
+        return np.abs(self.seen)
+
 
 @dataclass(frozen=True)
 class Values:
@@ -517,14 +522,14 @@ class Compressor(RunState):
 
     def _load(self, values: Values, rules: Sequence[Rule], progress: Progress) -> None:
         """Point the tensors at the values."""
-        first = [not progress.marks[i] for i in self.indices]
+        first, counted = [not progress.marks[i] for i in self.indices], progress.counted
         for i, tensor in enumerate(self.tensors):
             momentum, tensor.weight, tensor.variance = values.momenta[i], values.weights[i], values.variances[i]
             if momentum is None:  # SGD without momentum: nobody looks at it again
                 there = tensor.momentum.size == tensor.weight.size
                 momentum = tensor.momentum if there else self._zeros(tensor.weight.size)
             tensor.momentum = momentum
-            tensor.step, tensor.variance_steps = progress.steps, abs(int(progress.seen[self.indices[i]]))
+            tensor.step, tensor.variance_steps = progress.steps, int(counted[self.indices[i]])
         self.adapter.keep(self.optimizer, self.tensors, self.indices, rules, first)
 
     def _zeros(self, size: int) -> Array:
@@ -698,13 +703,13 @@ class Compressor(RunState):
 
     def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         """That of each variable, one for all that have the same: their scalars are made once."""
-        variables, progress = self.optimizer._trainable_variables, now.progress
+        variables, progress, counted = self.optimizer._trainable_variables, now.progress, now.progress.counted
         options = self.moments.overrule(self.options)
         found: list[Rule] = []
         made: dict[tuple[float, int, float], Rule] = {}
         for index, factor in zip(now.indices, now.factors, strict=False):
             decay = options.weight_decay if self.decays(variables[index]) else 0.0
-            key = decay or 0.0, abs(int(progress.seen[index])), factor
+            key = decay or 0.0, int(counted[index]), factor
             if key not in made:
                 scale = factor * self._factor
                 made[key] = self.adapter.rule(options, progress.learning_rate, decay, key[1], scale)

@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 from numpy.typing import NDArray
 
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, some
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tf.graph import cond, host_call, path_of
@@ -155,10 +155,13 @@ class Moments:
                 "not Keras's: load the weights alone, and begin with a new optimizer"
             )
 
-    def in_plain_form(self, edited: Collection[int] = ()) -> Iterator[tuple[Any, Any]]:
+    def in_plain_form(
+        self, edited: Collection[int] = (), only: Collection[int] | None = None
+    ) -> Iterator[tuple[Any, Any]]:
         """The moments that are not in plain form: their Keras variables, and what their values are then.
 
-        Those of the variables ``edited`` were assigned by somebody, who knows the plain form alone.
+        Those of the variables ``edited`` were assigned by somebody, who knows the plain form alone. ``only``: those
+        that are looked at.
         """
         self.check_form()
         compressor, optimizer = self._compressor, self._optimizer
@@ -168,6 +171,8 @@ class Moments:
             alone = optimizer._wrapping.local is not None
             by_hand = i in edited and (marks[i] or not seen[i])  # and not one that has seen too little
             if by_hand or not (marks[i] or (seen[i] and (alone or compressor.compressible(variable)))):
+                continue
+            if only is not None and i not in only:
                 continue
             variance = self.variance(i)
             if variance is not None and taken and seen[i] > 0 and seen[i] != taken:
@@ -195,11 +200,8 @@ class Moments:
         others = [i for i, v in variables if marks[i] and not compressor.is_compressed(v)]
         if not others:
             return
-        plain = {id(variable): value for variable, value in self.in_plain_form()}
-        for i in others:
-            variance = self.variance(i)
-            if id(variance) in plain:
-                variance.assign(plain[id(variance)])
+        for variance, value in list(self.in_plain_form(only=others)):
+            variance.assign(value)
         marks[others], seen[others] = 0, self._of_plain(others)[others]
         optimizer._marks.assign(marks)
         optimizer._seen.assign(seen)
@@ -361,8 +363,7 @@ class Moments:
 
     def say(self, edited: Sequence[int]) -> None:
         """Log that the warm-up begins again."""
-        variables = [self._optimizer._trainable_variables[i] for i in edited]
-        names = ", ".join(path_of(v) for v in variables[:5]) + (", ..." if len(edited) > 5 else "")
+        names = some([path_of(self._optimizer._trainable_variables[i]) for i in edited])
         text = "the optimizer's state of %s was set or reset, or begins with a first gradient: the warm-up begins again"
         self._compressor.engine.say(logging.WARNING, text, names)
 

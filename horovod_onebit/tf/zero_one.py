@@ -167,7 +167,7 @@ class ZeroOneSteps(Compressor):
 
     def _rules(self, now: Now, sends: Sends) -> list[Rule]:
         if sends is Sends.MEAN:  # Keras's epsilon goes by the second moment as it will be
-            now = replace(now, progress=replace(now.progress, seen=np.abs(now.progress.seen) + 1))
+            now = replace(now, progress=replace(now.progress, seen=now.progress.counted + 1))
         rules = super()._rules(now, sends)
         made = {id(rule): zero_one_adam.of(rule, sends) for rule in rules}  # type: ignore[arg-type]
         return [made[id(rule)] for rule in rules]

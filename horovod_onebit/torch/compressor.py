@@ -18,7 +18,7 @@ from horovod_onebit.averages import mean_norms
 from horovod_onebit.coded import codes, own_recipe
 from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import NonFiniteError
+from horovod_onebit.errors import NonFiniteError, some
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
@@ -74,7 +74,7 @@ class Steps(RunState):
             self._checked_averaging = True
             if names := averaging.not_averaged():
                 text = "%s of the model in DistributedDataParallel, in no DistributedOptimizer: gradients not averaged"
-                self.engine.say(logging.WARNING, text, ", ".join(names[:5]) + (", ..." if len(names) > 5 else ""))
+                self.engine.say(logging.WARNING, text, some(names))
 
     @property
     def workers(self) -> int:

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from horovod_onebit.checks import whole
 from horovod_onebit.coded import codes
 from horovod_onebit.engine import Engine, Generation, Plan
-from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError, some
 from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Rule
 from horovod_onebit.tasks import Task
@@ -283,8 +283,7 @@ class Gradients:
                 self.send_late("gradients change between backward() and step()")
             return False
         if changed:
-            names = ", ".join(parameters.names[p] for p in changed[:5])
-            logger.error("gradients changed after they were sent: %s%s", names, " ..." if len(changed) > 5 else "")
+            logger.error("gradients changed after they were sent: %s", some([parameters.names[p] for p in changed]))
         if changed or self._version != parameters.version:
             return True
         both = zip(plan.rules, parameters.plan().rules, strict=True)

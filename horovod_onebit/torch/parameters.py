@@ -21,7 +21,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from horovod_onebit import replicas
 from horovod_onebit.checks import flag, matching
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, some
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, zero_one_adam
 from horovod_onebit.run_state import counts
@@ -304,8 +304,6 @@ class Parameters:
         self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
         fresh, unmet = self.seen(p) is None, self._is_unmet(p)
         if fresh:
-            if unmet:
-                self.idle.pop(p)
             self.set_seen(group, p, self._gradients_seen(p))
             self.idle.pop(p, None)
         self.bind(p)
@@ -393,8 +391,7 @@ class Parameters:
 
     def _say(self, text: str, parameters: Sequence[torch.Tensor]) -> None:
         """Log ``text`` of the first of these ``parameters``, by name."""
-        names = ", ".join(self.names[p] for p in parameters[:5]) + (" ..." if len(parameters) > 5 else "")
-        self.engine.say(logging.INFO, text, names)
+        self.engine.say(logging.INFO, text, some([self.names[p] for p in parameters]))
 
     def follow_memory(self, edited: Iterable[torch.Tensor] = ()) -> None:
         """Follow parameters whose memory was replaced, but for those whose state was ``edited``."""
@@ -579,8 +576,8 @@ class Parameters:
         return 0 < seen < least(self.warmup.steps)
 
     def _gradients_seen(self, p: torch.Tensor) -> int:
-        """Steps that the second moment of ``p`` has seen since its first gradient."""
-        if idle := self.idle.get(p, 0):
+        """Steps that the second moment of ``p`` has seen since its first gradient; all, if it has had none."""
+        if 0 < (idle := self.idle.get(p, 0)) < self.exact_steps[p]:
             return self.exact_steps[p] - idle
         return int(self.optimizer.state[p].get("step", self.exact_steps[p]))
 

@@ -142,8 +142,9 @@ class Adapter:
 
 class AdamAdapter(Adapter):
     def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
-        device = p.device if group["fused"] else "cpu"
-        dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not group["fused"] else torch.float32
+        fused = group.get("fused")  # LAMB has no such option
+        device = p.device if fused else "cpu"
+        dtype = torch.float64 if torch.get_default_dtype() is torch.float64 and not fused else torch.float32
         return torch.zeros((), dtype=dtype, device=device)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
@@ -179,9 +180,6 @@ class LAMBAdapter(AdamAdapter):
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> None:
         init_state(p, state)
-
-    def counter(self, group: ParamGroup, p: torch.Tensor) -> torch.Tensor:
-        return torch.zeros((), dtype=torch.float32)
 
     def forget_layer(self, state: Mapping[str, Any]) -> None:
         if self.layer_key in state:
@@ -315,7 +313,7 @@ def adapter_for(optimizer: torch.optim.Optimizer, schedule: Stepwise | None = No
 
 def check_parameter(name: str, p: torch.Tensor) -> None:
     """Refuse parameters that cannot be compressed, before the first step."""
-    if any(hasattr(p, name) for name in ("device_mesh", "_is_flat_param", "_fsdp_flattened")):
+    if any(hasattr(p, mark) for mark in ("device_mesh", "_is_flat_param", "_fsdp_flattened")):
         raise UnsupportedError(
             f"parameter {name!r} is sharded over the workers (DTensor, FSDP, tensor parallelism), "
             "and bits are exchanged of whole gradients: keep the model whole on every worker, without FSDP"

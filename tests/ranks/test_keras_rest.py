@@ -164,8 +164,8 @@ def test_a_layer_whose_gradients_are_rare_begins_the_warm_up_again_once(caplog):
     assert optimizer.phase is Phase.COMPRESSED
 
 
-def noise(step, count=2):
-    return [tf.constant(g, tf.float32) for g in np.random.default_rng([step, RANK]).standard_normal((count, 64, 64))]
+def noise(step):
+    return [tf.constant(g, tf.float32) for g in np.random.default_rng([step, RANK]).standard_normal((2, 64, 64))]
 
 
 def drawn(variables, optimizer, steps, begins=0):

@@ -4,6 +4,7 @@ import dataclasses
 import json
 import pickle
 import shutil
+from contextlib import contextmanager
 from functools import partial
 
 import numpy as np
@@ -352,6 +353,24 @@ def test_a_round_is_given_up_when_another_state_is_loaded(delay, tmp_path):
     simulation.run(worker, 2)
 
 
+@contextmanager
+def broken(collectives, part):
+    """An allgather with ``part`` in its name fails."""
+    allgather = collectives.allgather
+
+    def fails(array, name):
+        if part in name:
+            raise RuntimeError("the network is gone")
+        return allgather(array, name)
+
+    collectives.allgather = fails
+    try:
+        with pytest.raises(RuntimeError, match="the network is gone"):
+            yield
+    finally:
+        collectives.allgather = allgather
+
+
 def test_a_step_that_has_failed_leaves_nothing_behind(tmp_path):
     def worker(collectives):
         optimizer, weights = build(collectives, warmup_steps=5)
@@ -359,17 +378,8 @@ def test_a_step_that_has_failed_leaves_nothing_behind(tmp_path):
         save_checkpoint(tmp_path, optimizer)
         expected = train(optimizer, weights, 9, 15)
         load_checkpoint(tmp_path, optimizer)
-        allgather = collectives.allgather
-
-        def fails(array, name):
-            if ".bucket.1." in name:
-                raise RuntimeError("the network is gone")
-            return allgather(array, name)
-
-        collectives.allgather = fails
-        with pytest.raises(RuntimeError, match="network"):
+        with broken(collectives, ".bucket.1."):
             optimizer.step(gradients(weights, collectives.rank, 20))
-        collectives.allgather = allgather
         load_checkpoint(tmp_path, optimizer)
         assert train(optimizer, weights, 9, 15) == expected
 
