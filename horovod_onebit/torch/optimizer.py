@@ -475,7 +475,7 @@ def DistributedOptimizer(
     run(compressor.check_groups())
     compressor.parameters.lineage = lineage
     _wrappers[optimizer] = weakref.ref(wrapped)
-    averaging.switch_off(model, wrapped, speaks=compressor.engine.collectives.rank <= 0)
+    averaging.switch_off(model, wrapped, speaks=transport.world[0] == 0)
     return wrapped
 
 
