@@ -7,7 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 import numpy as np
 
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array, num_blocks
 from horovod_onebit.stats import Traffic, allreduce_bytes
 from horovod_onebit.tasks import Task, start
@@ -92,9 +91,7 @@ def second_moments(
     collectives: Collectives,
     name: str,
     traffic: Traffic,
-    *,
-    usable: bool = True,
-) -> Task[list[Array] | None]:
+) -> Task[list[Array]]:
     """The second moments of the workers' mean gradient, from this worker's own. Collective; 8 bytes an element travel.
 
     ``variances`` are moving averages, their bias corrected, of the squares of gradients of which ``gradients`` are the
@@ -106,12 +103,7 @@ def second_moments(
     theirs, now, which is between 1 (all have the same) and 1/n (all is noise). If the power of the mean gradient has
     always been P, the variances are (1 - own) P + own P / r: what is returned is P, from their mean over the workers.
     In a block without a gradient now, as of rows of an embedding, r is that of all blocks that have one.
-
-    None, on all workers, if those of some worker are not ``usable``, or not finite.
     """
-    usable = usable and all_finite(variances) and all_finite(gradients)
-    if (yield from ask(collectives, f"{name}.usable", unusable=not usable)).any("unusable"):
-        return None
     found = []
     for number, (variance, gradient, share) in enumerate(zip(variances, gradients, own, strict=True)):
         block = block_size(gradient.size)

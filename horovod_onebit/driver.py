@@ -6,6 +6,7 @@ for other workers is a task. In Keras a graph orders what the framework does, an
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from horovod_onebit.averages import own_share, second_moments
+from horovod_onebit.averages import all_finite, own_share, second_moments
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.handshake import STEP, Answers, Verdict, ask
 from horovod_onebit.kernels.reference import Array
@@ -224,6 +225,7 @@ class Driver:
         self._stepwise = None if isinstance(schedule, Local) else schedule
         self.face: Any = face
         self.rounds: Any = None
+        self._has_warned = False
         if isinstance(schedule, Local):
             assert isinstance(warmup, AfterRise)
             self.rounds = Rounds(engine, schedule, warmup)
@@ -401,13 +403,19 @@ class Driver:
         moments: list[Moment] = face.second_moments()
         values = [m.variance / np.float32(1 - m.beta2 ** max(m.seen, 1)) for m in moments]
         gradients, own = [m.gradient for m in moments], [own_share(m.beta2, m.own, m.seen) for m in moments]
-        found = yield from second_moments(
-            values, gradients, own, engine.recipe.block_size_for, engine.collectives, f"{engine.name}.second",
-            engine.traffic, usable=usable,
-        )  # fmt: skip
-        if found is None:
+        infinite, name = not (all_finite(values) and all_finite(gradients)), f"{engine.name}.second"
+        said = {"unusable": not usable, "infinite": usable and infinite}
+        answers = yield from ask(engine.collectives, f"{name}.usable", **said)
+        if answers.any("unusable") or answers.any("infinite"):
             rounds.freezing.put_off()
+            if (workers := answers.where("infinite")) and not self._has_warned:
+                self._has_warned = True
+                text = "Adam's second moments are not frozen yet: workers %s have NaN or Inf in theirs"
+                engine.say(logging.WARNING, f"{text}. Until they are, each step ends a round", workers)
             return
+        found = yield from second_moments(
+            values, gradients, own, engine.recipe.block_size_for, engine.collectives, name, engine.traffic
+        )
         for m, second in zip(moments, found, strict=True):
             face.freeze(m.of, second * np.float32(1 - m.beta2**m.count))
         face.unbind()

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
+from copy import copy
 from dataclasses import fields, is_dataclass
 from typing import Any
 
@@ -285,6 +286,13 @@ class NumpyOptimizer(RunState):
             for one in (self.counts(), counts)
         )
         check_same("optimizer", {**saved, **arrays}, {**own, **described(self.arrays())})
+        warmup, steps = copy(self.driver.warmup), counts["steps"]
+        warmup.load_state_dict(counts["warmup"])
+        if self.driver.rounds is None and counts["compresses"] and warmup.phase(steps) is Phase.WARMUP:
+            raise ConfigurationError(
+                f"this state is of a run that compresses, after {steps} steps, and this optimizer's warm-up "
+                f"({self._arguments['warmup_steps']!r}) is not over then: give warmup_steps={steps}, or fewer"
+            )
 
     def take_progress(self, counts: Mapping[str, Any], arrays: Mapping[str, Array]) -> None:
         """Continue from these ``counts`` and ``arrays``; others stay as they are. Local; on all workers alike."""
@@ -454,7 +462,8 @@ class NumpyOptimizer(RunState):
         yield from ()
 
     def push(self, *, together: bool, usable: bool) -> None:
-        pass
+        for array in self.arrays().values() if not usable else ():  # or the next round would be lost, too
+            np.nan_to_num(array, copy=False, posinf=0.0, neginf=0.0)
 
     def ended(self) -> Task[None]:
         yield from ()

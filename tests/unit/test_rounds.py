@@ -327,17 +327,33 @@ def test_second_moments_of_gradients_whose_squares_overflow(size):
         np.testing.assert_array_equal(found, [np.full(16, 2.0, f32)])
 
 
-@pytest.mark.parametrize("how", ["skipped", "variance", "gradient"])
-def test_second_moments_that_one_worker_cannot_use(how):
-    def worker(collectives):
-        variance, gradient, bad = np.ones(16, f32), np.ones(16, f32), collectives.rank == 1
-        if bad and how != "skipped":
-            (variance if how == "variance" else gradient)[3] = np.inf
-        usable = not (bad and how == "skipped")
-        arguments = [variance], [gradient], [1.0], lambda _: 8, collectives, "s", Traffic()
-        return run(second_moments(*arguments, usable=usable))
+@pytest.mark.parametrize("how", ["skipped", "lost", "variance"])
+def test_second_moments_that_one_worker_cannot_use(how, caplog):
+    """They are frozen as soon as those of all can be used; who cannot use theirs is said."""
 
-    assert simulation.run(worker, 3) == [None] * 3
+    def worker(collectives):
+        rng, frozen = np.random.default_rng(collectives.rank), []
+        optimizer, weights = make(collectives, schedule=Local(every=4, doubling=6, freeze=10))
+        for step in range(1, 15):
+            grads = gradients(weights, rng)
+            if collectives.rank == 1 and step == {"skipped": 10, "lost": 10, "variance": 3}[how]:
+                grads["odd"][3] = np.nan if how == "skipped" else 1e20
+                if how == "lost":
+                    weights["odd"][3] = np.inf
+            optimizer.step(grads)
+            frozen.append(optimizer.frozen)
+            if how == "variance" and step == 12 and collectives.rank == 1:
+                optimizer.arrays()["variance/odd"][3] = 1
+        return frozen, np.concatenate(list(weights.values()))
+
+    results = simulation.run(worker, 3)
+    first = {"skipped": 11, "lost": 11, "variance": 13}[how]
+    for frozen, weights in results:
+        assert frozen == [step >= first for step in range(1, 15)]
+        assert np.isfinite(weights).all()
+    said = [record.getMessage() for record in caplog.records if "not frozen yet" in record.getMessage()]
+    assert len(said) == (how == "variance")
+    assert all("workers [1]" in text for text in said)
 
 
 @pytest.mark.parametrize(
@@ -610,6 +626,25 @@ def test_a_round_with_weights_that_are_not_finite_is_lost_and_the_others_go_on()
     assert [lost for lost, _, _ in results] == [(False, True)] * 3
     assert results[1][1] < min(results[0][1], results[2][1])  # the others' round travels with the next one
     assert all((weights == results[0][2]).all() and np.isfinite(weights).all() for _, _, weights in results)
+
+
+@pytest.mark.parametrize("schedule", [Local(every=4, freeze=8), Local(every=4, momentum=0.5)])
+def test_after_a_lost_round_nothing_stays_infinite(schedule):
+    def worker(collectives):
+        rng, results = np.random.default_rng(collectives.rank), []
+        optimizer, weights = make(collectives, schedule=schedule)
+        for step in range(40):
+            grads = gradients(weights, rng)
+            if step == 31 and collectives.rank == 1:
+                weights["odd"][3] = np.inf
+                for array in optimizer.arrays().values():
+                    array[:1] = np.inf
+            results.append(optimizer.step(grads))
+        return [step for step, taken in enumerate(results) if not taken], optimizer.arrays()
+
+    for lost, arrays in simulation.run(worker, 2):
+        assert lost == [31]
+        assert all(np.isfinite(array).all() for array in arrays.values())
 
 
 @pytest.mark.parametrize("delay", [1, 2, 4])

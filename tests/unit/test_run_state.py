@@ -216,6 +216,8 @@ WRONG = {
         {"schedule": Gradients(), "warmup_steps": None}, None, r"the schedule is None there, expected Gradients\(",
     ),
     "rounds": ({"schedule": Local(), "warmup_steps": None}, None, r"optimizer is with schedule=Local\(...\): build"),
+    "a longer warm-up": ({"warmup_steps": 12}, None, r"that compresses, after 8 steps.* warm-up \(12\) is not over"),
+    "an automatic one": ({"warmup_steps": None}, None, r"warm-up \('auto'\) is not over then: give warmup_steps=8, or"),
     "another space": ({"recipe": MOMENTUM}, None, r"of space='momentum': build"),
     "a missing file": ({}, lambda folder, key: files.worker_file(folder, key, 1).unlink(), r"worker-0001.* not exist"),
     "a damaged file": ({}, lambda folder, key: damage(files.worker_file(folder, key, 1)), r"worker 1: .*is damaged"),
