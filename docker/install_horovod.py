@@ -212,10 +212,12 @@ def framework_versions(frameworks: Sequence[str]) -> dict[str, str]:
 
 def check_tools(path: str) -> None:
     """Fail now, and not after minutes, if the build lacks something that a person must install."""
+    if sys.platform != "linux":
+        raise Failure(f"Horovod is built on Linux alone, and this is {sys.platform}: use PyTorch by torchrun")
     missing = [name for name in BUILD_REQUIREMENTS if installed_version(name) is None]
     if missing:
         raise Failure(f"{sys.prefix} lacks {', '.join(missing)}: pip install -r requirements/build.txt")
-    compiler = os.environ.get("CXX", "c++").split()[0]
+    compiler = (os.environ.get("CXX") or "c++").split()[0]
     for tool, package in ((compiler, "g++"), ("make", "make")):
         if shutil.which(tool, path=path) is None:
             raise Failure(f"No `{tool}` on PATH: install one, e.g. apt-get install {package}")
@@ -320,7 +322,8 @@ def use_nccl(env: dict[str, str], rpath: str) -> str:
 def default_jobs() -> int:
     """One job per core, and 2 GiB of memory for each."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    return max(1, min(len(os.sched_getaffinity(0)), memory >> 31))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, min(cores, memory >> 31))
 
 
 def build_environment(args: argparse.Namespace, path: str) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""NumPy on MPI, with neither Horovod nor a framework (pip install .[mpi]):
+"""NumPy on MPI, with neither Horovod nor a framework (pip install '.[mpi]'):
 
 mpirun -np 2 python -m mpi4py examples/numpy_on_mpi.py
 """

@@ -15,6 +15,7 @@ import argparse
 import fcntl
 import logging
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -22,17 +23,21 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from jobs.link import INTERFACE, NETWORK, shape
 from jobs.processes import ROOT, run
 
-NAME = "onebit"  # begins the names of the namespaces and of the bridge
+NAME = "onebit"  # of the bridge; begins the names of the namespaces and links
+OURS = re.compile(rf"{NAME}(v?\d+)?")
+ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 NAMES = Path("/etc/netns")  # `ip netns exec` puts the files of a namespace's folder there in place of those in /etc
 LOCK = Path("/run/onebit-cluster.lock")
+MOST = 253  # hosts; the bridge has the last address
 TOOLS = ("ip", "tc", "ssh", "sshd", "ssh-keygen", "unshare", "hostname")
 
 
@@ -40,24 +45,34 @@ def unavailable() -> str | None:
     """Why there can be no cluster here; None if there can."""
     if sys.platform != "linux" or os.geteuid() != 0:
         return "network namespaces need Linux and root"
-    missing = [tool for tool in TOOLS if _which(tool) is None]
+    _find_tools()
+    missing = [tool for tool in TOOLS if shutil.which(tool) is None]
     if missing:
         return f"{', '.join(missing)} missing: install iproute2 and openssh-server"
+    probe = f"probe-{os.getpid()}"
     try:
-        probe = f"probe-{os.getpid()}"
         _run("ip", "netns", "add", probe)
-        _run("ip", "netns", "del", probe)
-    except subprocess.CalledProcessError as error:
-        return f"no network namespace can be made here: {error.stderr.strip()}"
+        try:
+            _run("ip", "-n", probe, "link", "add", NAME, "type", "bridge")
+            _run("ip", "-n", probe, "link", "add", f"{NAME}v0", "type", "veth", "peer", "name", INTERFACE)
+            _run("ip", "netns", "exec", probe, "tc", "qdisc", "add", "dev", INTERFACE, *shape("1gbit"))
+        finally:
+            _run("ip", "netns", "del", probe)
+    except RuntimeError as error:
+        return f"no network of hosts can be made here: {error}"
     return None
 
 
-def _which(tool: str) -> str | None:
-    return shutil.which(tool, path=f"{os.environ['PATH']}:/usr/sbin:/sbin")
+def _find_tools() -> None:
+    """Where ``ip`` and ``sshd`` are is not on every root's PATH."""
+    found = os.environ.get("PATH", os.defpath).split(":")
+    os.environ["PATH"] = ":".join([*found, *(folder for folder in ("/usr/sbin", "/sbin") if folder not in found)])
 
 
 def _run(*command: str) -> None:
-    subprocess.run([_which(command[0]) or command[0], *command[1:]], check=True, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)}: {done.stderr.strip()}")
 
 
 @dataclass
@@ -118,7 +133,8 @@ def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
 
     Waits while another process has a cluster: their names are the same.
     """
-    with _alone(), _ended_by_sigterm(), tempfile.TemporaryDirectory(prefix="onebit-cluster-") as folder:
+    _find_tools()
+    with _alone(), _ended_by_signals(), tempfile.TemporaryDirectory(prefix="onebit-cluster-") as folder:
         _remove()
         made = Cluster([f"{NETWORK}.{i + 1}" for i in range(hosts)], Path(folder))
         try:
@@ -126,10 +142,11 @@ def cluster(hosts: int, rate: str | None = "1gbit") -> Iterator[Cluster]:
             _ssh(made)
             yield made
         finally:
-            for server in made.servers:
-                server.kill()
-                server.wait()
-            _remove()
+            with _signals(ENDING, signal.SIG_IGN):
+                for server in made.servers:
+                    server.kill()
+                    server.wait()
+                _remove()
 
 
 @contextmanager
@@ -145,37 +162,50 @@ def _alone() -> Iterator[None]:
 
 
 @contextmanager
-def _ended_by_sigterm() -> Iterator[None]:
-    """SIGTERM is as Ctrl-C, which ends pytest, too, once what was made is taken away. A second one changes nothing."""
-    if threading.current_thread() is not threading.main_thread():  # which alone may set this
-        yield
-        return
+def _ended_by_signals() -> Iterator[None]:
+    """SIGTERM and SIGHUP are as Ctrl-C, which ends pytest, too, once what was made is taken away. A second one changes
+    nothing."""
 
     def end(number: int, frame: object) -> None:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    before = signal.signal(signal.SIGTERM, end)
+    with _signals((signal.SIGTERM, signal.SIGHUP), end):
+        yield
+
+
+@contextmanager
+def _signals(numbers: Sequence[int], handler: Any) -> Iterator[None]:
+    """What ``handler`` is for these signals meanwhile; the main thread alone may set it."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
     try:
         yield
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, one in before.items():
+            signal.signal(number, one)
 
 
 def _remove() -> None:
     """Take away what there is of a cluster, processes included."""
-    names = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
-    for name in (line.split()[0] for line in names if line.startswith(NAME)):
+    listed = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True).stdout.splitlines()
+    for name in (line.split()[0] for line in listed if line):
+        if not OURS.fullmatch(name):
+            continue
         pids = subprocess.run(["ip", "netns", "pids", name], capture_output=True, text=True).stdout.split()
         for pid in pids:
             with suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         subprocess.run(["ip", "netns", "del", name], capture_output=True)
-    for names in NAMES.glob(f"{NAME}*"):
-        shutil.rmtree(names)
+    for folder in NAMES.glob(f"{NAME}*"):
+        if OURS.fullmatch(folder.name):
+            shutil.rmtree(folder)
     # The kernel takes links away a while after their namespace.
     for link in Path("/sys/class/net").glob(f"{NAME}*"):
-        subprocess.run(["ip", "link", "del", link.name], capture_output=True)
+        if OURS.fullmatch(link.name):
+            subprocess.run(["ip", "link", "del", link.name], capture_output=True)
 
 
 def _network(made: Cluster, rate: str | None) -> None:
@@ -201,7 +231,7 @@ def _network(made: Cluster, rate: str | None) -> None:
 
 def _ssh(made: Cluster) -> None:
     """One sshd on every host, one key for all, and an ``ssh`` that knows both."""
-    folder, ssh = made.folder, _which("ssh")
+    folder, ssh = made.folder, shutil.which("ssh")
     for name in ("host", "user"):
         _run("ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name))
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
@@ -213,7 +243,7 @@ StrictModes no
 UsePAM no
 PermitRootLogin yes
 MaxStartups 100
-SetEnv PATH={path} LD_LIBRARY_PATH={os.environ.get("LD_LIBRARY_PATH", "")}
+SetEnv "PATH={path}" "LD_LIBRARY_PATH={os.environ.get("LD_LIBRARY_PATH", "")}"
 """
     client = f"""
 IdentityFile {folder}/user
@@ -227,7 +257,7 @@ LogLevel ERROR
     (folder / "ssh").chmod(0o755)
     Path("/run/sshd").mkdir(exist_ok=True)
     for i in range(len(made.addresses)):
-        command = _on(i, f"exec {_which('sshd')} -D -f {folder}/sshd_config")
+        command = _on(i, f"exec {shutil.which('sshd')} -D -f {folder}/sshd_config")
         made.servers.append(subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL))
     for address in made.addresses:
         _wait_for(str(folder / "ssh"), address)
@@ -249,6 +279,8 @@ def main() -> None:
     parser.add_argument("--backend", choices=("mpi", "gloo"), default="mpi")
     parser.add_argument("command", nargs="+")
     options = parser.parse_args()
+    if not 1 <= options.hosts <= MOST:
+        parser.error(f"--hosts {options.hosts}: expected a number from 1 to {MOST}")
     if reason := unavailable():
         parser.exit(2, f"{reason}\n")
     with cluster(options.hosts, options.rate) as hosts:

@@ -114,6 +114,8 @@ def parse(argv: Sequence[str] | None = None) -> Options:
         parser.error(f"--metrics {args['metrics']}: there is no folder {args['metrics'].absolute().parent}")
     if args["save_weights"] and "{rank}" not in args["save_weights"]:
         parser.error(f"--save-weights {args['save_weights']}: expected {{rank}} in the name, one file for each worker")
+    if args["save_weights"] and not (folder := Path(args["save_weights"]).absolute().parent).is_dir():
+        parser.error(f"--save-weights {args['save_weights']}: there is no folder {folder}")
     return Options(**args)
 
 

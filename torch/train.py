@@ -1,7 +1,7 @@
 """Train a small network on several processes, with or without 1-bit compression.
 
 horovodrun -np 2 python torch/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
-torchrun --nproc-per-node 2 torch/train.py --task digits --compression onebit --warmup-steps 100 --steps 600
+torchrun --standalone --nproc-per-node 2 torch/train.py --task digits --compression onebit --warmup-steps 100
 """
 
 from __future__ import annotations
@@ -139,7 +139,8 @@ def main() -> int:
     options = parse()
     world.init()
     if "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // world.local_size()))
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+        torch.set_num_threads(max(1, cores // world.local_size()))
     try:
         train(options, load(options))
     except OnebitError as error:

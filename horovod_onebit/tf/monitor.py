@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import Any
 
 import tensorflow as tf
@@ -19,11 +18,10 @@ class _TensorBoard(monitor.TensorBoard):
         with self._writer.as_default(step=step):
             tf.summary.scalar(tag, value)
 
-    def write(self, step: int, values: Mapping[str, monitor.Value]) -> None:
-        super().write(step, values)
+    def flush(self) -> None:
         self._writer.flush()
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._writer.close()
 
 

@@ -11,7 +11,8 @@ from typing import Any
 
 from horovod_onebit import costs
 from horovod_onebit._version import __version__
-from horovod_onebit.errors import OnebitError
+from horovod_onebit.checks import whole
+from horovod_onebit.errors import OnebitError, error_text
 from horovod_onebit.recipe import exchanges
 from horovod_onebit.schedule import EXACT
 from horovod_onebit.tools import doctor, link, monitor, planner, show, trial
@@ -28,6 +29,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         text, data, status = args.run(args)
     except OnebitError as error:
         sys.stderr.write(f"horovod-onebit: {error}\n")
+        return 2
+    except (OverflowError, MemoryError) as error:
+        sys.stderr.write(f"horovod-onebit: a number is too large: {error_text(error)}\n")
         return 2
     if text:
         sys.stdout.write((json.dumps(show.finite(data), indent=2) if args.json else text) + "\n")
@@ -112,7 +116,7 @@ def _doctor(args: argparse.Namespace) -> Answer:
 
 
 def _link(args: argparse.Namespace) -> Answer:
-    parameters = None if args.parameters is None else planner.number(args.parameters)
+    parameters = None if args.parameters is None else whole("parameters", planner.number(args.parameters))
     collectives = link.collectives()
     found = link.measure(collectives)
     return link.text(found, parameters) if collectives.rank == 0 else "", asdict(found), 0

@@ -32,6 +32,7 @@ gpus = torch.cuda.device_count()
 print("RESULT " + json.dumps({"gpus": gpus, "fault": (missing() or backend("cuda").fault()) if gpus else ""}))
 """
 BUILD = "build it with docker/install_horovod.py"
+OVER_WHAT = "PyTorch's jobs run over what they initialise: Horovod, or torch.distributed, by torchrun"
 
 
 @dataclass(frozen=True)
@@ -116,8 +117,7 @@ def examine(
         )
         findings.append(Finding("note", text, f"end the job then, or {BUILD}"))
     if "torch" in faces:
-        text = "PyTorch's jobs run over what they initialise: Horovod, or torch.distributed, by torchrun"
-        findings.append(Finding("ok", text))
+        findings.append(Finding("ok", OVER_WHAT))
     if int(found.get("keras", "0").split(".")[0]) >= 3:
         text = "Horovod's own optimizer does not synchronise under Keras 3"
         findings.append(Finding("note", text, "use horovod_onebit.tf.DistributedOptimizer, and its callbacks"))
@@ -209,6 +209,9 @@ def report() -> tuple[str, dict[str, Any], int]:
     """The text to show, the same as plain values, and the exit status: 1 if a job would not run."""
     found, findings = examine()
     status = int(any(finding.level == "error" for finding in findings))
+    failed = "A job would not run."
+    if status and any(finding.what == OVER_WHAT for finding in findings):
+        failed = "A job of horovodrun would not run; PyTorch's jobs can, by torchrun."
     lines = [f"{f.level:6}{f.what}" + (f"\n      -> {f.advice}" if f.advice else "") for f in findings]
-    text = "\n".join([*lines, "", "A job would not run." if status else "A job can run."])
+    text = "\n".join([*lines, "", failed if status else "A job can run."])
     return text, {"versions": found, "findings": [asdict(f) for f in findings]}, status

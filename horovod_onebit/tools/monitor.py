@@ -6,7 +6,8 @@ import json
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any, ClassVar, Protocol
@@ -14,7 +15,7 @@ from typing import Any, ClassVar, Protocol
 import numpy as np
 
 from horovod_onebit.checks import whole
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, error_text
 from horovod_onebit.tools import show
 
 logger = logging.getLogger("horovod_onebit")
@@ -23,7 +24,7 @@ Value = float | int | str | list[Any] | None
 
 
 class Sink(Protocol):
-    """Where measurements go."""
+    """Where measurements go. After an ``OSError``, as of a full disk, nothing is written there any more."""
 
     def write(self, step: int, values: Mapping[str, Value]) -> None: ...
 
@@ -53,18 +54,36 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Writes numbers as scalars whose tags begin with ``horovod_onebit/``; the faces implement how."""
+    """Writes numbers as scalars whose tags begin with ``horovod_onebit/``; the faces implement how. What fails is an
+    ``OSError``: the writers of TensorFlow and tensorboard have errors of their own."""
 
     def add(self, tag: str, value: float, step: int) -> None:
         raise NotImplementedError
 
+    def flush(self) -> None:
+        """After each step."""
+
+    def end(self) -> None:
+        raise NotImplementedError
+
     def write(self, step: int, values: Mapping[str, Value]) -> None:
-        for name, value in values.items():
-            if isinstance(value, (int, float)):
-                self.add(f"horovod_onebit/{name}", value, step)
+        with _as_os_errors():
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.add(f"horovod_onebit/{name}", value, step)
+            self.flush()
 
     def close(self) -> None:
-        raise NotImplementedError
+        with _as_os_errors():
+            self.end()
+
+
+@contextmanager
+def _as_os_errors() -> Iterator[None]:
+    try:
+        yield
+    except Exception as error:
+        raise OSError(error_text(error)) from error
 
 
 class Monitor:
@@ -101,18 +120,25 @@ class Monitor:
         taken = max(step - self._last_step, 1)
         times = {"seconds": now - self._start, "step_seconds": (now - self._last) / taken}
         for sink in list(self.sinks):
-            try:
+            with self._watched(sink):
                 sink.write(step, {**given, **stats, **times})
-            except OSError as error:  # a full disk must not end the training
-                logger.warning("%s is written no more: %s", type(sink).__name__, error)
-                self.sinks.remove(sink)
         self._last, self._last_step = now, step
 
     def close(self) -> None:
         """Close the files."""
-        for sink in self.sinks:
-            sink.close()
+        for sink in list(self.sinks):
+            with self._watched(sink):
+                sink.close()
         self.sinks.clear()
+
+    @contextmanager
+    def _watched(self, sink: Sink) -> Iterator[None]:
+        """A full disk must not end the training."""
+        try:
+            yield
+        except OSError as error:
+            logger.warning("%s is written no more: %s", type(sink).__name__.lstrip("_"), error)
+            self.sinks.remove(sink)
 
 
 class FaceMonitor(Monitor):

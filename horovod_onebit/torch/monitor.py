@@ -20,7 +20,7 @@ class _TensorBoard(monitor.TensorBoard):
     def add(self, tag: str, value: float, step: int) -> None:
         self._writer.add_scalar(tag, value, step)
 
-    def close(self) -> None:
+    def end(self) -> None:
         self._writer.close()
 
 

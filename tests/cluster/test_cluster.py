@@ -1,6 +1,8 @@
 """Several hosts: the bytes that really cross the links, as the network interfaces count them."""
 
+import os
 import re
+import subprocess
 import sys
 from functools import cache
 from pathlib import Path
@@ -27,6 +29,21 @@ def job(hosts, backend, slots=1, exchange="auto"):
             backend, "python", "tests/cluster/job.py", exchange, slots=slots, timeout=300, variables=SLOW_CYCLES
         )
     return result(output)
+
+
+def test_namespaces_of_others_stay(request):
+    """Only those of a cluster that was left behind are taken away."""
+    others = [f"onebit-x{os.getpid()}", f"onebitv{os.getpid()}x"]
+    for name in others:
+        request.addfinalizer(lambda name=name: subprocess.run(["ip", "netns", "del", name], check=True))
+        subprocess.run(["ip", "netns", "add", name], check=True)
+    with pytest.raises(RuntimeError, match=r"tc qdisc add .*nonsense"), cluster(2, "nonsense"):
+        pass
+    with cluster(1, None) as made:
+        assert made.received() == made.received()
+        left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
+    assert {*others, "onebit0"} <= {line.split()[0] for line in left.splitlines()}
+    assert "onebit1" not in left
 
 
 @pytest.mark.parametrize(("hosts", "backend"), [(2, "mpi"), (4, "mpi")])

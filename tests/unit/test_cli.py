@@ -10,7 +10,7 @@ from horovod_onebit import ConfigurationError
 from horovod_onebit.stats import Stats
 from horovod_onebit.tools import cli, show, trial
 from horovod_onebit.tools.diagnostics import Collector
-from horovod_onebit.tools.monitor import JsonLines, Monitor, plot, read
+from horovod_onebit.tools.monitor import JsonLines, Monitor, TensorBoard, plot, read
 
 
 class Optimizer:
@@ -138,6 +138,9 @@ def test_a_terminal_gets_a_drawn_table(monkeypatch):
         ([*PLAN, "--parameters", "1e400"], "'1e400': expected a number"),
         ([*PLAN, "--parameters=-5M"], "parameters=-5000000"),
         ([*PLAN, "--workers", "0"], "workers=0"),
+        ([*PLAN, "--workers", 400 * "9"], "a number is too large"),
+        ([*PLAN, "--parameters", "1e308"], "a number is too large"),
+        (["link", "--parameters=-5M"], "parameters=-5000000"),
         (["plot", "/nowhere/run.jsonl"], "expected a file of JSON lines"),
         (["diagnose", "/nowhere/report.json"], "expected a report"),
         (["diagnose", "REPORT", "--plot", "/nowhere/x.png"], "cannot be written"),
@@ -215,6 +218,27 @@ def test_a_last_line_that_lacks_its_end_alone_is_kept(run_file):
     with Monitor(Optimizer(), [JsonLines(run_file, append=True)], every=1) as monitor:
         monitor.step()
     assert [row["step"] for row in read(run_file)] == [10, 20, 30, 40, 10]
+
+
+@pytest.mark.parametrize("fails", ["add", "end"])
+def test_a_sink_that_fails_does_not_end_the_training(fails, tmp_path, caplog):
+    """tensorboard's writer and TensorFlow's have errors of their own."""
+
+    class Board(TensorBoard):
+        def add(self, tag, value, step):
+            if fails == "add":
+                raise RuntimeError("no space left on device")
+
+        def end(self):
+            raise RuntimeError("no space left on device")
+
+    path = tmp_path / "run.jsonl"
+    with Monitor(Optimizer(), [Board(), JsonLines(path)], every=1) as monitor:
+        for _ in range(3):
+            monitor.step()
+    assert len(read(path)) == 3
+    (record,) = caplog.records
+    assert record.getMessage() == "Board is written no more: RuntimeError: no space left on device"
 
 
 def test_a_file_that_cannot_be_written():

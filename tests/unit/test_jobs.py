@@ -59,6 +59,7 @@ def test_the_tasks_have_the_shapes_they_say():
         "--warmup-steps 0",
         "--data-dir /nowhere",
         "--metrics /nowhere/out.jsonl",
+        "--save-weights /nowhere/{rank}.npz",
         "--save-weights weights.npz",
         "--compression int8",
     ],
