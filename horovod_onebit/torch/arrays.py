@@ -183,7 +183,7 @@ class Binding:
         if key := adapter.layer_key:
             layer = state[key] = state[key].to("cpu", torch.float32)
             self.tensor.layer = layer.numpy()
-        self.data_ptr = p.data_ptr()
+        self._addresses = self._addresses_now()
 
     def _flat_weight(self) -> torch.Tensor:
         if self.in_place:
@@ -216,7 +216,10 @@ class Binding:
         for key, value in self.shared.items():
             if self.state.get(key) is not value:
                 return False
-        return self.data_ptr == self.p.data_ptr()
+        return self._addresses == self._addresses_now()
+
+    def _addresses_now(self) -> list[int]:
+        return [self.p.data_ptr(), *(value.data_ptr() for value in self.shared.values())]
 
     def coarsen(self, key: str | None) -> None:
         """Round the state tensor ``key``, so that ``state_dict()`` can give multiples of it."""

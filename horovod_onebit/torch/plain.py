@@ -51,14 +51,32 @@ def restored(value: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class _Mark:
-    """A tensor, and what it was like: its version, and one element."""
+    """A tensor, and what it was like: its version, where it was, and its largest element, if it was in the host's memory
+    and not empty."""
 
-    __slots__ = ("probe", "tensor", "value", "version")
+    __slots__ = ("address", "at", "probe", "tensor", "value", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, tensor._version
-        self.probe = _probe(tensor)
+        self.tensor, self.version, self.address = tensor, tensor._version, tensor.data_ptr()
+        self.at = _largest(tensor)
+        self.probe = None if self.at is None else _element(tensor, self.at)
         self.value = None if self.probe is None else self.probe[0]
+
+    def renew(self) -> bool:
+        """The tensor is as it should be now; False if its memory was replaced (``value.data = ...``)."""
+        if self.tensor.data_ptr() != self.address:
+            return False
+        self.version = self.tensor._version
+        if self.probe is not None:
+            self.value = self.probe[0]
+        return True
+
+    def differs(self) -> bool:
+        """Whether the tensor is not what it was; it may be elsewhere."""
+        probe = self.probe
+        if self.tensor.data_ptr() != self.address:  # the old memory may be gone
+            probe = None if self.at is None else _element(self.tensor.cpu(), self.at)
+        return self.tensor._version != self.version or (probe is not None and probe[0] != self.value)
 
 
 class Marks:
@@ -77,21 +95,13 @@ class Marks:
         if self._marks.keys() != keys:
             return False
         for key, mark in self._marks.items():
-            if state.get(key) is not mark.tensor:
+            if state.get(key) is not mark.tensor or not mark.renew():
                 return False
-            mark.version = mark.tensor._version
-            if mark.probe is not None:
-                mark.value = mark.probe[0]
         return True
 
     def edited(self, state: Mapping[str, Any]) -> list[str]:
         """The keys of those that are not the tensors as they were."""
-        found = []
-        for key, mark in self._marks.items():
-            now, probe = state.get(key), mark.probe
-            if now is not mark.tensor or now._version != mark.version or (probe is not None and probe[0] != mark.value):
-                found.append(key)
-        return found
+        return [key for key, mark in self._marks.items() if state.get(key) is not mark.tensor or mark.differs()]
 
     def moved(self, key: str, state: Mapping[str, Any]) -> bool:
         """Whether there is another tensor of the same values."""
@@ -101,12 +111,20 @@ class Marks:
         return same and torch.equal(now.to(was), was) and key not in self.edited({key: was})
 
 
-def _probe(tensor: torch.Tensor) -> memoryview | None:
-    """The bits of the largest element of ``tensor``, as long as it lives; None if there is nothing to look at."""
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}.get(tensor.itemsize)
-    if tensor.device.type != "cpu" or words is None or not tensor.numel():
-        return None
+WORDS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
     extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    flat = tensor.detach().as_strided((extent,), (1,))
-    largest = int(flat.abs().argmax())
-    return flat[largest : largest + 1].view(words).numpy().data
+    return tensor.detach().as_strided((extent,), (1,))
+
+
+def _largest(tensor: torch.Tensor) -> int | None:
+    """Where in its memory ``tensor`` has its largest element; None if there is nothing to look at."""
+    seen = tensor.device.type == "cpu" and tensor.itemsize in WORDS and tensor.numel() > 0
+    return int(_flat(tensor).abs().argmax()) if seen else None
+
+
+def _element(tensor: torch.Tensor, at: int) -> memoryview:
+    """The bits of the element ``at`` this place of the memory of ``tensor``, as long as that lives."""
+    return _flat(tensor)[at : at + 1].view(WORDS[tensor.itemsize]).numpy().data

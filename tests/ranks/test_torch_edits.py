@@ -166,8 +166,27 @@ def new_zeros(model, optimizer):
                 state[key] = torch.zeros_like(state[key])
 
 
+def other_memory(model, optimizer, values):
+    """The same tensors, with other memory; ``values`` are put there."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.data = values(value)
+
+
+def share(model, optimizer):
+    """As a state does that is given to another process: its memory is other memory, without a trace."""
+    for state in optimizer.state.values():
+        for value in state.values():
+            if isinstance(value, torch.Tensor):
+                value.share_memory_()
+
+
 EDITS |= {
     "zeros": zeros_in_place,
+    "data of zeros": lambda model, optimizer: other_memory(model, optimizer, torch.zeros_like),
+    "data elsewhere": lambda model, optimizer: other_memory(model, optimizer, torch.clone),
+    "shared": share,
     "zeros of data": lambda model, optimizer: zeros_in_place(model, optimizer, data=True),
     "new zeros": new_zeros,
     "no momentum": lambda model, optimizer: zeros_in_place(model, optimizer, keys=("exp_avg", "momentum_buffer")),
@@ -181,11 +200,11 @@ NO_STATE_YET = ("local", "frozen")  # the wrapped optimizer's is made by its fir
 
 
 TRIED = {
-    "warm-up": ("replaced", "clear", "zeros"),
+    "warm-up": ("replaced", "clear", "zeros", "data of zeros", "shared"),
     "compressed": tuple(EDITS),
     "local": ("zeros",),
-    "frozen": ("groups", "replaced", "clear", "zeros of data", "moved"),
-    "zero_one": ("groups", "clear", "zeros of data"),
+    "frozen": ("groups", "replaced", "clear", "zeros of data", "moved", "data of zeros", "data elsewhere", "shared"),
+    "zero_one": ("groups", "clear", "zeros of data", "data of zeros", "shared"),
 }
 
 
@@ -197,6 +216,21 @@ def test_an_edit_of_adams_state_or_groups(mode, edit):
         EDITS[edit](model, optimizer)
     run.train(48)
     run.check()
+
+
+@pytest.mark.parametrize("mode", ["warm-up", "compressed", "frozen", "zero_one"])
+@pytest.mark.parametrize("edit", ["moved", "data elsewhere", "shared"])
+def test_a_state_that_is_elsewhere_is_the_same_state(mode, edit):
+    """Nothing begins again: the run goes on bit by bit."""
+    found = []
+    for moves in (True, False):
+        run = Run("adam", mode)
+        run.train(44)
+        if moves:
+            EDITS[edit](run.model, run.optimizer)
+        run.train(8)
+        found.append(weights(run.model))
+    assert torch.equal(*found)
 
 
 @pytest.mark.parametrize("mode", ["compressed", "zero_one"])
