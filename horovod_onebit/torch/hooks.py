@@ -44,10 +44,9 @@ from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
 
-SAMPLE = 16
-"""Elements of each gradient whose values are remembered: changes by way of ``.data`` do not show in its version."""
+_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 _owners: Any = WeakTensorKeyDictionary()
-"""Parameter -> (its hook, whose it is): a hook lives as long as its parameter, and there may be only one."""
+"""Parameter -> (its hook or None, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
 
 class Scaling(NamedTuple):
@@ -79,25 +78,18 @@ class Where(Enum):
 
 @dataclass(frozen=True)
 class _Mark:
-    """A gradient when it was final."""
+    """A gradient when it was final. Changes by way of ``.data`` do not show in its version, but in its checksum."""
 
     grad: torch.Tensor
     version: int
-    address: int  # of which ``values`` are a view; 0 if they are none
-    values: NDArray[Any]
-    sample: bytes
+    checksum: int
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> _Mark:
-        values = _sample(grad)
-        address = grad.data_ptr() if values.size and grad.is_contiguous() else 0
-        return cls(grad, grad._version, address, values, values.tobytes())
+        return cls(grad, grad._version, _checksum(grad))
 
     def differs(self, grad: torch.Tensor | None) -> bool:
-        if grad is not self.grad or grad._version != self.version:
-            return True
-        values = self.values if self.address and grad.data_ptr() == self.address else _sample(grad)
-        return values.tobytes() != self.sample
+        return grad is not self.grad or grad._version != self.version or _checksum(grad) != self.checksum
 
 
 class Gradients:
@@ -164,13 +156,8 @@ class Gradients:
         self._lost.add(p)
 
     def check_owned(self) -> None:
-        """Raise if another DistributedOptimizer was built over one of the parameters since."""
-        if self._lost:
-            names = ", ".join(sorted(self._parameters.names[p] for p in self._lost))
-            raise ConfigurationError(
-                f"parameter {names} belongs to a DistributedOptimizer that was built later: use that one, and "
-                "one optimizer for each parameter"
-            )
+        """See the function of this name."""
+        check_owned(self._lost, self._parameters.names)
 
     @untraced
     def computed(self, p: torch.Tensor) -> None:
@@ -247,7 +234,7 @@ class Gradients:
         parameters, engine = self._parameters, self._engine
         if not self._proven or engine.workers_changed or parameters.schedule is not None:
             return None, {}
-        if engine.layout is None or not parameters.all_current:
+        if engine.layout is None or not parameters.all_current or parameters.reclassified():
             return None, {}
         self._version = parameters.version
         return parameters.plan(), parameters.bindings
@@ -367,11 +354,9 @@ class Gradients:
         return {"steps given up": self.generation, **seen}
 
     def fingerprint(self) -> str:
-        """A few values of every averaged gradient: they must be the same on all workers."""
-        digest = hashlib.blake2b(digest_size=8)
-        for p in self._parameters.exact():
-            digest.update(b"" if p.grad is None else _sample(p.grad).tobytes())
-        return digest.hexdigest()
+        """Of every averaged gradient: they must be the same on all workers."""
+        sums = [None if p.grad is None else _checksum(p.grad) for p in self._parameters.exact()]
+        return hashlib.blake2b(repr(sums).encode(), digest_size=8).hexdigest()
 
     # -- the end --------------------------------------------------------------------------------------------------
 
@@ -470,8 +455,14 @@ class Watches(Protocol):
         ...
 
 
+def own(p: torch.Tensor, gradients: Watches) -> None:
+    """``p`` is trained by the DistributedOptimizer of ``gradients``; another one that had it before lets go of it."""
+    let_go(p, gradients)
+    _owners[p] = (None, weakref.ref(gradients))
+
+
 def take(p: torch.Tensor, gradients: Watches) -> None:
-    """Hook ``p``; a DistributedOptimizer that had it before lets go of it."""
+    """``own`` and hook ``p``."""
     let_go(p, gradients)
     own = weakref.ref(gradients)
 
@@ -486,28 +477,39 @@ def take(p: torch.Tensor, gradients: Watches) -> None:
 def release(p: torch.Tensor, gradients: Watches) -> None:
     """Remove the hook of ``p``, if it is that of ``gradients``."""
     if p in _owners and _owners[p][1]() is gradients:
-        _owners.pop(p)[0].remove()
+        let_go(p, gradients)
 
 
-def let_go(p: torch.Tensor, successor: Watches | None = None) -> None:
-    """Take ``p`` from the DistributedOptimizer that watches it, if it is not the ``successor``'s."""
+def let_go(p: torch.Tensor, successor: Watches) -> None:
+    """Take ``p`` from the DistributedOptimizer that has it, if it is not the ``successor``'s."""
     if p in _owners:
         handle, owner = _owners.pop(p)
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         if owner() not in (None, successor):
             owner().lose(p)
 
 
-def _sample(grad: torch.Tensor) -> NDArray[Any]:
-    """Some of the values, a view if ``grad`` is contiguous; none of a GPU's, which would have to be waited for."""
+def check_owned(lost: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
+    """Raise ``ConfigurationError`` if another DistributedOptimizer was built over parameters, which are ``lost``."""
+    if found := sorted(names[p] for p in lost):
+        raise ConfigurationError(
+            f"parameter {some(found)} belongs to a DistributedOptimizer that was built later: use that one, and "
+            "one optimizer for each parameter"
+        )
+
+
+def _checksum(grad: torch.Tensor) -> int:
+    """The sum of the bits of all elements as whole numbers, without carry; 0 of a GPU's, which would have to be waited
+    for."""
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
-        return np.empty(0)
+        return 0
     grad = grad.detach()
-    if grad.dtype is torch.bfloat16:
-        grad = grad.view(torch.int16)
     if not grad.is_contiguous():
-        grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.reshape(-1)
-    return grad.numpy().reshape(-1)[:: max(1, grad.numel() // SAMPLE)]
+        grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.contiguous()
+    words = _WORDS[min(grad.itemsize, 8)]
+    flat: NDArray[Any] = grad.reshape(-1).view(torch.uint8).numpy().view(words)
+    return int(flat.sum(dtype=words))
 
 
 def _coding(rule: Rule) -> dict[str, object]:

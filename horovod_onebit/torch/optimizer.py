@@ -124,7 +124,7 @@ class _DistributedOptimizer:
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
-        if isinstance(self._parameters.adapter, AnyAdapter) and called_by("horovod.torch.functions", __name__):
+        if isinstance(self._parameters.adapter, AnyAdapter) and called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
         loss = None
         if closure is not None:
@@ -163,8 +163,8 @@ class _DistributedOptimizer:
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
-        """What ``hvd.broadcast_optimizer_state`` calls ``step`` for, perhaps on some of the workers only: it leaves
-        neither weights changed nor a step counted."""
+        """What ``hvd.broadcast_optimizer_state`` and ``get_optimizer_state_dict`` call ``step`` for, perhaps on some of
+        the workers only: it leaves neither weights changed nor a step counted."""
         parameters = [p for group in self.param_groups for p in group["params"]]
         weights = [p.clone() for p in parameters]
         self._exact_step()
@@ -339,7 +339,7 @@ class _LocalOptimizer(_DistributedOptimizer):
         """A step of this worker alone; collective if it is the last one of a round."""
         if not self._participates:
             return self._exact_step(closure)
-        if called_by("horovod.torch.functions", __name__):
+        if called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
         with self._scaling() as scaling, self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, scaling)
@@ -479,6 +479,10 @@ def DistributedOptimizer(
     return wrapped
 
 
+MAKE_STATE = {"horovod.torch.functions", "torch.distributed.checkpoint.state_dict"}
+"""Modules that call ``step`` of an optimizer without state, to make it."""
+REPLACED = {"step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"}
+"""Methods that somebody may have replaced in one optimizer."""
 _wrappers: Any = weakref.WeakKeyDictionary()
 """Plain optimizer -> what wraps it now, and shares its state."""
 
@@ -542,5 +546,13 @@ def _check_plain(optimizer: torch.optim.Optimizer) -> None:
     if hasattr(optimizer, "_requires_update"):
         raise ConfigurationError(
             "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
+        )
+    replaced = REPLACED & vars(optimizer).keys()
+    if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by a scheduler that was made before
+        replaced -= {"step"}
+    if replaced:
+        raise UnsupportedError(
+            f"{', '.join(sorted(replaced))} of this optimizer was replaced by another function, which the "
+            "DistributedOptimizer would not call: wrap the optimizer first, and replace the method of what is returned"
         )
     _check_flushed(optimizer)

@@ -94,6 +94,7 @@ class Parameters:
         self.idle: dict[torch.Tensor, int] = {}
         self.bindings: dict[torch.Tensor, Binding] = {}
         self.never: set[torch.Tensor] = set()
+        self._exact_groups: list[bool] = []  # by group, whether it has the option ``exact``
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
         self.loads = 0  # times that a state was loaded
@@ -186,8 +187,9 @@ class Parameters:
             for position, p in enumerate(group["params"]):
                 if id(p) in known or not p.requires_grad:
                     continue
-                if names is None:
-                    names = {self.names[p] for p in self.exact_steps}
+                if names is None:  # one that is gone leaves its name to who comes in its place
+                    here = set(map(id, self.ordered()))
+                    names = {self.names[p] for p in self.exact_steps if id(p) in here}
                 name = self.names.get(p) or self._gone.get(p)
                 if name is None or name in names:  # another one has got its name since it was taken out
                     name = _new_name(group, index, position, names)
@@ -208,8 +210,16 @@ class Parameters:
             self._begin_warmup(p)
         if fresh:
             self.exact_steps = self.in_order(self.exact_steps)
+        if fresh or self.reclassified():
             self._find_never()
         return [p for _, p, _ in fresh]
+
+    def _asked_to_be_exact(self) -> list[bool]:
+        return [flag("exact", group.get("exact", False)) for group in self.optimizer.param_groups]
+
+    def reclassified(self) -> bool:
+        """Whether a group's option ``exact`` was changed since this was looked at."""
+        return self._asked_to_be_exact() != self._exact_groups
 
     def in_order(self, counts: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
         """``counts`` in the order of the groups, whichever parameter came first: gradients that travel together must
@@ -271,8 +281,9 @@ class Parameters:
 
     def _find_never(self) -> None:
         """Which parameters are never compressed: those named so, and groups with the option ``exact``."""
-        groups = self.optimizer.param_groups
-        never = {p for g in groups if flag("exact", g.get("exact", False)) for p in g["params"]}
+        self._exact_groups = self._asked_to_be_exact()
+        pairs = zip(self.optimizer.param_groups, self._exact_groups, strict=True)
+        never = {p for group, exact in pairs if exact for p in group["params"]}
         if self._patterns:
             known = {p: self.names[p] for p in self.ordered() if p in self.names}
             found = matching("exact", self._patterns, known.values(), all_match=False)
@@ -357,16 +368,27 @@ class Parameters:
         self.idle.pop(p, None)
 
     def refresh(self) -> None:
-        """Follow parameters that were frozen, whose state was edited, or whose memory was replaced (``p.data = ...``, a
-        loaded state)."""
-        frozen = [p for p in self.bindings if not p.requires_grad]
-        if frozen:
+        """Follow parameters that were frozen, or are never compressed any more, whose state was edited, or whose memory
+        was replaced (``p.data = ...``, a loaded state); and a momentum that is not 0 any more."""
+        ended = [p for p in self.bindings if not p.requires_grad or p in self.never]
+        if ended:
             groups = self._groups()
-            for p in frozen:
+            for p in ended:
                 self._unbind(groups[p], p)
-                p.grad = None
+                if not p.requires_grad:
+                    p.grad = None
         self.begin_again(self.edited())
+        if self.adapter.momentum_may_be_missing:
+            self._start_momenta()
         self.follow_memory()
+
+    def _start_momenta(self) -> None:
+        """Of compressed parameters whose momentum was 0, and is not any more."""
+        key = self.adapter.momentum_key
+        for group, _, p in self.enumerated():
+            if p in self.bindings and key not in self.bindings[p].shared and group["momentum"]:
+                self.adapter.init_state(group, p, self.optimizer.state[p])
+                self.bind(p)
 
     def begin_again(self, edited: Sequence[torch.Tensor]) -> None:
         """The states of these parameters were edited: they have a whole new warm-up."""
@@ -520,10 +542,11 @@ class Parameters:
                 binding.pull()
 
     def push(self) -> None:
-        """Take them back from there."""
+        """Take them back from there; those that were worked on in place have changed, which PyTorch has to know."""
         for binding in self.bindings.values():
             if not binding.in_place:
                 binding.push()
+        torch.autograd.graph.increment_version([b.p for b in self.bindings.values() if b.in_place])
 
     def forget_frozen(self) -> None:
         """Gradients of parameters that were frozen since the backward pass: they are this worker's alone."""
@@ -673,9 +696,10 @@ class Parameters:
         return found
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
-        """What of the state of ``p`` is the same on all workers."""
+        """What of the state of ``p`` is the same on all workers, if a step has left anything there."""
         found: Mapping[str, Any] = self.optimizer.state.get(p, {})
-        return found
+        tensors = [value for value in found.values() if isinstance(value, torch.Tensor)]
+        return found if "step" not in found or any(value.any() for value in tensors) else {}
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """A few values of each tensor of a state, and its progress: workers that loaded different states must not go

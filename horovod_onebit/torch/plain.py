@@ -51,7 +51,7 @@ def restored(value: torch.Tensor, factor: float) -> torch.Tensor:
 
 
 class _Mark:
-    """A tensor, and what it was like: its version, where it was, and its largest element, if it was in the host's memory
+    """A tensor, and what it was like: its version, its address, and its largest element, if it was in the host's memory
     and not empty."""
 
     __slots__ = ("address", "at", "probe", "tensor", "value", "version")
@@ -94,10 +94,7 @@ class Marks:
         use."""
         if self._marks.keys() != keys:
             return False
-        for key, mark in self._marks.items():
-            if state.get(key) is not mark.tensor or not mark.renew():
-                return False
-        return True
+        return all(state.get(key) is mark.tensor and mark.renew() for key, mark in self._marks.items())
 
     def edited(self, state: Mapping[str, Any]) -> list[str]:
         """The keys of those that are not the tensors as they were."""

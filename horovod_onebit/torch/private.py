@@ -10,7 +10,7 @@ what it is in ways that have no public form: only the caller tells who asks.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -33,13 +33,14 @@ def asked_by_pytorch() -> bool:
     return name.startswith("torch.")
 
 
-def called_by(module: str, own: str) -> bool:
-    """Whether a function of ``module`` has called the function of ``own`` that calls this, PyTorch's own wrappers
+def called_by(modules: Collection[str], own: str) -> bool:
+    """Whether a function of ``modules`` has called the function of ``own`` that calls this, PyTorch's own wrappers
     apart."""
-    frame = sys._getframe(2)
-    while frame is not None and frame.f_globals.get("__name__", "").startswith(("torch.", own)):
+    frame, name = sys._getframe(2), own
+    while frame is not None and name not in modules and name.startswith(("torch.", own)):
+        name = frame.f_globals.get("__name__", "")
         frame = frame.f_back  # type: ignore[assignment]
-    return frame is not None and frame.f_globals.get("__name__") == module
+    return name in modules
 
 
 def timeout_of(group: Any) -> Any:

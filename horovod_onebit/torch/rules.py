@@ -33,6 +33,7 @@ class Adapter:
     anchor_key: str | None = None
     sent_key: str | None = None
     makes_state = True  # by ``init_state``
+    momentum_may_be_missing = False  # one that is 0 has no state
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
 
     def __init__(self, wraps: Wraps) -> None:
@@ -165,6 +166,8 @@ class AdamAdapter(Adapter):
 
 
 class SGDAdapter(Adapter):
+    momentum_may_be_missing = True
+
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool:
         if group["momentum"] == 0:
             state["momentum_buffer"] = None

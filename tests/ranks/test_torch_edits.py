@@ -888,3 +888,176 @@ def test_a_second_moment_of_local_steps_is_of_own_gradients_when_the_optimizer_i
         state = optimizer.state[p]
         seconds.append(state["exp_avg_sq"] / (1 - 0.999 ** state["onebit_variance_steps"]))
     torch.testing.assert_close(*seconds, rtol=1e-4, atol=0)
+
+
+# -- what was not noticed before --------------------------------------------------------------------------------------
+
+
+def drawn(shape, step=0):
+    """A gradient of this worker's own."""
+    generator = torch.Generator().manual_seed(SIZE * step + RANK)
+    return torch.randn(shape, generator=generator, device="cpu").to(DEVICE)
+
+
+@pytest.mark.parametrize("modes", [("local", "local"), ("local", "compressed"), ("compressed", "local")])
+def test_two_optimizers_of_one_parameter_are_refused(modes):
+    model = Net()
+    both = [[*model.first.parameters(), *layer.parameters()] for layer in (model.second, model.last)]
+    one, other = (
+        onebit.DistributedOptimizer(torch.optim.AdamW(own), list(model.named_parameters()), **MODES[mode])
+        for own, mode in zip(both, modes, strict=True)
+    )
+    x, y = batch(0)
+    cross_entropy(model(x), y).backward()
+    with pytest.raises(ConfigurationError, match=r"parameter first.bias, first.weight belongs to a Distributed"):
+        one.step()
+    other.step()
+
+
+def test_weights_that_are_set_in_the_middle_of_a_round_are_named(caplog):
+    p, q = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    plain = torch.optim.AdamW([p, q], lr=1e-3)
+    schedule = onebit.Local(every=4, doubling=0, freeze=8)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p), ("q", q)], schedule=schedule)
+    for step in range(20):
+        p.grad, q.grad = drawn(p.shape, step), drawn(p.shape, step)
+        optimizer.step()
+        if step in (3, 5, 11):
+            optimizer.flush()
+            with torch.no_grad():
+                q.mul_(0.5)
+        assert not caplog.records or step > 13
+        if step in (13, 14):
+            with torch.no_grad():
+                q.mul_(0.5)
+    said = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert len(said) == (RANK == 0)
+    assert all(text.startswith("q: changed in the middle of a round") for text in said)
+
+
+@pytest.mark.parametrize("method", ["step", "zero_grad", "state_dict"])
+def test_a_method_that_somebody_has_replaced_is_refused(method):
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    plain = torch.optim.AdamW([p], lr=1e-3)
+    setattr(plain, method, getattr(plain, method))
+    with pytest.raises(UnsupportedError, match=f"{method} of this optimizer was replaced"):
+        onebit.DistributedOptimizer(plain, [("p", p)])
+    plain = torch.optim.AdamW([p], lr=1e-3)
+    torch.optim.lr_scheduler.StepLR(plain, 10)  # PyTorch's own
+    onebit.DistributedOptimizer(plain, [("p", p)])
+
+
+@pytest.mark.parametrize("mode", ["compressed", "frozen"])
+def test_a_parameter_comes_in_the_place_of_one_with_its_name(mode):
+    model = Net()
+    plain = torch.optim.AdamW(model.named_parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, **MODES[mode])
+    for step in range(60):
+        if step == 30:
+            optimizer.flush()
+            torch.manual_seed(5)
+            model.last = torch.nn.Linear(64, 10)
+            optimizer.param_groups[0]["params"] = list(model.parameters())
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert not torch.equal(model.last.weight, torch.nn.Linear(64, 10).weight)
+
+
+@pytest.mark.parametrize("mode", ["compressed", "frozen"])
+def test_a_group_that_is_exact_from_now_on(mode):
+    model = Net()
+    groups = [{"params": list(layer.parameters())} for layer in (model.first, model.second, model.last)]
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW(groups), list(model.named_parameters()), **MODES[mode])
+    counts = []
+    for step in range(90):
+        if step in (30, 42):
+            optimizer.param_groups[1]["exact"] = step == 30
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        counts.append(optimizer.stats().compressed_parameters)
+    optimizer.flush()
+    assert_replicas_equal(model)
+    assert counts[29] == counts[89] == counts[40] + model.second.weight.numel()
+
+
+def test_a_group_that_one_worker_alone_makes_exact_is_an_error_on_all():
+    p, q = (torch.nn.Parameter(torch.ones(64, 64)) for _ in range(2))
+    plain = torch.optim.AdamW([{"params": [p]}, {"params": [q]}], lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p), ("q", q)], **MODES["compressed"])
+    for step in range(24):
+        p.grad, q.grad = drawn(p.shape, step), drawn(p.shape, step)
+        optimizer.step()
+    optimizer.param_groups[1]["exact"] = ODD
+    p.grad, q.grad = drawn(p.shape), drawn(p.shape)
+    with pytest.raises(DesyncError):
+        optimizer.step()
+
+
+@pytest.mark.parametrize("kind", ["adamw", "plain sgd"])
+@pytest.mark.parametrize("mode", [*MODES, "gradients", "exact"])
+def test_pytorchs_own_state_dicts_on_one_worker_alone(mode, kind):
+    """Without state and gradients, PyTorch calls ``step`` to make a state."""
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    if mode == "zero_one" and kind != "adamw":
+        return
+    found = []
+    for asks in (True, False):
+        model = Net()
+        make = torch.optim.AdamW if kind == "adamw" else torch.optim.SGD
+        options = MODES | {"gradients": {"schedule": onebit.Gradients()}, "exact": {"recipe": "exact"}}
+        optimizer = onebit.DistributedOptimizer(
+            make(model.parameters(), lr=1e-3), list(model.named_parameters()), **options[mode]
+        )
+        for step in range(30):
+            if asks and ODD and step in (0, 8, 24):
+                state = get_optimizer_state_dict(model, optimizer)["state"]
+                assert kind != "adamw" or not step or "exp_avg" in state["first.weight"]
+            x, y = batch(step)
+            cross_entropy(model(x), y).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        optimizer.flush()
+        found.append(weights(model))
+        assert_replicas_equal(model)
+    assert torch.equal(*found)
+
+
+def test_a_momentum_that_is_raised_from_zero_is_in_the_state():
+    p = torch.nn.Parameter(torch.ones(64, 64))
+    plain = torch.optim.SGD([p], lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, [("p", p)], warmup_steps=3)
+    for step in range(20):
+        if step == 10:
+            optimizer.param_groups[0]["momentum"] = 0.9
+        p.grad = drawn(p.shape, step)
+        optimizer.step()
+        if step == 15:
+            p.data = p.data.clone()  # bound anew
+            assert optimizer.state_dict()["state"][0]["momentum_buffer"].abs().sum() > 0
+            before = optimizer.state[p]["momentum_buffer"].clone()
+        if step == 16:
+            moved = optimizer.state[p]["momentum_buffer"] - 0.9 * before
+            assert moved.square().mean().sqrt() < 3  # a mean gradient
+    optimizer.check_replicas()
+
+
+@pytest.mark.parametrize("mode", ["warm-up", "compressed", "frozen", "local"])
+def test_a_backward_pass_through_weights_of_before_the_step_is_pytorchs_error(mode):
+    model = Net()
+    optimizer = wrap(model, torch.optim.AdamW(model.parameters()), mode)
+    for step in range(30):
+        x, y = batch(step)
+        optimizer.zero_grad()
+        cross_entropy(model(x), y).backward()
+        loss = cross_entropy(model(x), y)
+        optimizer.step()
+    optimizer.zero_grad()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
