@@ -14,8 +14,8 @@ VERSION = re.search(r'__version__ = "(.+)"', (ROOT / "horovod_onebit" / "_versio
 # numba-cuda is in maintenance and follows no new Numba, nor NumPy, whose 2.5 removes a function that 0.30.4 uses.
 FOR_CUDA = ["numba~=0.68.0", "numpy<2.5", "nvtx"]
 EXTRAS = {
-    "torch": ["torch>=2.1"],
-    "tensorflow": ["tensorflow>=2.16", "keras>=3"],
+    "torch": ["torch>=2.8"],
+    "tensorflow": ["tensorflow>=2.16", "keras>=3.12"],
     "cuda": ["numba-cuda[cu13]~=0.30.4", *FOR_CUDA],
     "cuda12": ["numba-cuda[cu12]~=0.30.4", *FOR_CUDA],
     "mpi": ["mpi4py>=4"],

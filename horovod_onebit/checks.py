@@ -5,12 +5,22 @@ from __future__ import annotations
 import math
 import numbers
 import os
+import re
 from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, get_args
 
 from horovod_onebit.errors import ConfigurationError
+
+
+def at_least(package: str, found: str, least: str) -> None:
+    """Raise ``ImportError`` unless ``found``, the version of ``package``, is ``least`` or later."""
+    ours, theirs = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (least, found))
+    if theirs < ours:
+        raise ImportError(
+            f"horovod_onebit needs {package} {least} or later; this is {found}: pip install '{package}>={least}'"
+        )
 
 
 def whole(name: str, value: Any, what: str = "a whole number", least: int = 1) -> int:

@@ -8,6 +8,7 @@ model.compile(optimizer=optimizer, loss=...)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.tf import callbacks
 from horovod_onebit.tf.checkpoint import load_checkpoint, load_weights, save_checkpoint
@@ -22,6 +23,7 @@ __all__ = [
     "Gradients",
     "Local",
     "Monitor",
+    "Recipe",
     "ZeroOne",
     "broadcast_variables",
     "callbacks",

@@ -9,6 +9,7 @@ optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_
 from importlib import import_module
 from typing import Any
 
+from horovod_onebit.recipe import Recipe
 from horovod_onebit.schedule import Gradients, Local, ZeroOne
 from horovod_onebit.torch.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.torch.functions import broadcast_optimizer_state, broadcast_parameters
@@ -28,6 +29,7 @@ __all__ = [
     "Monitor",
     "OnebitAdam",
     "OnebitLamb",
+    "Recipe",
     "Sum",
     "ZeroOne",
     "ZeroOneAdam",

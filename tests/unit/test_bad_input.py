@@ -1,5 +1,6 @@
 """Wrong arguments of the core's public functions: an error that names what was given."""
 
+import contextlib
 import re
 
 import numpy as np
@@ -7,6 +8,7 @@ import pytest
 
 from horovod_onebit import ConfigurationError, simulation
 from horovod_onebit.checkpoints import files
+from horovod_onebit.checks import at_least
 from horovod_onebit.diagnostics import Collector, Report
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import cpu
@@ -85,3 +87,11 @@ def test_a_finished_checkpoint_removes_the_one_before_and_nothing_else(tmp_path)
     left = {path.name for path in tmp_path.iterdir()}
     assert left == {*mine, "latest.json", f"{key}.shared.npz", *(f"{key}.worker-{rank:04d}.npz" for rank in range(2))}
     assert files.history(tmp_path)[0].key == key
+
+
+@pytest.mark.parametrize(
+    ("found", "fits"), [("2.8.0", True), ("2.10.0+cpu", True), ("3.0", True), ("2.7.1+cu126", False), ("1.13", False)]
+)
+def test_an_older_framework_is_named(found, fits):
+    with contextlib.nullcontext() if fits else pytest.raises(ImportError, match="needs torch 2.8 or later; this is"):
+        at_least("torch", found, "2.8")
