@@ -1,6 +1,7 @@
 """n workers in one process, for research, tests and plots: the real engine, with threads for workers.
 
     def worker(collectives):
+        weights = {"w": np.zeros(1000, np.float32)}  # here: each worker has arrays of its own
         optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives, warmup_steps=20)
         ...
         return weights

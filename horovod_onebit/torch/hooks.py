@@ -122,7 +122,8 @@ class Gradients:
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
         self._warm = True  # whether this step is one of the warm-up, by its first gradient
-        self._noticed: object = None  # see ``_surroundings``; in warm-up, of the first gradient of this step
+        # See ``_surroundings``; in warm-up, of the first gradient of this step.
+        self._noticed: tuple[list[object], dict[int, int]] | None = None
         self._early = Early(engine)  # of compressed steps
         self._stream: torch.cuda.Stream | None = None  # of the last hook of this step
         self._version = -1  # of the parameters, when the first message of this step was sent
@@ -248,10 +249,17 @@ class Gradients:
             self.means.leave(self._exact)
         self._early.leave()
 
-    def _surroundings(self) -> object:
-        """What messages depend on besides gradients: hyperparameters, and the memory of parameters."""
+    def _surroundings(self) -> tuple[list[object], dict[int, int]]:
+        """What messages depend on besides gradients: hyperparameters, and the memory of parameters, by their ids."""
         groups, rule = self._parameters.optimizer.param_groups, self._parameters.adapter.rule
-        return [_coding(rule(group, 1.0)) for group in groups], [p.data_ptr() for p in self._watched]
+        return [_coding(rule(group, 1.0)) for group in groups], {id(p): p.data_ptr() for p in self._watched}
+
+    def _has_other_surroundings(self) -> bool:
+        """Than those that were noticed; parameters that are watched since do not count."""
+        if self._noticed is None:
+            return False
+        (codings, places), (codings_now, places_now) = self._noticed, self._surroundings()
+        return codings != codings_now or any(places_now.get(i, place) != place for i, place in places.items())
 
     def edited(self) -> bool:
         """Whether anything has changed that was sent already; learns to send later where it can."""
@@ -261,7 +269,7 @@ class Gradients:
         if parameters.phase is Phase.WARMUP:
             if plan is not None:  # by the first gradient it was a compressed step, whose messages have left
                 return True
-            if self._noticed is not None and self._noticed != self._surroundings():
+            if self._has_other_surroundings():
                 self.send_late("hyperparameters or parameters change between backward() and step()")
             stale = self.means.stale(self._exact)
             return bool(changed) or stale or (self.coded is not None and self.coded.stale(self._in_few_bits))

@@ -75,6 +75,21 @@ def test_messages_leave_during_backward():
     assert_replicas_equal(model)
 
 
+def test_messages_leave_early_after_a_layer_was_unfrozen_in_the_warm_up():
+    model = Net()
+    model.first.requires_grad_(False)
+    optimizer = wrap(model, recipe=SMALL["robust"], warmup_steps=6)
+    for step in range(16):
+        if step == 3:
+            model.first.requires_grad_(True)
+        backward(model, optimizer, step)
+        optimizer.step()
+    backward(model, optimizer, 16)
+    assert sent(optimizer) > 0
+    optimizer.step()
+    assert_replicas_equal(model)
+
+
 def test_workers_may_differ_in_when_they_send():
     model = Net()
     optimizer = wrap(model, recipe=SMALL["robust"], warmup_steps=2, wrapping={"overlap": RANK == 0})

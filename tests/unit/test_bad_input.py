@@ -93,5 +93,5 @@ def test_a_finished_checkpoint_removes_the_one_before_and_nothing_else(tmp_path)
     ("found", "fits"), [("2.8.0", True), ("2.10.0+cpu", True), ("3.0", True), ("2.7.1+cu126", False), ("1.13", False)]
 )
 def test_an_older_framework_is_named(found, fits):
-    with contextlib.nullcontext() if fits else pytest.raises(ImportError, match="needs torch 2.8 or later; this is"):
+    with contextlib.nullcontext() if fits else pytest.raises(ImportError, match=r"needs torch 2\.8 or later; this is"):
         at_least("torch", found, "2.8")
