@@ -18,7 +18,7 @@ from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import MULTI, STOPPED, check_ours
+from horovod_onebit.tf.optimizer import MULTI, STOPPED, check_ours, flush_all
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -381,7 +381,8 @@ class FlushCallback(keras.callbacks.Callback):
     other callbacks save them. Put it before those; on all workers."""
 
     def _flush(self) -> None:
-        check_ours(self.model.optimizer).flush()
+        check_ours(self.model.optimizer)
+        flush_all(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

@@ -24,7 +24,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables, replicated
 from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.meeting import announce
-from horovod_onebit.tf.optimizer import check_ours
+from horovod_onebit.tf.optimizer import check_one, check_ours, optimizers_of
 from horovod_onebit.world import Residuals
 
 CALL = "a checkpoint, saved or loaded"
@@ -129,6 +129,7 @@ class _Keras(checkpoints.Face):
 
     def check_arguments(self) -> None:
         check_ours(self.optimizer)
+        check_one(optimizers_of(self.model))
         self.kind = self._compressor.kind
         if not self.model.built:
             raise ConfigurationError(NOT_BUILT)

@@ -412,6 +412,8 @@ class _DistributedOptimizer(_Wrapped):
             self._agreement.fit_ended = True
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
+        if model is not None:
+            flush_all(model)
         if self._averages_itself and process_set.included():
             self._average_weights()
         super().finalize_variable_values(var_list)
@@ -560,6 +562,44 @@ def check_ours(optimizer: Any) -> Any:
             "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
         )
     return inner
+
+
+def optimizers_of(layer: Any) -> dict[str, Any]:
+    """The optimizers that ``DistributedOptimizer`` returned and that ``layer`` holds in attributes, or in lists, tuples
+    and dicts that are attributes, by where they are; without their loss scaling, each one once. The first is the one
+    that a model was compiled with."""
+    found: dict[str, Any] = {}
+    attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
+    for name, value in ({"optimizer": getattr(layer, "optimizer", None)} | attributes).items():
+        held = {name: value}
+        if isinstance(value, Mapping):
+            held = {f"{name}[{key!r}]": one for key, one in value.items()}
+        elif isinstance(value, (list, tuple)):
+            held = {f"{name}[{i}]": one for i, one in enumerate(value)}
+        for where, one in held.items():
+            inner = one.inner_optimizer if getattr(one, "distributed", False) else one
+            if isinstance(inner, _DistributedOptimizer) and all(inner is not known for known in found.values()):
+                found[where] = inner
+    return found
+
+
+def check_one(found: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` if the optimizers that were ``found``, by where, are more than one."""
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"the model has {len(found)} of DistributedOptimizer's optimizers, {', '.join(found)}; expected one, since "
+            "the state of the others would be lost. For save_checkpoint and load_checkpoint give each a model of its "
+            "own (generator.compile(optimizer=g_opt)), keep it in no attribute of this one, and save each model in a "
+            "folder of its own; elastic's KerasState takes one optimizer alone"
+        )
+
+
+def flush_all(model: Any) -> None:
+    """``flush`` of each optimizer that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds.
+    Collective."""
+    for layer in model._flatten_layers():
+        for optimizer in optimizers_of(layer).values():
+            optimizer.flush()
 
 
 def DistributedOptimizer(

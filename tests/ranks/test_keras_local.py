@@ -14,6 +14,7 @@ from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Reci
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, scaled_step
@@ -92,6 +93,65 @@ def test_eager_steps_and_flush():
     sent = optimizer.stats(norms=False).bytes_sent
     optimizer.flush()
     assert optimizer.stats(norms=False).bytes_sent == sent > 0
+
+
+class Adversaries(keras.Model):
+    """A discriminator with the optimizer that this is compiled with, and a generator with one of its own."""
+
+    def __init__(self, g_opt, how):
+        super().__init__()
+        self.discriminator, self.generator = build(seed=1), build(seed=2)
+        if how == "compiled":
+            self.generator.compile(optimizer=g_opt)
+        else:
+            self.held = [g_opt] if how == "list" else g_opt
+        self.g_opt = lambda: g_opt  # where nobody looks for one
+
+    def call(self, x):
+        return self.discriminator(x)
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer in ((self.discriminator, self.optimizer), (self.generator, self.g_opt())):
+            grads, loss = gradients(part, x, y)
+            optimizer.apply(grads, part.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("how", ["list", "scaled", "compiled"])
+def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpoint(how, folder):
+    schedule = onebit.Local(every=8, doubling=0)
+    g_opt = keras.optimizers.SGD(0.1)
+    g_opt = local(keras.optimizers.LossScaleOptimizer(g_opt) if how == "scaled" else g_opt, schedule)
+    model = Adversaries(g_opt, how)
+    model.build((None, 32))
+    model.compile(optimizer=local(keras.optimizers.Adam(1e-3), schedule), run_eagerly=True)
+    found = []
+
+    def look(epoch, logs):
+        found.append(model.optimizer._compressor.together and g_opt._compressor.together)
+        assert_replicas_equal(model)
+
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    callbacks = [onebit.callbacks.FlushCallback(), keras.callbacks.LambdaCallback(on_epoch_end=look)]
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    assert_replicas_equal(model)
+    assert found == [True, True]
+
+    held = {"list": r"held\[0\]", "scaled": "held"}.get(how)
+    if held:
+        for call in (onebit.save_checkpoint, onebit.load_checkpoint):
+            with pytest.raises(ConfigurationError, match=f"optimizers, optimizer, {held}; expected one"):
+                call(folder, model)
+    else:
+        onebit.save_checkpoint(folder, model)
+        onebit.save_checkpoint(folder / "generator", model.generator)
+        onebit.load_checkpoint(folder / "generator", model.generator)
+    with pytest.raises(ConfigurationError, match="2 of DistributedOptimizer's optimizers, optimizer, "):
+        elastic.KerasState(model)
+    with pytest.raises(ConfigurationError, match="KerasState takes one optimizer alone"):
+        elastic.KerasState(model, g_opt)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(exchange="two_stage", block_size=64), "paper"])
