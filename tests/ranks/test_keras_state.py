@@ -122,6 +122,31 @@ def test_residuals_are_of_a_kind_of_run(since, to):
     assert_same(before, optimizer.feedback_state_dict())
 
 
+@pytest.mark.parametrize("given", [False, True], ids=["forgotten", "given"])
+@pytest.mark.parametrize("kind", ["update", "local"])
+def test_residuals_of_a_run_that_worker_0_has_left_are_forgotten(kind, given):
+    """Worker 0 loads a state, alone, and sends it to the others: as if all had loaded it."""
+    found = []
+    for loads in (RANK == 0, True):
+        model, optimizer = of_kind(kind)
+        train(model, optimizer, 8)
+        values = [np.array(v) for v in model.variables], [np.array(v) for v in optimizer.variables]
+        residuals = optimizer.feedback_state_dict()
+        train(model, optimizer, 8, start=8)
+        if loads:
+            model.set_weights(values[0])
+            optimizer.set_weights(values[1])
+        if given:
+            optimizer.load_feedback_state_dict(residuals)
+        onebit.broadcast_variables([*model.variables, *optimizer.variables])
+        train(model, optimizer, 4, start=8)
+        found.append(optimizer.feedback_state_dict() | {"weights": weights(model)})
+        assert any(value.any() for name, value in found[-1].items() if name != "weights")
+        train(model, optimizer, 4, start=12)
+        assert_replicas_equal(model)
+    assert_same(*found)
+
+
 def test_without_a_second_moment_residuals_are_of_one_kind():
     residuals = of_kind("momentum", "sgd")[1].feedback_state_dict()
     of_kind("update", "sgd")[1].load_feedback_state_dict(residuals)
