@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.graph import host_call, in_order, outside
-from horovod_onebit.tf.lineage import give
+from horovod_onebit.tf.lineage import give, lineage_of
 from horovod_onebit.tf.meeting import all_finite
 
 
@@ -130,8 +130,16 @@ def refuse_copy(optimizer: Any) -> None:
 
 
 def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:
-    """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; its scale is kept."""
+    """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; with its scale, or that of what
+    it was wrapped as before."""
     wrapped: Any = object.__new__(LossScaleOptimizer)
-    give(wrapped, dict(optimizer.__dict__), list(optimizer._variables), optimizer)
+    lineage, options = lineage_of(optimizer), {"initial_scale", "dynamic_growth_steps"}
+    last, source, attributes = lineage.last, optimizer, {name: optimizer.__dict__[name] for name in options}
+    if last is not None:
+        attributes |= lineage.kept(optimizer, options)
+        source = last if last.built and inner.built else optimizer
+    lineage.given = dict(optimizer.__dict__)
+    give(wrapped, source.__dict__ | attributes, list(source._variables), source)
     wrapped.inner_optimizer = inner
+    lineage.last = wrapped
     return wrapped
