@@ -36,7 +36,7 @@ from horovod_onebit.tf.graph import (
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, of_this_version, refuse_copy
+from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, is_unbuilt, of_this_version, refuse_copy
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -453,7 +453,9 @@ class _DistributedOptimizer(_Wrapped):
 
     def load_own_variables(self, store: Any) -> None:
         """For Keras's files: those of such an optimizer, or of a plain one; then the warm-up begins again. Local."""
-        if self.built and len(store.keys()) == len(self.plain_variables):
+        if is_unbuilt(self):
+            return
+        if len(store.keys()) == len(self.plain_variables):
             self._take_plain([np.asarray(store[str(i)]) for i in range(len(self.plain_variables))])
             return
         super().load_own_variables(of_this_version(store, self.variables))

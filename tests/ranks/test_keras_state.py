@@ -7,6 +7,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import contextlib
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -298,6 +299,50 @@ def test_a_loss_scale_optimizer_skips_alike_on_all_workers(how, tmp_path):
         again = keras.models.load_model(tmp_path / "model.keras")
         assert again.optimizer.phase is Phase.COMPRESSED
         assert float(again.optimizer.dynamic_scale) == 64.0
+
+
+def of_one_layer(optimizer, built=True):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(10)])
+    model.compile(optimizer=optimizer, loss=LOSS)
+    if built:
+        optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_file_of_a_plain_optimizer(scaled, tmp_path):
+    """It goes on with its loss scale; what is not built takes nothing, and says so."""
+
+    def made():
+        found = keras.optimizers.Adam(1e-3)
+        return keras.optimizers.LossScaleOptimizer(found, initial_scale=64.0) if scaled else found
+
+    model = of_one_layer(made())
+    for step in range(5):
+        x, y = batch(step, rank=0)
+        if scaled and step == 2:
+            x[0, 0] = np.inf
+        model.train_on_batch(x, y)
+    path = str(tmp_path / "plain.weights.h5")
+    model.save_weights(path)
+
+    again = of_one_layer(wrap(made(), warmup_steps=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_weights(path)
+    assert int(again.optimizer.iterations) == int(model.optimizer.iterations) == (4 if scaled else 5)
+    if scaled:
+        assert (float(again.optimizer.dynamic_scale), int(again.optimizer.step_counter)) == (32.0, 2)
+    assert again.optimizer.phase is Phase.WARMUP
+    again.train_on_batch(*batch(5))
+    assert_replicas_equal(again)
+
+    unbuilt = of_one_layer(wrap(made(), warmup_steps=3), built=False)
+    with pytest.warns(UserWarning, match=r"it is not built: call optimizer\.build\(model\.trainable_variables\)"):
+        unbuilt.load_weights(path)
+    np.testing.assert_array_equal(weights(unbuilt), weights(model))
+    assert int(unbuilt.optimizer.iterations) == 0
 
 
 def sum_of(weight, optimizer):
