@@ -15,10 +15,10 @@ import tensorflow as tf
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
-from horovod_onebit.tf.graph import cond, keras_callers
+from horovod_onebit.tf.graph import MULTI, cond, keras_callers
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import MULTI, STOPPED, check_ours, flush_all
+from horovod_onebit.tf.optimizer import STOPPED, check_ours, flush_all
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")

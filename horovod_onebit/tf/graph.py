@@ -21,6 +21,8 @@ from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, Round, view
 from horovod_onebit.tf.place import Place
 
+MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
+
 
 def flat_view(variable: Any) -> np.ndarray:
     """The values of ``variable``, flat, in its own memory if they are float32 there; not to be written to."""
@@ -253,8 +255,14 @@ def check_callers() -> None:
             )
         scaling = isinstance(caller, keras.optimizers.LossScaleOptimizer)
         if scaling and not getattr(caller, "distributed", False):
+            instead = "wrap it, onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
+            if isinstance(caller.inner_optimizer, MULTI):
+                instead = (
+                    "around a MultiOptimizer it cannot be wrapped. Multiply the loss by a constant instead: "
+                    "keras.optimizers.MultiOptimizer(..., loss_scale_factor=1024.0) and "
+                    "model.compile(..., auto_scale_loss=False)"
+                )
             raise UnsupportedError(
                 "Keras's LossScaleOptimizer (which compile() adds under the mixed_float16 policy) lets each worker "
-                "decide alone whether it takes a step, and the others would wait for ever: wrap it, "
-                "onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
+                f"decide alone whether it takes a step, and the others would wait for ever: {instead}"
             )

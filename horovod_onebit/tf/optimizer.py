@@ -23,6 +23,7 @@ from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import (
+    MULTI,
     check_callers,
     cond,
     either,
@@ -51,7 +52,6 @@ STOPPED = (
     ", after a callback has stopped training (what decides by metrics, such as EarlyStopping, must come after "
     "MetricAverageCallback, and all workers must stop together)"
 )
-MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
 

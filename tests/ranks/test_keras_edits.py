@@ -706,11 +706,12 @@ def test_variables_of_every_dtype(kind, dtype):
     assert (rows == rows[0]).all()
 
 
-def several(**arguments):
+def several(scale=None, compile_with=None, **arguments):
     adam, sgd = (onebit.DistributedOptimizer(OPTIMIZERS[name](), **arguments) for name in ("adam", "sgd"))
     model = build()
     chosen = keras.optimizers.OptimizerMap(default_optimizer=adam, optimizer_map={".*bias": sgd})
-    model.compile(optimizer=keras.optimizers.MultiOptimizer(chosen), loss=LOSS, jit_compile=False)
+    optimizer = keras.optimizers.MultiOptimizer(chosen, loss_scale_factor=scale)
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False, **(compile_with or {}))
     return model
 
 
@@ -736,6 +737,22 @@ def test_a_multi_optimizer_is_refused_by_name(tmp_path):
         onebit.check_replicas(model.optimizer)
     with pytest.raises(Exception, match=r"each of model\.optimizer\.optimizers"):
         onebit.save_checkpoint(tmp_path, model)
+
+
+def test_a_multi_optimizer_with_mixed_precision():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(
+            UnsupportedError, match=r"loss_scale_factor=.* model\.compile\(\.\.\., auto_scale_loss=False"
+        ):
+            several(warmup_steps=3).fit(*batch(0), verbose=0)
+        model = several(warmup_steps=3, scale=1024.0, compile_with={"auto_scale_loss": False})
+        model.fit(*batch(0), epochs=8, verbose=0)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert [optimizer.phase for optimizer in model.optimizer.optimizers] == 2 * [Phase.COMPRESSED]
+    assert_replicas_equal(model)
 
 
 # -- anything, in any order --------------------------------------------------------------------------------------------
