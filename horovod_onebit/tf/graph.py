@@ -236,13 +236,21 @@ def in_order() -> Iterator[None]:
 
 
 def keras_callers() -> Iterator[tuple[str, Any]]:
-    """The names of Keras's functions on the stack, the innermost first, and their ``self``."""
+    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
+    there, as in ``fit``."""
     frame = sys._getframe(1)
     while frame is not None:
         # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
         if frame.f_globals.get("__name__", "").startswith("keras."):
-            yield frame.f_code.co_name, frame.f_locals.get("self")
+            variables = frame.f_locals
+            yield frame.f_code.co_name, variables.get("self")
+            yield frame.f_code.co_name, variables.get("callbacks")
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def callback_lists() -> Iterator[Sequence[Any]]:
+    """The callbacks of each ``fit`` and the like that runs now, in their order; those of the innermost first."""
+    return (caller.callbacks for _, caller in keras_callers() if isinstance(caller, keras.callbacks.CallbackList))
 
 
 def check_callers() -> None:

@@ -24,6 +24,7 @@ from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import (
     MULTI,
+    callback_lists,
     check_callers,
     cond,
     either,
@@ -51,6 +52,10 @@ EXACT = "exact_variables"
 STOPPED = (
     ", after a callback has stopped training (what decides by metrics, such as EarlyStopping, must come after "
     "MetricAverageCallback, and all workers must stop together)"
+)
+SWAPPED = (
+    "SwapEMAWeights puts moving averages into the model after local steps that were not exchanged yet, and they would "
+    "be exchanged in place of the weights: put FlushCallback before SwapEMAWeights in the callbacks of fit"
 )
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
@@ -484,9 +489,13 @@ class _DistributedOptimizer(_Wrapped):
     def flush(self) -> None:
         """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise. Raises
+        ``ConfigurationError`` then if ``SwapEMAWeights`` has put moving averages in place of the weights.
         """
         if self._wrapping.process_set.included():
+            if self.use_ema and not self._compressor.together:
+                with told(self._wrapping.process_set):
+                    _check_swapped()
             self._compressor.flush()
 
     def stats(self, *, norms: bool = True) -> Stats:
@@ -762,6 +771,13 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     if isinstance(schedule, Local):
         return LocalAdapter(schedule, optimizer)
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
+
+
+def _check_swapped() -> None:
+    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` has put moving averages into the model."""
+    running = (one for callbacks in callback_lists() for one in callbacks)
+    if any(isinstance(one, keras.callbacks.SwapEMAWeights) and one._ema_weights_in_model for one in running):
+        raise ConfigurationError(SWAPPED)
 
 
 def _refuse_float8(variables: Iterable[Any]) -> None:

@@ -514,6 +514,32 @@ def test_a_fit_that_ends_within_a_round_leaves_the_average_of_what_all_have(sche
     assert_replicas_equal(model)
 
 
+@pytest.mark.parametrize("swaps", [True, False], ids=["at the end of epochs", "to evaluate"])
+def test_averages_are_not_exchanged_in_place_of_the_weights(swaps):
+    """``FlushCallback`` comes before ``SwapEMAWeights``, or an error says so: in the beginning if it is known then."""
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    begin, flush = onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()
+    text, model = "put FlushCallback before SwapEMAWeights in the callbacks of fit", build()
+    start = model.get_weights()
+
+    def fit(*callbacks, every=8):
+        model.set_weights(start)
+        schedule = onebit.Local(every=every, doubling=0) if every else ZERO_ONE
+        model.compile(local(keras.optimizers.Adam(3e-3, use_ema=True), schedule), loss=LOSS, run_eagerly=True)
+        model.optimizer.build(model.trainable_variables)
+        listed = [keras.callbacks.SwapEMAWeights(swap_on_epoch=swaps) if one is None else one for one in callbacks]
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=listed, validation_data=batch(0))
+        assert_replicas_equal(model)
+
+    fit(flush, None)
+    wrong = [((None, flush), 8, 5), ((begin, None, flush), 8, 0), ((begin, None), 0, 0)]
+    for callbacks, every, steps in [*wrong, ((None,), 8, 10)] if swaps else wrong:
+        with pytest.raises(ConfigurationError, match=text):
+            fit(*callbacks, every=every)
+        assert int(model.optimizer.iterations) == steps
+    fit(begin, flush, None)
+
+
 @pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])
 def test_an_average_of_weights_follows_steps_that_were_set_back(schedule):
     model = build()
