@@ -88,7 +88,7 @@ class Finite(IntEnum):
 
 FIELDS: Mapping[str, str | int] = {
     "call": "step", "setup": "", "options": "", "step": 0, "gradients": "", "replicas": 0, "finite": Finite.UNKNOWN,
-    "early": False, "edited": False, "fresh": False,
+    "early": False, "edited": False, "fresh": False, "loaded": False,
 }  # fmt: skip
 """What a worker says before a call, in the order in which it is sent, and what it says if nothing else is given.
 ``replicas`` is the text of the checksums of weights and state, or 0 where these are not compared."""
@@ -104,6 +104,7 @@ class Verdict:
         early: some worker has sent messages before its step began.
         edited: the workers on which something has changed that was sent already.
         fresh: some worker knows nothing of what gradients of the warm-up are in units of (``rules.gradient``).
+        loaded: some worker has loaded a state since the last step, and no residuals with it.
     """
 
     finite: bool = True
@@ -111,6 +112,7 @@ class Verdict:
     early: bool = False
     edited: tuple[int, ...] = ()
     fresh: bool = False
+    loaded: bool = False
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,7 @@ def read_agreement(total: NDArray, workers: int) -> Verdict:
         found.any("early"),
         tuple(found.where("edited")),
         found.any("fresh"),
+        found.any("loaded"),
     )
 
 

@@ -173,7 +173,8 @@ class Agreement:
         setup = f"{counts} {self._wrapping} {self._variables(now.trained)}"
         options, sums = f"{rule} {list(self._options().values())}", list(now.checksums.values())
         fresh = compressor.coded is not None and compressor.coded.fresh
-        return compressor.engine.record(setup=setup, options=options, replicas=str(sums) if sums else 0, fresh=fresh)
+        said: dict[str, Any] = {"replicas": str(sums) if sums else 0, "fresh": fresh, "loaded": compressor.loaded}
+        return compressor.engine.record(setup=setup, options=options, **said)
 
     def _options(self) -> dict[str, object]:
         """The wrapped optimizer's options in this step."""

@@ -14,11 +14,12 @@ import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.schedule import Local, ZeroOne
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
-from horovod_onebit.tf.graph import cond, keras_callers
+from horovod_onebit.tf.graph import MULTI, callback_lists, cond
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import MULTI, STOPPED, check_ours
+from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -77,8 +78,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         cond(tf.convert_to_tensor(self._pending), work)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if not self.done:  # BackupAndRestore of one worker alone changes its first epoch
-            announce(f"fit from epoch {epoch + 1}", remark=FIRST_EPOCH if epoch else "")
+        if not self.done:
+            with told(hvd.global_process_set):
+                _check_swaps(self.model)
+            remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
+            announce(f"fit from epoch {epoch + 1}", remark=remark)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
@@ -147,8 +151,8 @@ class MetricAverageCallback(keras.callbacks.Callback):
 
 def _check_order() -> None:
     """Raise ``ConfigurationError`` if callbacks of this ``fit`` come before those that average what they read."""
-    lists = (caller.callbacks for _, caller in keras_callers() if isinstance(caller, keras.callbacks.CallbackList))
-    before = itertools.takewhile(lambda one: not isinstance(one, MetricAverageCallback), next(lists, ()))
+    callbacks = next(callback_lists(), ())
+    before = itertools.takewhile(lambda one: not isinstance(one, MetricAverageCallback), callbacks)
     for one in before:
         name = type(one).__name__
         if isinstance(one, DECIDE):
@@ -162,6 +166,17 @@ def _check_order() -> None:
                 "MetricAverageCallback before it",
                 name,
             )
+
+
+def _check_swaps(model: Any) -> None:
+    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` would put averages into ``model`` while local steps of its
+    optimizer are not exchanged; it swaps by additions, whose rounding would make the averages differ, too."""
+    wrapping = getattr(model.optimizer, "_wrapping", None)
+    if wrapping is None or not isinstance(wrapping.schedule, (Local, ZeroOne)):
+        return
+    before = itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ()))
+    if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in before):
+        raise ConfigurationError(SWAPPED)
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):
@@ -381,7 +396,8 @@ class FlushCallback(keras.callbacks.Callback):
     other callbacks save them. Put it before those; on all workers."""
 
     def _flush(self) -> None:
-        check_ours(self.model.optimizer).flush()
+        check_ours(self.model.optimizer)
+        flush_all(self.model)
 
     def on_test_begin(self, logs: Any = None) -> None:
         self._flush()

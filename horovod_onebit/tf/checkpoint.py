@@ -24,7 +24,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables, replicated
 from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.meeting import announce
-from horovod_onebit.tf.optimizer import check_ours
+from horovod_onebit.tf.optimizer import check_one, check_ours, optimizers_of
 from horovod_onebit.world import Residuals
 
 CALL = "a checkpoint, saved or loaded"
@@ -129,6 +129,7 @@ class _Keras(checkpoints.Face):
 
     def check_arguments(self) -> None:
         check_ours(self.optimizer)
+        check_one(optimizers_of(self.model))
         self.kind = self._compressor.kind
         if not self.model.built:
             raise ConfigurationError(NOT_BUILT)
@@ -152,7 +153,8 @@ class _Keras(checkpoints.Face):
 
     def shared(self) -> dict[str, Any]:
         named, count = list(self._named().items()), len(self.model.variables)
-        return {"model": dict(named[:count]), "optimizer": dict(named[count:]), "counts": self._compressor.counts()}
+        model, optimizer = dict(named[:count]), dict(named[count:])
+        return {"model": model, "optimizer": optimizer, "counts": self._compressor.counts(), "trained": self._trained()}
 
     def merge(self, everybody: Iterable[Residuals]) -> Residuals:
         # Of gradients that wait, the mean over the workers counts; random generators are left as they are.
@@ -181,13 +183,27 @@ class _Keras(checkpoints.Face):
         mine |= {id(v) for v in self.model.variables} - {id(v) for v in replicated(self.model.variables)}
         return {name: v for name, v in self._named().items() if id(v) in mine}
 
+    def _trained(self) -> list[str]:
+        """The names of the variables that the optimizer trains, in its order, by which it keeps its state."""
+        names = {id(variable): name for name, variable in _named(self.model).items()}
+        return [names.get(id(v), v.name) for v in check_ours(self.optimizer)._trainable_variables]
+
     # -- loading --------------------------------------------------------------------------------------------------
 
     def about(self, shared: Mapping[str, Any]) -> Any:
-        return {"variables": checkpoints.described(shared["model"] | shared["optimizer"]), "counts": shared["counts"]}
+        variables = checkpoints.described(shared["model"] | shared["optimizer"])
+        return {"variables": variables, "counts": shared["counts"], "trained": shared.get("trained")}
 
     def check(self, about: Any, own: Residuals) -> None:
         checkpoints.check_same(SAME, about["variables"], checkpoints.described(self._named()))
+        own_names = self._trained()
+        both = zip(about["trained"] or own_names, own_names, strict=True)  # an earlier version stored none
+        for number, (there, here) in enumerate(both, 1):
+            if there != here:
+                raise ConfigurationError(
+                    f"it is of another {SAME}: variable {number} of those that the optimizer trains is {there} there, "
+                    f"expected {here}. Make the layers in the order of the run that was saved"
+                )
         self._compressor.check_residuals(own)
 
     def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:

@@ -149,12 +149,14 @@ class Compressor(RunState):
         place: where the last step was taken, if that is not the host's memory.
         apart: steps since the workers last had the same weights.
         late: the numbers of variables whose first gradient has come after compression started.
+        loaded: whether this worker has loaded a state since the last step, and no residuals with it.
     """
 
     in_one_piece = False
     in_host_memory = False
     takes_frozen = False
     apart = 0
+    loaded = False
     place: Place | None = None
     what = "variables"
 
@@ -372,6 +374,7 @@ class Compressor(RunState):
         self._follow_recipe()
 
     def _forget_residuals(self) -> None:
+        self.loaded = True
         self.settle()
         with self.here():
             self.engine.feedback.reset()
@@ -384,9 +387,13 @@ class Compressor(RunState):
 
     def heard(self, verdict: Verdict) -> None:
         """The workers have agreed about the next step. If one has learned nothing yet, all begin anew: it may have
-        loaded a state, and have sent it to the others."""
+        loaded a state, and have sent it to the others, whose residuals are then of a run that was left."""
         if verdict.fresh:
             self.unlearn()
+        if verdict.loaded:
+            with self.collectives.lock:
+                self._forget_residuals()
+        self.loaded = False
 
     def check_recipe(self, exact: int, wanted: int) -> None:
         """Raise ``ConfigurationError`` where ``_follow_recipe`` was passed over: TensorFlow has assigned the variables.
@@ -786,6 +793,7 @@ class Compressor(RunState):
     def load_feedback(self, feedback: Mapping[str, Array]) -> None:
         self.settle()  # or a step that was interrupted would be taken back later, into what is loaded now
         self.check_built()
+        self.loaded = False
         with self.here():
             super().load_feedback(feedback if self.optimizer._wrapping.compresses else {})  # none is used
 

@@ -38,7 +38,7 @@ from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
-from horovod_onebit.tf.optimizer import check_ours
+from horovod_onebit.tf.optimizer import check_one, check_ours, optimizers_of
 
 __all__ = ["KerasState", "run"]
 
@@ -60,7 +60,11 @@ class KerasState(ObjectState):
         self.optimizer: Any = optimizer
         if optimizer is None:
             self.optimizer = getattr(model, "optimizer", None)
-        check_ours(self.optimizer)
+        given = {"optimizer": check_ours(self.optimizer)}
+        found = {
+            f"{one.name}.{name}": its for one in model._flatten_layers() for name, its in optimizers_of(one).items()
+        }
+        check_one(given | {where: its for where, its in found.items() if its is not given["optimizer"]})
         if not model.built or not self.optimizer.built:
             raise ConfigurationError(
                 "build the model and the optimizer first: model.build(shape), "

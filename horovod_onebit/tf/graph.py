@@ -24,6 +24,8 @@ from horovod_onebit.tf.place import Place
 
 at_least("keras", keras.__version__, "3.12")  # LossScaleOptimizer knows which variables are trained
 
+MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
+
 
 def flat_view(variable: Any) -> np.ndarray:
     """The values of ``variable``, flat, in its own memory if they are float32 there; not to be written to."""
@@ -237,13 +239,21 @@ def in_order() -> Iterator[None]:
 
 
 def keras_callers() -> Iterator[tuple[str, Any]]:
-    """The names of Keras's functions on the stack, the innermost first, and their ``self``."""
+    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
+    there, as in ``fit``."""
     frame = sys._getframe(1)
     while frame is not None:
         # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
         if frame.f_globals.get("__name__", "").startswith("keras."):
-            yield frame.f_code.co_name, frame.f_locals.get("self")
+            variables = frame.f_locals
+            yield frame.f_code.co_name, variables.get("self")
+            yield frame.f_code.co_name, variables.get("callbacks")
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def callback_lists() -> Iterator[Sequence[Any]]:
+    """The callbacks of each ``fit`` and the like that runs now, in their order; those of the innermost first."""
+    return (caller.callbacks for _, caller in keras_callers() if isinstance(caller, keras.callbacks.CallbackList))
 
 
 def check_callers() -> None:
@@ -256,8 +266,14 @@ def check_callers() -> None:
             )
         scaling = isinstance(caller, keras.optimizers.LossScaleOptimizer)
         if scaling and not getattr(caller, "distributed", False):
+            instead = "wrap it, onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
+            if isinstance(caller.inner_optimizer, MULTI):
+                instead = (
+                    "around a MultiOptimizer it cannot be wrapped. Multiply the loss by a constant instead: "
+                    "keras.optimizers.MultiOptimizer(..., loss_scale_factor=1024.0) and "
+                    "model.compile(..., auto_scale_loss=False)"
+                )
             raise UnsupportedError(
                 "Keras's LossScaleOptimizer (which compile() adds under the mixed_float16 policy) lets each worker "
-                "decide alone whether it takes a step, and the others would wait for ever: wrap it, "
-                "onebit.DistributedOptimizer(keras.optimizers.LossScaleOptimizer(optimizer), ...)"
+                f"decide alone whether it takes a step, and the others would wait for ever: {instead}"
             )

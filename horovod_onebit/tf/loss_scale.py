@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Sequence
 from operator import attrgetter
 from typing import Any
@@ -12,7 +13,7 @@ import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.graph import host_call, in_order, outside
-from horovod_onebit.tf.lineage import give
+from horovod_onebit.tf.lineage import give, lineage_of
 from horovod_onebit.tf.meeting import all_finite
 
 
@@ -25,6 +26,17 @@ def of_this_version(store: Any, variables: Sequence[Any]) -> Any:
     if (last.shape, str(last.dtype)) != (tuple(variables[-2].shape), variables[-2].dtype):
         return store  # of another kind of run, which Keras says
     return {str(i): store[str(i)] for i in range(count)} | {str(count): np.zeros(())}
+
+
+def is_unbuilt(optimizer: Any) -> bool:
+    """Whether ``optimizer`` is not built, so that nothing can be loaded into it: a warning says so, as Keras's does."""
+    if not optimizer.built:
+        warnings.warn(
+            f"Skipping variable loading for optimizer {optimizer.name!r}, because it is not built: call "
+            "optimizer.build(model.trainable_variables) before its state is loaded",
+            stacklevel=3,
+        )
+    return not optimizer.built
 
 
 @keras.saving.register_keras_serializable("horovod_onebit")
@@ -60,6 +72,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         return early.pop(options["name"]) if options.get("name") in early else super().add_variable(*args, **options)
 
     def load_own_variables(self, store: Any) -> None:
+        if is_unbuilt(self):
+            return
+        if len(store.keys()) == len(self._variables) + len(self.inner_optimizer.plain_variables):
+            for i, variable in enumerate(self._variables):  # of a plain one; Keras loads the inner one's by itself, too
+                variable.assign(store[str(i)])
+            return
         super().load_own_variables(of_this_version(store, self.variables))
 
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
@@ -130,8 +148,16 @@ def refuse_copy(optimizer: Any) -> None:
 
 
 def around(optimizer: Any, inner: Any) -> LossScaleOptimizer:
-    """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; its scale is kept."""
+    """``optimizer``, a Keras ``LossScaleOptimizer``, around the distributed ``inner``; with its scale, or that of what
+    it was wrapped as before."""
     wrapped: Any = object.__new__(LossScaleOptimizer)
-    give(wrapped, dict(optimizer.__dict__), list(optimizer._variables), optimizer)
+    lineage, options = lineage_of(optimizer), {"initial_scale", "dynamic_growth_steps"}
+    last, source, attributes = lineage.last, optimizer, {name: optimizer.__dict__[name] for name in options}
+    if last is not None:
+        attributes |= lineage.kept(optimizer, options)
+        source = last if last.built and inner.built else optimizer
+    lineage.given = dict(optimizer.__dict__)
+    give(wrapped, source.__dict__ | attributes, list(source._variables), source)
     wrapped.inner_optimizer = inner
+    lineage.last = wrapped
     return wrapped

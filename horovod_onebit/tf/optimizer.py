@@ -23,6 +23,8 @@ from horovod_onebit.stats import Stats
 from horovod_onebit.tf.agreement import ACCUMULATED, Agreement
 from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.graph import (
+    MULTI,
+    callback_lists,
     check_callers,
     cond,
     either,
@@ -36,7 +38,7 @@ from horovod_onebit.tf.graph import (
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, of_this_version, refuse_copy
+from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, is_unbuilt, of_this_version, refuse_copy
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -51,7 +53,10 @@ STOPPED = (
     ", after a callback has stopped training (what decides by metrics, such as EarlyStopping, must come after "
     "MetricAverageCallback, and all workers must stop together)"
 )
-MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
+SWAPPED = (
+    "SwapEMAWeights puts moving averages into the model after local steps that were not exchanged yet, and they would "
+    "be exchanged in place of the weights: put FlushCallback before SwapEMAWeights in the callbacks of fit"
+)
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
 
@@ -412,6 +417,8 @@ class _DistributedOptimizer(_Wrapped):
             self._agreement.fit_ended = True
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
+        if model is not None:
+            flush_all(model)
         if self._averages_itself and process_set.included():
             self._average_weights()
         super().finalize_variable_values(var_list)
@@ -451,7 +458,9 @@ class _DistributedOptimizer(_Wrapped):
 
     def load_own_variables(self, store: Any) -> None:
         """For Keras's files: those of such an optimizer, or of a plain one; then the warm-up begins again. Local."""
-        if self.built and len(store.keys()) == len(self.plain_variables):
+        if is_unbuilt(self):
+            return
+        if len(store.keys()) == len(self.plain_variables):
             self._take_plain([np.asarray(store[str(i)]) for i in range(len(self.plain_variables))])
             return
         super().load_own_variables(of_this_version(store, self.variables))
@@ -480,9 +489,13 @@ class _DistributedOptimizer(_Wrapped):
     def flush(self) -> None:
         """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise. Raises
+        ``ConfigurationError`` then if ``SwapEMAWeights`` has put moving averages in place of the weights.
         """
         if self._wrapping.process_set.included():
+            if self.use_ema and not self._compressor.together:
+                with told(self._wrapping.process_set):
+                    _check_swapped()
             self._compressor.flush()
 
     def stats(self, *, norms: bool = True) -> Stats:
@@ -560,6 +573,44 @@ def check_ours(optimizer: Any) -> Any:
             "horovod_onebit.tf.DistributedOptimizer returned: model.compile(optimizer=...)"
         )
     return inner
+
+
+def optimizers_of(layer: Any) -> dict[str, Any]:
+    """The optimizers that ``DistributedOptimizer`` returned and that ``layer`` holds in attributes, or in lists, tuples
+    and dicts that are attributes, by where they are; without their loss scaling, each one once. The first is the one
+    that a model was compiled with."""
+    found: dict[str, Any] = {}
+    attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
+    for name, value in ({"optimizer": getattr(layer, "optimizer", None)} | attributes).items():
+        held = {name: value}
+        if isinstance(value, Mapping):
+            held = {f"{name}[{key!r}]": one for key, one in value.items()}
+        elif isinstance(value, (list, tuple)):
+            held = {f"{name}[{i}]": one for i, one in enumerate(value)}
+        for where, one in held.items():
+            inner = one.inner_optimizer if getattr(one, "distributed", False) else one
+            if isinstance(inner, _DistributedOptimizer) and all(inner is not known for known in found.values()):
+                found[where] = inner
+    return found
+
+
+def check_one(found: Mapping[str, Any]) -> None:
+    """Raise ``ConfigurationError`` if the optimizers that were ``found``, by where, are more than one."""
+    if len(found) > 1:
+        raise ConfigurationError(
+            f"the model has {len(found)} of DistributedOptimizer's optimizers, {', '.join(found)}; expected one, since "
+            "the state of the others would be lost. For save_checkpoint and load_checkpoint give each a model of its "
+            "own (generator.compile(optimizer=g_opt)), keep it in no attribute of this one, and save each model in a "
+            "folder of its own; elastic's KerasState takes one optimizer alone"
+        )
+
+
+def flush_all(model: Any) -> None:
+    """``flush`` of each optimizer that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds.
+    Collective."""
+    for layer in model._flatten_layers():
+        for optimizer in optimizers_of(layer).values():
+            optimizer.flush()
 
 
 def DistributedOptimizer(
@@ -720,6 +771,13 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     if isinstance(schedule, Local):
         return LocalAdapter(schedule, optimizer)
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
+
+
+def _check_swapped() -> None:
+    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` has put moving averages into the model."""
+    running = (one for callbacks in callback_lists() for one in callbacks)
+    if any(isinstance(one, keras.callbacks.SwapEMAWeights) and one._ema_weights_in_model for one in running):
+        raise ConfigurationError(SWAPPED)
 
 
 def _refuse_float8(variables: Iterable[Any]) -> None:

@@ -16,6 +16,7 @@ import horovod_onebit.tf as onebit
 from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, DesyncError, Recipe
 from horovod_onebit.checkpoints import files
 from horovod_onebit.tasks import run
+from horovod_onebit.tf.checkpoint import _Keras
 from horovod_onebit.world import total_residuals
 from tests.ranks.disks import OF_NUMPY, another_job, checkpoint_of_numpy, fill, no_space, small_disk
 from tests.ranks.keras_common import LOSS, OPTIMIZERS, RANK, SIZE, assert_replicas_equal, batch, build, weights, wrap
@@ -79,6 +80,43 @@ def test_a_run_whose_second_moments_are_frozen_keeps_its_beta_2(folder):
             if len(v.shape) == 2:  # biases take Keras's own steps
                 np.testing.assert_array_equal(v, w)
     assert_replicas_equal(again)
+
+
+class Towers(keras.Model):
+    """Two equal layers, which are made in the order of their ``names``."""
+
+    def __init__(self, *names):
+        super().__init__()
+        for name in names:
+            setattr(self, name, keras.layers.Dense(32, name=name))
+        self.top = keras.layers.Dense(10, name="top")
+
+    def call(self, x):
+        return self.top(self.user(x) + 2 * self.item(x))
+
+
+def towers(*names):
+    keras.utils.set_random_seed(0)
+    model = Towers(*names)
+    model(batch(0)[0])
+    model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3), warmup_steps=4), loss=LOSS)
+    return model
+
+
+@pytest.mark.parametrize("stored", [True, False], ids=["now", "before"])
+def test_moments_are_of_the_layers_that_they_were_of(folder, stored, monkeypatch):
+    """Equal layers that are made in another order, which is that of the moments; versions before stored no names."""
+    model, swapped = towers("user", "item"), towers("item", "user")
+    fit(model, 6)
+    if not stored:
+        shared = _Keras.shared
+        monkeypatch.setattr(_Keras, "shared", lambda face: {k: v for k, v in shared(face).items() if k != "trained"})
+    onebit.save_checkpoint(folder, model)
+    onebit.load_checkpoint(folder, towers("user", "item"))
+    if stored:
+        text = "variable 1 of those that the optimizer trains is user/kernel there, expected item/kernel"
+        with pytest.raises(CheckpointError, match=text):
+            onebit.load_checkpoint(folder, swapped)
 
 
 @pytest.mark.parametrize("how", ["checkpoint", "weights"])

@@ -137,6 +137,42 @@ def test_a_plain_optimizer_that_is_wrapped_again_goes_on(kind, name):
     assert counts.pop()[1] == len(OPTIMIZERS[name]().variables)
 
 
+@pytest.mark.parametrize("built", [False, True])
+def test_options_that_were_set_since_an_optimizer_was_wrapped_are_kept(built):
+    model, plain = build(), OPTIMIZERS["adamw"]()
+    first = onebit.DistributedOptimizer(plain, warmup_steps=3)
+    first.exclude_from_weight_decay(var_names=["bias"])
+    if built:
+        train(model, first, 4)
+    first.learning_rate = keras.optimizers.schedules.CosineDecay(1e-3, 20)
+    first.weight_decay, first.beta_1, first.clipnorm, plain.clipnorm = 0.1, 0.8, 2.0, 3.0
+    again = onebit.DistributedOptimizer(plain, warmup_steps=3)
+    assert (again.weight_decay, again.beta_1, again.clipnorm, again.beta_2) == (0.1, 0.8, 3.0, plain.beta_2)
+    assert [again._use_weight_decay(v) for v in model.trainable_variables] == 2 * [True, False]
+    train(model, again, 6, start=4)
+    assert float(again.learning_rate) < 1e-3
+    assert len(again.variables) == len(onebit.DistributedOptimizer(plain, warmup_steps=3).variables)
+    assert all(v.name != "learning_rate" for v in again.variables)
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=4)])
+def test_the_scale_of_a_loss_goes_on_when_its_optimizer_is_wrapped_again(schedule):
+    model = build()
+    plain = keras.optimizers.LossScaleOptimizer(OPTIMIZERS["adam"](), initial_scale=8.0, dynamic_growth_steps=3)
+    first = onebit.DistributedOptimizer(plain, schedule=schedule)
+    for step in range(4):
+        scaled_step(model, first, *batch(step))
+    first.dynamic_growth_steps = 5
+    again = onebit.DistributedOptimizer(plain, schedule=schedule)
+    assert (float(again.dynamic_scale), int(again.step_counter), again.dynamic_growth_steps) == (16.0, 1, 5)
+    for step in range(4, 8):
+        scaled_step(model, again, *batch(step))
+    assert (float(again.dynamic_scale), int(again.step_counter), int(again.iterations)) == (32.0, 0, 8)
+    again.inner_optimizer.flush()
+    assert_replicas_equal(model)
+
+
 def test_what_was_wrapped_before_is_not_used_any_more():
     model, plain = build(), OPTIMIZERS["adam"]()
     first = onebit.DistributedOptimizer(plain, warmup_steps=3)
@@ -670,11 +706,12 @@ def test_variables_of_every_dtype(kind, dtype):
     assert (rows == rows[0]).all()
 
 
-def several(**arguments):
+def several(scale=None, compile_with=None, **arguments):
     adam, sgd = (onebit.DistributedOptimizer(OPTIMIZERS[name](), **arguments) for name in ("adam", "sgd"))
     model = build()
     chosen = keras.optimizers.OptimizerMap(default_optimizer=adam, optimizer_map={".*bias": sgd})
-    model.compile(optimizer=keras.optimizers.MultiOptimizer(chosen), loss=LOSS, jit_compile=False)
+    optimizer = keras.optimizers.MultiOptimizer(chosen, loss_scale_factor=scale)
+    model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False, **(compile_with or {}))
     return model
 
 
@@ -700,6 +737,22 @@ def test_a_multi_optimizer_is_refused_by_name(tmp_path):
         onebit.check_replicas(model.optimizer)
     with pytest.raises(Exception, match=r"each of model\.optimizer\.optimizers"):
         onebit.save_checkpoint(tmp_path, model)
+
+
+def test_a_multi_optimizer_with_mixed_precision():
+    policy = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        with pytest.raises(
+            UnsupportedError, match=r"loss_scale_factor=.* model\.compile\(\.\.\., auto_scale_loss=False"
+        ):
+            several(warmup_steps=3).fit(*batch(0), verbose=0)
+        model = several(warmup_steps=3, scale=1024.0, compile_with={"auto_scale_loss": False})
+        model.fit(*batch(0), epochs=8, verbose=0)
+    finally:
+        keras.config.set_dtype_policy(policy)
+    assert [optimizer.phase for optimizer in model.optimizer.optimizers] == 2 * [Phase.COMPRESSED]
+    assert_replicas_equal(model)
 
 
 # -- anything, in any order --------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Reci
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.sgd import SGD
+from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import HorovodCollectives
 from tests.ranks import keras_common
 from tests.ranks.keras_common import LOSS, RANK, SIZE, assert_replicas_equal, batch, build, gradients, scaled_step
@@ -92,6 +93,65 @@ def test_eager_steps_and_flush():
     sent = optimizer.stats(norms=False).bytes_sent
     optimizer.flush()
     assert optimizer.stats(norms=False).bytes_sent == sent > 0
+
+
+class Adversaries(keras.Model):
+    """A discriminator with the optimizer that this is compiled with, and a generator with one of its own."""
+
+    def __init__(self, g_opt, how):
+        super().__init__()
+        self.discriminator, self.generator = build(seed=1), build(seed=2)
+        if how == "compiled":
+            self.generator.compile(optimizer=g_opt)
+        else:
+            self.held = [g_opt] if how == "list" else g_opt
+        self.g_opt = lambda: g_opt  # where nobody looks for one
+
+    def call(self, x):
+        return self.discriminator(x)
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer in ((self.discriminator, self.optimizer), (self.generator, self.g_opt())):
+            grads, loss = gradients(part, x, y)
+            optimizer.apply(grads, part.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("how", ["list", "scaled", "compiled"])
+def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpoint(how, folder):
+    schedule = onebit.Local(every=8, doubling=0)
+    g_opt = keras.optimizers.SGD(0.1)
+    g_opt = local(keras.optimizers.LossScaleOptimizer(g_opt) if how == "scaled" else g_opt, schedule)
+    model = Adversaries(g_opt, how)
+    model.build((None, 32))
+    model.compile(optimizer=local(keras.optimizers.Adam(1e-3), schedule), run_eagerly=True)
+    found = []
+
+    def look(epoch, logs):
+        found.append(model.optimizer._compressor.together and g_opt._compressor.together)
+        assert_replicas_equal(model)
+
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    callbacks = [onebit.callbacks.FlushCallback(), keras.callbacks.LambdaCallback(on_epoch_end=look)]
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    model.fit(x, y, batch_size=16, epochs=1, shuffle=False, verbose=0)
+    assert_replicas_equal(model)
+    assert found == [True, True]
+
+    held = {"list": r"held\[0\]", "scaled": "held"}.get(how)
+    if held:
+        for call in (onebit.save_checkpoint, onebit.load_checkpoint):
+            with pytest.raises(ConfigurationError, match=f"optimizers, optimizer, {held}; expected one"):
+                call(folder, model)
+    else:
+        onebit.save_checkpoint(folder, model)
+        onebit.save_checkpoint(folder / "generator", model.generator)
+        onebit.load_checkpoint(folder / "generator", model.generator)
+    with pytest.raises(ConfigurationError, match="2 of DistributedOptimizer's optimizers, optimizer, "):
+        elastic.KerasState(model)
+    with pytest.raises(ConfigurationError, match="KerasState takes one optimizer alone"):
+        elastic.KerasState(model, g_opt)
 
 
 @pytest.mark.parametrize("recipe", [Recipe(exchange="two_stage", block_size=64), "paper"])
@@ -452,6 +512,32 @@ def test_a_fit_that_ends_within_a_round_leaves_the_average_of_what_all_have(sche
     for average, v in zip(optimizer._model_variables_moving_average, model.trainable_variables, strict=True):
         np.testing.assert_array_equal(average, v)
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("swaps", [True, False], ids=["at the end of epochs", "to evaluate"])
+def test_averages_are_not_exchanged_in_place_of_the_weights(swaps):
+    """``FlushCallback`` comes before ``SwapEMAWeights``, or an error says so: in the beginning if it is known then."""
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    begin, flush = onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()
+    text, model = "put FlushCallback before SwapEMAWeights in the callbacks of fit", build()
+    start = model.get_weights()
+
+    def fit(*callbacks, every=8):
+        model.set_weights(start)
+        schedule = onebit.Local(every=every, doubling=0) if every else ZERO_ONE
+        model.compile(local(keras.optimizers.Adam(3e-3, use_ema=True), schedule), loss=LOSS, run_eagerly=True)
+        model.optimizer.build(model.trainable_variables)
+        listed = [keras.callbacks.SwapEMAWeights(swap_on_epoch=swaps) if one is None else one for one in callbacks]
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=listed, validation_data=batch(0))
+        assert_replicas_equal(model)
+
+    fit(flush, None)
+    wrong = [((None, flush), 8, 5), ((begin, None, flush), 8, 0), ((begin, None), 0, 0)]
+    for callbacks, every, steps in [*wrong, ((None,), 8, 10)] if swaps else wrong:
+        with pytest.raises(ConfigurationError, match=text):
+            fit(*callbacks, every=every)
+        assert int(model.optimizer.iterations) == steps
+    fit(begin, flush, None)
 
 
 @pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])

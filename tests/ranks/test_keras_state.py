@@ -7,6 +7,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 import contextlib
 import subprocess
 import sys
+import warnings
 from functools import cache
 from pathlib import Path
 
@@ -120,6 +121,31 @@ def test_residuals_are_of_a_kind_of_run(since, to):
     with pytest.raises(ConfigurationError, match="these residuals were saved with"):
         optimizer.load_feedback_state_dict(residuals)
     assert_same(before, optimizer.feedback_state_dict())
+
+
+@pytest.mark.parametrize("given", [False, True], ids=["forgotten", "given"])
+@pytest.mark.parametrize("kind", ["update", "local"])
+def test_residuals_of_a_run_that_worker_0_has_left_are_forgotten(kind, given):
+    """Worker 0 loads a state, alone, and sends it to the others: as if all had loaded it."""
+    found = []
+    for loads in (RANK == 0, True):
+        model, optimizer = of_kind(kind)
+        train(model, optimizer, 8)
+        values = [np.array(v) for v in model.variables], [np.array(v) for v in optimizer.variables]
+        residuals = optimizer.feedback_state_dict()
+        train(model, optimizer, 8, start=8)
+        if loads:
+            model.set_weights(values[0])
+            optimizer.set_weights(values[1])
+        if given:
+            optimizer.load_feedback_state_dict(residuals)
+        onebit.broadcast_variables([*model.variables, *optimizer.variables])
+        train(model, optimizer, 4, start=8)
+        found.append(optimizer.feedback_state_dict() | {"weights": weights(model)})
+        assert any(value.any() for name, value in found[-1].items() if name != "weights")
+        train(model, optimizer, 4, start=12)
+        assert_replicas_equal(model)
+    assert_same(*found)
 
 
 def test_without_a_second_moment_residuals_are_of_one_kind():
@@ -273,6 +299,50 @@ def test_a_loss_scale_optimizer_skips_alike_on_all_workers(how, tmp_path):
         again = keras.models.load_model(tmp_path / "model.keras")
         assert again.optimizer.phase is Phase.COMPRESSED
         assert float(again.optimizer.dynamic_scale) == 64.0
+
+
+def of_one_layer(optimizer, built=True):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential([keras.layers.Input((32,)), keras.layers.Dense(10)])
+    model.compile(optimizer=optimizer, loss=LOSS)
+    if built:
+        optimizer.build(model.trainable_variables)
+    return model
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_the_file_of_a_plain_optimizer(scaled, tmp_path):
+    """It goes on with its loss scale; what is not built takes nothing, and says so."""
+
+    def made():
+        found = keras.optimizers.Adam(1e-3)
+        return keras.optimizers.LossScaleOptimizer(found, initial_scale=64.0) if scaled else found
+
+    model = of_one_layer(made())
+    for step in range(5):
+        x, y = batch(step, rank=0)
+        if scaled and step == 2:
+            x[0, 0] = np.inf
+        model.train_on_batch(x, y)
+    path = str(tmp_path / "plain.weights.h5")
+    model.save_weights(path)
+
+    again = of_one_layer(wrap(made(), warmup_steps=3))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        again.load_weights(path)
+    assert int(again.optimizer.iterations) == int(model.optimizer.iterations) == (4 if scaled else 5)
+    if scaled:
+        assert (float(again.optimizer.dynamic_scale), int(again.optimizer.step_counter)) == (32.0, 2)
+    assert again.optimizer.phase is Phase.WARMUP
+    again.train_on_batch(*batch(5))
+    assert_replicas_equal(again)
+
+    unbuilt = of_one_layer(wrap(made(), warmup_steps=3), built=False)
+    with pytest.warns(UserWarning, match=r"it is not built: call optimizer\.build\(model\.trainable_variables\)"):
+        unbuilt.load_weights(path)
+    np.testing.assert_array_equal(weights(unbuilt), weights(model))
+    assert int(unbuilt.optimizer.iterations) == 0
 
 
 def sum_of(weight, optimizer):

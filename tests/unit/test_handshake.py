@@ -55,7 +55,7 @@ def test_what_an_agreement_says():
     own = [{"finite": Finite(i), "edited": i == 1, "replicas": 0 if i else "x"} for i in range(3)]
     rows = [handshake.agreement(i, 3, setup="a", **said) for i, said in enumerate(own)]
     verdict = handshake.read_agreement(np.sum(rows, axis=0, dtype=np.int32), 3)
-    assert [verdict.finite, verdict.certain, verdict.early, verdict.fresh] == 4 * [False]
+    assert [verdict.finite, verdict.certain, verdict.early, verdict.fresh, verdict.loaded] == 5 * [False]
     assert verdict.edited == (1,)
 
 
