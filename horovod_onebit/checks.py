@@ -13,9 +13,13 @@ from typing import Any, get_args
 
 from horovod_onebit.errors import ConfigurationError
 
+LEAST = {"torch": "2.8", "keras": "3.12"}
+"""Versions of which Gloo's groups can be aborted, and AdamW is an Adam; LossScaleOptimizer knows what is trained."""
 
-def at_least(package: str, found: str, least: str) -> None:
-    """Raise ``ImportError`` unless ``found``, the version of ``package``, is ``least`` or later."""
+
+def check_version(package: str, found: str) -> None:
+    """Raise ``ImportError`` unless ``found``, the version of ``package``, is that of ``LEAST`` or later."""
+    least = LEAST[package]
     ours, theirs = ([int(number) for number in re.findall(r"\d+", text)[:2]] for text in (least, found))
     if theirs < ours:
         raise ImportError(

@@ -170,7 +170,9 @@ def _ended_by_signals() -> Iterator[None]:
         signal.signal(number, signal.SIG_IGN)
         raise KeyboardInterrupt
 
-    with _signals((signal.SIGTERM, signal.SIGHUP), end):
+    # Under nohup, SIGHUP is ignored.
+    heard = [number for number in (signal.SIGTERM, signal.SIGHUP) if signal.getsignal(number) is not signal.SIG_IGN]
+    with _signals(heard, end):
         yield
 
 

@@ -16,13 +16,13 @@ import numpy as np
 import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
-from horovod_onebit.checks import at_least
+from horovod_onebit.checks import check_version
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, Round, view
 from horovod_onebit.tf.place import Place
 
-at_least("keras", keras.__version__, "3.12")  # LossScaleOptimizer knows which variables are trained
+check_version("keras", keras.__version__)
 
 MULTI = tuple(kind for kind in (getattr(keras.optimizers, "MultiOptimizer", None),) if kind)  # since Keras 3.13
 

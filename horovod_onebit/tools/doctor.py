@@ -16,6 +16,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from horovod_onebit.checks import LEAST, check_version
 from horovod_onebit.kernels import INSTALL
 
 PACKAGES = ("numpy", "numba", "horovod", "torch", "tensorflow", "keras", "mpi4py", "numba-cuda")
@@ -93,7 +94,7 @@ def examine(
     found = versions() if found is None else found
     findings = [Finding("ok", ", ".join(f"{name} {number}" for name, number in found.items()))]
     gpus = ask("gpus") if "torch" in found else {"gpus": 0}
-    findings += _of_gpus(gpus)
+    findings += [*_too_old(found), *_of_gpus(gpus)]
     if "horovod" not in found:
         return found, [*findings, *_without_horovod(found)]
     faces = [face for face in ("torch", "tensorflow") if face in found]
@@ -116,7 +117,7 @@ def examine(
             "this Horovod was built without our patch: when a worker dies, the other workers of a PyTorch job may hang"
         )
         findings.append(Finding("note", text, f"end the job then, or {BUILD}"))
-    if "torch" in faces:
+    if "torch" in faces and not isinstance(gpus, str):
         findings.append(Finding("ok", OVER_WHAT))
     if int(found.get("keras", "0").split(".")[0]) >= 3:
         text = "Horovod's own optimizer does not synchronise under Keras 3"
@@ -127,6 +128,17 @@ def examine(
     if "mpi4py" not in found:
         findings.append(Finding("note", "mpi4py is not installed", "only horovod_onebit.mpi needs it"))
     return found, findings
+
+
+def _too_old(found: dict[str, str]) -> list[Finding]:
+    findings = []
+    for package in LEAST.keys() & found.keys():
+        try:
+            check_version(package, found[package])
+        except ImportError as error:
+            what, _, advice = str(error).partition(": ")
+            findings.append(Finding("error", what, advice))
+    return findings
 
 
 def _without_horovod(found: dict[str, str]) -> list[Finding]:

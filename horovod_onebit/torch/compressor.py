@@ -484,8 +484,10 @@ class Compressor(Steps):
             edited = parameters.edited()
             parameters.follow_memory(edited)
             parameters.pull()
+            pending = self.pending
             yield from self.driver.flush()
-            parameters.push()
+            if pending:
+                parameters.push()
             parameters.begin_again(edited)
             parameters.remember()
 

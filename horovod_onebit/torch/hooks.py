@@ -44,7 +44,8 @@ from horovod_onebit.warmup import Phase
 
 logger = logging.getLogger("horovod_onebit")
 
-_WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+SAMPLE = 16
+"""Elements of each gradient whose bits are remembered; of the others, the sum."""
 _owners: Any = WeakTensorKeyDictionary()
 """Parameter -> (its hook or None, whose it is): a hook lives as long as its parameter, and there may be only one."""
 
@@ -82,7 +83,7 @@ class _Mark:
 
     grad: torch.Tensor
     version: int
-    checksum: int
+    checksum: tuple[int, bytes]
 
     @classmethod
     def of(cls, grad: torch.Tensor) -> _Mark:
@@ -152,8 +153,8 @@ class Gradients:
             self.means.forget(p)
             release(p, self)
 
-    def lose(self, p: torch.Tensor) -> None:
-        """Another DistributedOptimizer was built over ``p``."""
+    def lose(self, p: torch.Tensor, to: Watches) -> None:
+        """See ``Watches``."""
         self._lost.add(p)
 
     def check_owned(self) -> None:
@@ -235,7 +236,7 @@ class Gradients:
         parameters, engine = self._parameters, self._engine
         if not self._proven or engine.workers_changed or parameters.schedule is not None:
             return None, {}
-        if engine.layout is None or not parameters.all_current or parameters.reclassified():
+        if engine.layout is None or not parameters.all_current:
             return None, {}
         self._version = parameters.version
         return parameters.plan(), parameters.bindings
@@ -458,19 +459,14 @@ class Watches(Protocol):
         """A backward pass has added to the gradient of ``p``."""
         ...
 
-    def lose(self, p: torch.Tensor) -> None:
-        """Another DistributedOptimizer was built over ``p``."""
+    def lose(self, p: torch.Tensor, to: Watches) -> None:
+        """Another DistributedOptimizer, whose ``to`` is, was built over ``p``."""
         ...
 
 
-def own(p: torch.Tensor, gradients: Watches) -> None:
-    """``p`` is trained by the DistributedOptimizer of ``gradients``; another one that had it before lets go of it."""
-    let_go(p, gradients)
-    _owners[p] = (None, weakref.ref(gradients))
-
-
-def take(p: torch.Tensor, gradients: Watches) -> None:
-    """``own`` and hook ``p``."""
+def take(p: torch.Tensor, gradients: Watches, *, hooks: bool = True) -> None:
+    """``p`` is trained by the DistributedOptimizer of ``gradients``, which with ``hooks`` watches its gradient; another
+    one that had it before lets go of it."""
     let_go(p, gradients)
     own = weakref.ref(gradients)
 
@@ -479,7 +475,7 @@ def take(p: torch.Tensor, gradients: Watches) -> None:
         if gradients is not None:
             gradients.computed(parameter)
 
-    _owners[p] = (p.register_post_accumulate_grad_hook(hook), own)
+    _owners[p] = (p.register_post_accumulate_grad_hook(hook) if hooks else None, own)
 
 
 def release(p: torch.Tensor, gradients: Watches) -> None:
@@ -495,7 +491,7 @@ def let_go(p: torch.Tensor, successor: Watches) -> None:
         if handle is not None:
             handle.remove()
         if owner() not in (None, successor):
-            owner().lose(p)
+            owner().lose(p, successor)
 
 
 def check_owned(lost: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
@@ -507,17 +503,20 @@ def check_owned(lost: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str])
         )
 
 
-def _checksum(grad: torch.Tensor) -> int:
-    """The sum of the bits of all elements as whole numbers, without carry; 0 of a GPU's, which would have to be waited
-    for."""
+def _checksum(grad: torch.Tensor) -> tuple[int, bytes]:
+    """The sum of the bits of all elements, as whole numbers of 64 bits and without carry, and the bits of some. It is very
+    unlikely that it is the same after a change. Nothing of a GPU's, which would have to be waited for."""
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
-        return 0
+        return 0, b""
     grad = grad.detach()
     if not grad.is_contiguous():
         grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.contiguous()
-    words = _WORDS[min(grad.itemsize, 8)]
-    flat: NDArray[Any] = grad.reshape(-1).view(torch.uint8).numpy().view(words)
-    return int(flat.sum(dtype=words))
+    flat = grad.reshape(-1)
+    sample: NDArray[Any] = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8).numpy()
+    raw: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
+    whole = len(raw) // 8 * 8
+    words = raw[:whole].view(np.uint64)
+    return int(words.sum(dtype=np.uint64)), sample.tobytes() + raw[whole:].tobytes()
 
 
 def _coding(rule: Rule) -> dict[str, object]:

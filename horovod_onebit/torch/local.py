@@ -7,11 +7,10 @@ from __future__ import annotations
 
 import atexit
 import hashlib
-import logging
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -21,7 +20,7 @@ import torch
 from horovod_onebit.checks import whole
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import UnsupportedError, some
+from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rounds import Rounds
@@ -34,7 +33,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Scaling, Where, all_finite, check_owned, densify, own, release, take, unscale
+from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, check_owned, densify, release, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
 from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_BETA2, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
@@ -109,8 +108,6 @@ class LocalParameters(Parameters):
         self.adam = adapter.adam
         self.moments = adapter.adam or adapter
         self.awaited: set[torch.Tensor] = set()  # see ``waits``
-        self._versions: dict[torch.Tensor, int] = {}  # of the weights, as the last step has left them
-        self._has_said_set = False
         self.thawed = False  # whether some second moments were frozen, and have to be again
         for p in self.ordered():  # what a plain optimizer has seen is taken to be of the mean gradient
             if COMMON_STEPS not in optimizer.state.get(p, {}):
@@ -128,24 +125,8 @@ class LocalParameters(Parameters):
         here = {id(p) for p in self.ordered()}
         return any(id(p) not in here for p in self.bindings)
 
-    def remember(self, but: Collection[int] = ()) -> None:
-        super().remember(but)
-        self._versions = {p: p._version for p in self.bindings}
-
-    def say_set(self) -> None:
-        """Warn, once, of weights that something else than a step has changed in the middle of a round."""
-        changed = [] if self._has_said_set else [p for p, version in self._versions.items() if p._version != version]
-        if changed:
-            self._has_said_set = True
-            text = (
-                "%s: changed in the middle of a round of local steps, and not by step(); the change is exchanged as if "
-                "steps had made it. Call flush() on all workers before weights are loaded or broadcast"
-            )
-            self.engine.say(logging.WARNING, text, some([self.names[p] for p in changed]))
-
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
-        self._find_never()
         self.unbind()
         for p in self.trained():
             self._bind_one(p)
@@ -422,22 +403,20 @@ class OwnGradients:
         self._rounds = rounds
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
-        self.lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
+        self._lost: dict[torch.Tensor, weakref.ref[Watches]] = {}  # to another DistributedOptimizer
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another DistributedOptimizer that had ``parameters`` lets go of them. Their gradients are looked at only to
         make them dense."""
         for p in parameters:
+            take(p, self, hooks=self._arguments.sparse_as_dense)
             if self._arguments.sparse_as_dense:
-                take(p, self)
                 self.computed(p)
-            else:
-                own(p, self)
 
     def forget(self, parameters: Iterable[torch.Tensor]) -> None:
         """``parameters`` were taken out of the optimizer."""
         for p in parameters:
-            self.lost.discard(p)
+            self._lost.pop(p, None)
             release(p, self)
 
     @untraced
@@ -445,9 +424,15 @@ class OwnGradients:
         """See ``hooks.Watches``."""
         densify([p])
 
-    def lose(self, p: torch.Tensor) -> None:
-        """Another DistributedOptimizer was built over ``p``."""
-        self.lost.add(p)
+    def lose(self, p: torch.Tensor, to: Watches) -> None:
+        """See ``Watches``."""
+        self._lost[p] = weakref.ref(to)
+
+    def lost(self) -> list[torch.Tensor]:
+        """The parameters that another DistributedOptimizer trains; of one that is gone they are taken back."""
+        self.add([p for p, to in self._lost.items() if to() is None])
+        self._lost = {p: to for p, to in self._lost.items() if to() is not None}
+        return list(self._lost)
 
     @property
     def recallable(self) -> bool:
@@ -610,7 +595,7 @@ class LocalSteps(Steps):
         if self.engine.workers_changed:
             self.fold()
             self.leave_world()
-        if fresh := self.parameters.find_new():
+        if (fresh := self.parameters.find_new()) and self.included:
             self.gradients.add(fresh)
             self._checked_averaging = False  # DistributedDataParallel is made anew then
         self.adopt()
@@ -662,17 +647,13 @@ class LocalSteps(Steps):
         return self.parameters.waits()
 
     def follow(self) -> Task[bool]:
-        reclassified = self.parameters.reclassified()
         yield from self.check_groups()
-        check_owned(self.gradients.lost, self.parameters.names)
+        check_owned(self.gradients.lost(), self.parameters.names)
         self.check_averaging()
         parameters = self.parameters
         parameters.begin_again(parameters.edited())
         bound = parameters.bindings
-        same = [id(p) for p in bound] == [id(p) for p in parameters.trained()]
-        if same and not reclassified:
-            if self.rounds.under_way:
-                parameters.say_set()
+        if [id(p) for p in bound] == [id(p) for p in parameters.trained()] and not self._other_sizes():
             if parameters.any_frozen:  # or the wrapped optimizer's steps follow by themselves
                 yield from self._rebind()
             if self.rounds.under_way or not parameters.moved_since():
@@ -683,6 +664,11 @@ class LocalSteps(Steps):
             self.engine.feedback.discard(name)
         self._thaw()
         return True
+
+    def _other_sizes(self) -> bool:
+        """Whether other parameters are to be compressed than in this round."""
+        now = [binding.tensor.name for binding in self.parameters.bound()[0]]
+        return now != [tensor.name for tensor in self.rounds.large]
 
     def agree(self, call: str, what: Mapping[str, object]) -> Task[None]:
         changed = {"whether an optimizer's state was changed by hand": self.parameters.thawed}

@@ -41,6 +41,7 @@ class _DistributedOptimizer:
     param_groups: list[dict[str, Any]]
     state: Any
     _compressor: Compressor
+    _has_made_state = False  # see ``_init_state_by_a_step``
 
     @property
     def _gradients(self) -> hooks.Gradients:
@@ -126,6 +127,7 @@ class _DistributedOptimizer:
         """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
         if isinstance(self._parameters.adapter, AnyAdapter) and called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
+        self._drop_made_state()
         loss = None
         if closure is not None:
             told = self._compressor.agreement.told("step") if self._participates else nullcontext()
@@ -165,6 +167,7 @@ class _DistributedOptimizer:
     def _init_state_by_a_step(self) -> None:
         """What ``hvd.broadcast_optimizer_state`` and ``get_optimizer_state_dict`` call ``step`` for, perhaps on some of
         the workers only: it leaves neither weights changed nor a step counted."""
+        self._has_made_state = called_by(STATE_DICTS, __name__)
         parameters = [p for group in self.param_groups for p in group["params"]]
         weights = [p.clone() for p in parameters]
         self._exact_step()
@@ -173,6 +176,12 @@ class _DistributedOptimizer:
         for state in entries_of(self.state):
             if "step" in state:
                 state["step"] = state["step"] * 0
+
+    def _drop_made_state(self) -> None:
+        """Before a step: a state that was made for ``get_optimizer_state_dict``, perhaps on this worker alone."""
+        if self._has_made_state:
+            self.state.clear()
+            self._has_made_state = False
 
     def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
@@ -302,6 +311,7 @@ class _DistributedOptimizer:
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
+        self._has_made_state = False
         for entries in entries_of(self.state):  # those of a state that was copied in inference mode cannot be changed
             copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
             entries.update(copied)
@@ -341,6 +351,7 @@ class _LocalOptimizer(_DistributedOptimizer):
             return self._exact_step(closure)
         if called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
+        self._drop_made_state()
         with self._scaling() as scaling, self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, scaling)
 
@@ -479,7 +490,8 @@ def DistributedOptimizer(
     return wrapped
 
 
-MAKE_STATE = {"horovod.torch.functions", "torch.distributed.checkpoint.state_dict"}
+STATE_DICTS = {"torch.distributed.checkpoint.state_dict"}
+MAKE_STATE = {"horovod.torch.functions", *STATE_DICTS}
 """Modules that call ``step`` of an optimizer without state, to make it."""
 REPLACED = {"step", "zero_grad", "state_dict", "load_state_dict", "add_param_group"}
 """Methods that somebody may have replaced in one optimizer."""
@@ -529,7 +541,7 @@ def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     cls = type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": kind.__doc__})
     wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler made earlier leaves its own "step" in the instance, bound to the old optimizer.
-    skip = {"step", "_step_supports_amp_scaling"}
+    skip = {*REPLACED, "_step_supports_amp_scaling"}
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
     wrapped._patch_step_function()
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
@@ -547,12 +559,13 @@ def _check_plain(optimizer: torch.optim.Optimizer) -> None:
         raise ConfigurationError(
             "this optimizer is horovod.torch.DistributedOptimizer: wrap the plain torch.optim optimizer instead"
         )
-    replaced = REPLACED & vars(optimizer).keys()
+    own = {name: getattr(type(optimizer), name).__get__(optimizer) for name in REPLACED}
+    replaced = {name for name, method in own.items() if getattr(optimizer, name) != method}
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):  # by a scheduler that was made before
         replaced -= {"step"}
     if replaced:
         raise UnsupportedError(
-            f"{', '.join(sorted(replaced))} of this optimizer was replaced by another function, which the "
-            "DistributedOptimizer would not call: wrap the optimizer first, and replace the method of what is returned"
+            f"{', '.join(sorted(replaced))} of this optimizer was replaced by another function, and the "
+            "DistributedOptimizer has one of its own: wrap the optimizer first, and replace that of what is returned"
         )
     _check_flushed(optimizer)

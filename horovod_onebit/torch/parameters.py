@@ -378,17 +378,18 @@ class Parameters:
                 if not p.requires_grad:
                     p.grad = None
         self.begin_again(self.edited())
-        if self.adapter.momentum_may_be_missing:
-            self._start_momenta()
+        for group, p in self._without_momentum():
+            self.adapter.init_state(group, p, self.optimizer.state[p])
+            self.bind(p)
         self.follow_memory()
 
-    def _start_momenta(self) -> None:
-        """Of compressed parameters whose momentum was 0, and is not any more."""
-        key = self.adapter.momentum_key
-        for group, _, p in self.enumerated():
-            if p in self.bindings and key not in self.bindings[p].shared and group["momentum"]:
-                self.adapter.init_state(group, p, self.optimizer.state[p])
-                self.bind(p)
+    def _without_momentum(self) -> list[tuple[Group, torch.Tensor]]:
+        """The compressed parameters, and their groups, whose momentum was 0, and is not any more."""
+        if not self.adapter.momentum_may_be_missing:
+            return []
+        key, bound = self.adapter.momentum_key, self.bindings
+        having = [(group, p) for group, _, p in self.enumerated() if group["momentum"] and p in bound]
+        return [(group, p) for group, p in having if key not in bound[p].shared]
 
     def begin_again(self, edited: Sequence[torch.Tensor]) -> None:
         """The states of these parameters were edited: they have a whole new warm-up."""
@@ -490,8 +491,8 @@ class Parameters:
 
     @property
     def leaving(self) -> bool:
-        """Whether parameters that are bound were frozen, or taken out of the groups."""
-        return not self._trained().issuperset(map(id, self.bindings))
+        """Whether parameters that are bound were frozen, taken out of the groups, or are never compressed any more."""
+        return not (self._trained().issuperset(map(id, self.bindings)) and self.never.isdisjoint(self.bindings))
 
     def _trained(self) -> set[int]:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
@@ -504,7 +505,7 @@ class Parameters:
         trained, known = self._trained(), set(map(id, self.exact_steps))
         same = trained.issuperset(map(id, self.bindings)) and known.issuperset(trained)
         same = same and known.issubset(map(id, self.ordered()))
-        return same and not (self._moved() or self.edited())
+        return same and not (self.reclassified() or self._moved() or self.edited() or self._without_momentum())
 
     def _moved(self) -> list[torch.Tensor]:
         """The compressed parameters that have other memory than the engine, or another state."""
@@ -696,10 +697,9 @@ class Parameters:
         return found
 
     def _compared(self, p: torch.Tensor) -> Mapping[str, Any]:
-        """What of the state of ``p`` is the same on all workers, if a step has left anything there."""
+        """What of the state of ``p`` is the same on all workers."""
         found: Mapping[str, Any] = self.optimizer.state.get(p, {})
-        tensors = [value for value in found.values() if isinstance(value, torch.Tensor)]
-        return found if "step" not in found or any(value.any() for value in tensors) else {}
+        return found
 
     def digest(self, state_dict: Mapping[str, Any]) -> str:
         """A few values of each tensor of a state, and its progress: workers that loaded different states must not go

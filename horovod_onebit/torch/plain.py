@@ -73,10 +73,13 @@ class _Mark:
 
     def differs(self) -> bool:
         """Whether the tensor is not what it was; it may be elsewhere."""
+        if self.tensor._version != self.version:
+            return True
         probe = self.probe
         if self.tensor.data_ptr() != self.address:  # the old memory may be gone
             probe = None if self.at is None else _element(self.tensor.cpu(), self.at)
-        return self.tensor._version != self.version or (probe is not None and probe[0] != self.value)
+            return self.at is not None and (probe is None or probe[0] != self.value)
+        return probe is not None and probe[0] != self.value
 
 
 class Marks:
@@ -122,6 +125,8 @@ def _largest(tensor: torch.Tensor) -> int | None:
     return int(_flat(tensor).abs().argmax()) if seen else None
 
 
-def _element(tensor: torch.Tensor, at: int) -> memoryview:
-    """The bits of the element ``at`` this place of the memory of ``tensor``, as long as that lives."""
-    return _flat(tensor)[at : at + 1].view(WORDS[tensor.itemsize]).numpy().data
+def _element(tensor: torch.Tensor, at: int) -> memoryview | None:
+    """The bits of the element ``at`` this place of the memory of ``tensor``, as long as that lives; None if there is no
+    such element."""
+    flat = _flat(tensor) if tensor.numel() and tensor.itemsize in WORDS else torch.empty(0)
+    return flat[at : at + 1].view(WORDS[tensor.itemsize]).numpy().data if at < flat.numel() else None

@@ -17,9 +17,9 @@ import torch
 from torch._compile import _disable_dynamo
 from torch.nn.parallel import DistributedDataParallel
 
-from horovod_onebit.checks import at_least
+from horovod_onebit.checks import check_version
 
-at_least("torch", torch.__version__, "2.8")  # Gloo's groups can be aborted, and AdamW is an Adam
+check_version("torch", torch.__version__)
 untraced: Callable[..., Any] = _disable_dynamo
 add_to_all: Callable[[list[torch.Tensor], float], None] = torch._foreach_add_
 running_ddp: Callable[[], Any] = DistributedDataParallel._get_active_ddp_module

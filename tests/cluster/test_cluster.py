@@ -40,7 +40,7 @@ def test_namespaces_of_others_stay(request):
     with pytest.raises(RuntimeError, match=r"tc qdisc add .*nonsense"), cluster(2, "nonsense"):
         pass
     with cluster(1, None) as made:
-        assert made.received() == made.received()
+        assert len(made.received()) == 1
         left = subprocess.run(["ip", "netns", "list"], capture_output=True, text=True, check=True).stdout
     assert {*others, "onebit0"} <= {line.split()[0] for line in left.splitlines()}
     assert "onebit1" not in left

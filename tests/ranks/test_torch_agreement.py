@@ -198,6 +198,8 @@ EDITS = {
     "workers by turns": lambda *args: torchs_norm(*args) if args[2] < 5 and args[2] % SIZE == RANK else None,
     "data, another layout": lambda model, optimizer, step: model.first.weight.grad.data.t().mul_(0.5),
     "data": lambda model, optimizer, step: [p.grad.data.mul_(0.5) for p in model.parameters() if p.grad is not None],
+    "data, signs": lambda model, optimizer, step: model.second.weight.grad.data.neg_(),
+    "data, a quarter": lambda model, optimizer, step: model.second.weight.grad.data.div_(4),
     "data, one row": lambda model, optimizer, step: model.first.weight.grad.data[3].zero_(),
     "data, clamped": lambda model, optimizer, step: [
         p.grad.data.clamp_(-0.01, 0.01) for p in model.parameters() if p.grad is not None

@@ -8,7 +8,7 @@ import pytest
 
 from horovod_onebit import ConfigurationError, simulation
 from horovod_onebit.checkpoints import files
-from horovod_onebit.checks import at_least
+from horovod_onebit.checks import check_version
 from horovod_onebit.diagnostics import Collector, Report
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import cpu
@@ -94,4 +94,4 @@ def test_a_finished_checkpoint_removes_the_one_before_and_nothing_else(tmp_path)
 )
 def test_an_older_framework_is_named(found, fits):
     with contextlib.nullcontext() if fits else pytest.raises(ImportError, match=r"needs torch 2\.8 or later; this is"):
-        at_least("torch", found, "2.8")
+        check_version("torch", found)
