@@ -412,7 +412,8 @@ class Compressor(RunState):
     def _follow_recipe(self) -> None:
         """The state may be of a run with other arguments. A warm-up that is not over is as long as this run says. Of
         ``recipe="exact"``, where this run compresses, or the other way round: begin the warm-up, with moments in plain
-        form, which those of variables that are not compressed any more get, too."""
+        form, which those of variables that are not compressed any more get, too. Raises ``ConfigurationError`` if
+        second moments are frozen that the optimizer's own steps need in plain form."""
         optimizer, compresses = self.optimizer, self.optimizer._wrapping.compresses
         if not optimizer.built:
             return
@@ -422,6 +423,12 @@ class Compressor(RunState):
                 optimizer._warmup_steps.assign(optimizer._wrapping.warmup.steps)
             if optimizer._wrapping.local is None:
                 self.moments.release()
+            elif self.adapter.moments is None and (np.array(optimizer._marks.value) > 0).any():
+                raise ConfigurationError(
+                    "the optimizer's state is of a run that compresses, whose second moments are frozen, and with "
+                    f"{optimizer._wrapping.local} the optimizer's own steps would be too long: wrap what "
+                    "plain_optimizer(optimizer) gives in the run that was saved, or load the weights alone"
+                )
             return
         self.begin_again()
 

@@ -583,12 +583,12 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
     for name, value in ({"optimizer": getattr(layer, "optimizer", None)} | attributes).items():
         held = {name: value}
-        if isinstance(value, Mapping):
+        if isinstance(value, dict):
             held = {f"{name}[{key!r}]": one for key, one in value.items()}
         elif isinstance(value, (list, tuple)):
             held = {f"{name}[{i}]": one for i, one in enumerate(value)}
         for where, one in held.items():
-            inner = one.inner_optimizer if getattr(one, "distributed", False) else one
+            inner = one.inner_optimizer if isinstance(one, LossScaleOptimizer) else one
             if isinstance(inner, _DistributedOptimizer) and all(inner is not known for known in found.values()):
                 found[where] = inner
     return found

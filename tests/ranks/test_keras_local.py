@@ -667,6 +667,31 @@ def test_the_file_of_a_run_that_never_compressed_begins_with_rounds(folder):
     assert_replicas_equal(rounds)
 
 
+@pytest.mark.parametrize("steps", [2, 5])
+def test_second_moments_that_compression_has_frozen_are_refused_for_own_steps(steps, folder):
+    """Those of the warm-up are not frozen."""
+    before, own = build(), build()
+    schedule, path = onebit.Local(every=4, freeze=0), str(folder / f"{RANK}.weights.h5")
+    before.compile(onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), warmup_steps=3))
+    own.compile(local(keras.optimizers.Adam(1e-3), schedule))
+    own.optimizer.build(own.trainable_variables)
+    train(before, before.optimizer, steps, eager=True)
+    before.save_weights(path)
+    if steps < 3:
+        own.load_weights(path)
+        own.optimizer.set_weights([np.array(v) for v in before.optimizer.variables])
+    else:
+        text = r"second moments are frozen, and with Local\(.*plain_optimizer"
+        with pytest.raises(ValueError, match=text):  # Keras's, with the text of ours
+            own.load_weights(path)
+        with pytest.raises(ConfigurationError, match=text):
+            own.optimizer.set_weights([np.array(v) for v in before.optimizer.variables])
+        own = before
+        own.compile(local(onebit.plain_optimizer(before.optimizer), schedule))
+    train(own, own.optimizer, 4, start=steps, eager=True)
+    assert_replicas_equal(own)
+
+
 def test_what_bfloat16_rounds_off_is_no_edit(caplog):
     """Second moments of elements whose gradient is there once fall a little faster than their decay."""
     variable = keras.Variable(np.ones((8, 64), np.float32), dtype="bfloat16")
