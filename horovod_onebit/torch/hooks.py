@@ -504,8 +504,8 @@ def check_owned(lost: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str])
 
 
 def _checksum(grad: torch.Tensor) -> tuple[int, bytes]:
-    """The sum of the bits of all elements, as whole numbers of 64 bits without carry, and the bits of some. After a change
-    it is very unlikely to be the same. Nothing of a GPU's, which would have to be waited for."""
+    """The sum of the bits of all elements, as whole numbers of 64 bits without carry, and the bits of some: hardly ever
+    the same after a change. Nothing of a GPU's, which would have to be waited for."""
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
         return 0, b""
     grad = grad.detach()
