@@ -589,7 +589,10 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
             held = {f"{name}[{i}]": one for i, one in enumerate(value)}
         for where, one in held.items():
             inner = one.inner_optimizer if isinstance(one, LossScaleOptimizer) else one
-            if isinstance(inner, _DistributedOptimizer) and all(inner is not known for known in found.values()):
+            newest = (
+                isinstance(inner, _DistributedOptimizer) and inner._lineage.last is inner
+            )  # or its state is elsewhere
+            if newest and all(inner is not known for known in found.values()):
                 found[where] = inner
     return found
 
