@@ -125,6 +125,7 @@ class KerasState(ObjectState):
         compressor.take_counts(counts)
         with compressor.here():
             tasks.run(compressor.redistribute())
+        compressor.loaded = False  # by a worker that has come: all have the others' state now
 
 
 def run(function: Callable[..., Any]) -> Callable[..., Any]:

@@ -581,20 +581,28 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
     that a model was compiled with."""
     found: dict[str, Any] = {}
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
-    for name, value in ({"optimizer": getattr(layer, "optimizer", None)} | attributes).items():
+    for name, value in ({"optimizer": attributes.get("optimizer")} | attributes).items():
         held = {name: value}
-        if isinstance(value, dict):
+        if issubclass(_kind(value), dict):
             held = {f"{name}[{key!r}]": one for key, one in value.items()}
-        elif isinstance(value, (list, tuple)):
+        elif issubclass(_kind(value), (list, tuple)):
             held = {f"{name}[{i}]": one for i, one in enumerate(value)}
         for where, one in held.items():
-            inner = one.inner_optimizer if isinstance(one, LossScaleOptimizer) else one
-            newest = (
-                isinstance(inner, _DistributedOptimizer) and inner._lineage.last is inner
-            )  # or its state is elsewhere
+            inner = one.inner_optimizer if issubclass(_kind(one), LossScaleOptimizer) else one
+            # One whose plain optimizer was wrapped again has no state any more.
+            newest = issubclass(_kind(inner), _DistributedOptimizer) and inner._lineage.last is inner
             if newest and all(inner is not known for known in found.values()):
                 found[where] = inner
     return found
+
+
+def _kind(value: Any) -> type:
+    """The class of ``value``; that of a proxy, whose object may be gone."""
+    try:
+        kind: type = value.__class__
+    except Exception:
+        return object
+    return kind
 
 
 def check_one(found: Mapping[str, Any]) -> None:

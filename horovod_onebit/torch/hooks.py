@@ -509,9 +509,7 @@ def _checksum(grad: torch.Tensor) -> tuple[int, bytes]:
     if grad.device.type != "cpu" or grad.layout is not torch.strided or not grad.numel():
         return 0, b""
     grad = grad.detach()
-    if not grad.is_contiguous():
-        grad = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.contiguous()
-    flat = grad.reshape(-1)
+    flat = grad.as_strided((grad.numel(),), (1,)) if is_dense(grad) else grad.contiguous().reshape(-1)
     sample: NDArray[Any] = flat[:: max(1, flat.numel() // SAMPLE)].contiguous().view(torch.uint8).numpy()
     raw: NDArray[np.uint8] = flat.view(torch.uint8).numpy()
     whole = len(raw) // 8 * 8

@@ -178,10 +178,10 @@ class _DistributedOptimizer:
                 state["step"] = state["step"] * 0
 
     def _drop_made_state(self) -> None:
-        """Before a step: a state that was made for ``get_optimizer_state_dict``, perhaps on this worker alone."""
-        if self._has_made_state:
+        """Before the state counts: one that was made for ``get_optimizer_state_dict``, perhaps on this worker alone."""
+        if self._has_made_state and STATE_KEY not in self.param_groups[0]:  # which hvd has broadcast
             self.state.clear()
-            self._has_made_state = False
+        self._has_made_state = False
 
     def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
@@ -247,6 +247,7 @@ class _DistributedOptimizer:
         ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam and local steps, call ``flush()``
         before.
         """
+        self._drop_made_state()
         if self._participates:
             run(self._compressor.agreement.meet("check_replicas"))
             run(self._compressor.check_replicas())

@@ -769,6 +769,7 @@ class Parameters:
         groups = self.optimizer.param_groups
         own = groups[0].pop(STATE_KEY, None) if groups else None
         if own is not None:
+            self.optimizer._has_made_state = False
             self.load(own, None, keep_feedback=True)
             self.lineage = self.digest(self.optimizer.state_dict())
         self._exported = {}

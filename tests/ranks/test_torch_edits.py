@@ -1036,6 +1036,30 @@ def test_pytorchs_own_state_dicts_on_one_worker_alone(mode, kind):
     assert torch.equal(*found)
 
 
+@pytest.mark.parametrize("asks", [(0,), (SIZE - 1,), range(SIZE)], ids=["the root", "another", "all"])
+@pytest.mark.parametrize("broadcasts", [onebit.broadcast_optimizer_state, "horovod's", None])
+def test_a_state_that_was_made_to_be_shown_and_one_that_is_broadcast(broadcasts, asks):
+    from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+    model = Net()
+    make = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9, weight_decay=0.1)
+    optimizer = onebit.DistributedOptimizer(make, list(model.named_parameters()), recipe="exact")
+    if RANK in asks:
+        get_optimizer_state_dict(model, optimizer)
+    if broadcasts == "horovod's":
+        world.broadcast_optimizer_state(optimizer, root_rank=0)
+    elif broadcasts:
+        broadcasts(optimizer, 0)
+    optimizer.check_replicas()
+    for step in range(6):
+        x, y = batch(step)
+        cross_entropy(model(x), y).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    assert_replicas_equal(model)
+    optimizer.check_replicas()
+
+
 def test_a_momentum_that_is_raised_from_zero_is_in_the_state():
     p = torch.nn.Parameter(torch.ones(64, 64))
     plain = torch.optim.SGD([p], lr=1e-3)
