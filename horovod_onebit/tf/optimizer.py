@@ -583,20 +583,20 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
     for name, value in ({"optimizer": attributes.get("optimizer")} | attributes).items():
         held = {name: value}
-        if issubclass(_kind(value), dict):
+        if issubclass(_type_of(value), dict):
             held = {f"{name}[{key!r}]": one for key, one in value.items()}
-        elif issubclass(_kind(value), (list, tuple)):
+        elif issubclass(_type_of(value), (list, tuple)):
             held = {f"{name}[{i}]": one for i, one in enumerate(value)}
         for where, one in held.items():
-            inner = one.inner_optimizer if issubclass(_kind(one), LossScaleOptimizer) else one
+            inner = one.inner_optimizer if issubclass(_type_of(one), LossScaleOptimizer) else one
             # One whose plain optimizer was wrapped again has no state any more.
-            newest = issubclass(_kind(inner), _DistributedOptimizer) and inner._lineage.last is inner
+            newest = issubclass(_type_of(inner), _DistributedOptimizer) and inner._lineage.last is inner
             if newest and all(inner is not known for known in found.values()):
                 found[where] = inner
     return found
 
 
-def _kind(value: Any) -> type:
+def _type_of(value: Any) -> type:
     """The class of ``value``; that of a proxy, whose object may be gone."""
     try:
         kind: type = value.__class__
