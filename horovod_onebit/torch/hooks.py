@@ -122,6 +122,7 @@ class Gradients:
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
+        self._complete = True  # whether all that is trained was known at the first gradient of this step
         self._warm = True  # whether this step is one of the warm-up, by its first gradient
         # See ``_surroundings``; in warm-up, of the first gradient of this step.
         self._noticed: tuple[list[object], dict[int, int]] | None = None
@@ -188,6 +189,7 @@ class Gradients:
             self.where = Where.LOCAL
             self._warm = self._parameters.phase is Phase.WARMUP
             self._noticed = self._surroundings() if self._sends_early and self._warm else None
+            self._complete = self._parameters.all_known
         if p.grad is None or left:
             return
         if self._warm:
@@ -207,7 +209,10 @@ class Gradients:
 
     def _leave(self, p: torch.Tensor) -> None:
         """In the warm-up the gradient of ``p`` is final. Beside messages in few bits, exact means that are paired by
-        order wait for ``step``: NCCL wants what two groups carry in one order on all workers."""
+        order wait for ``step``: NCCL wants what two groups carry in one order on all workers. So do all in a step in
+        which a parameter is new, with whose mean others travel."""
+        if not self._complete:
+            return
         if self._takes_coded(p):
             if self.coded is not None and self._proven:
                 self.coded.computed(p, self._in_few_bits)

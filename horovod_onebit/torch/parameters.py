@@ -498,6 +498,11 @@ class Parameters:
         return {id(p) for group in self.optimizer.param_groups for p in group["params"] if p.requires_grad}
 
     @property
+    def all_known(self) -> bool:
+        """Whether ``find_new`` would find nothing."""
+        return self._trained().issubset(map(id, self.exact_steps))
+
+    @property
     def all_current(self) -> bool:
         """Whether groups are as they were, the engine is prepared for them, and ``refresh`` would change nothing."""
         if not self.prepared:
