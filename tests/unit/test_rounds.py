@@ -327,16 +327,25 @@ def test_second_moments_of_gradients_whose_squares_overflow(size):
         np.testing.assert_array_equal(found, [np.full(16, 2.0, f32)])
 
 
-@pytest.mark.parametrize("how", ["skipped", "lost", "variance"])
+@pytest.mark.parametrize("how", ["skipped", "lost", "variance", "gradient"])
 def test_second_moments_that_one_worker_cannot_use(how, caplog):
     """They are frozen as soon as those of all can be used; who cannot use theirs is said."""
 
     def worker(collectives):
         rng, frozen = np.random.default_rng(collectives.rank), []
         optimizer, weights = make(collectives, schedule=Local(every=4, doubling=6, freeze=10))
+        unspoilt = optimizer.second_moments
+
+        def spoilt():
+            moments = unspoilt()
+            moments[2].gradient[3] = np.inf
+            return moments
+
         for step in range(1, 15):
             grads = gradients(weights, rng)
-            if collectives.rank == 1 and step == {"skipped": 10, "lost": 10, "variance": 3}[how]:
+            if how == "gradient" and collectives.rank == 1 and step in (10, 13):
+                optimizer.second_moments = spoilt if step == 10 else unspoilt
+            if collectives.rank == 1 and step == {"skipped": 10, "lost": 10, "variance": 3, "gradient": 0}[how]:
                 grads["odd"][3] = np.nan if how == "skipped" else 1e20
                 if how == "lost":
                     weights["odd"][3] = np.inf
@@ -347,12 +356,12 @@ def test_second_moments_that_one_worker_cannot_use(how, caplog):
         return frozen, np.concatenate(list(weights.values()))
 
     results = simulation.run(worker, 3)
-    first = {"skipped": 11, "lost": 11, "variance": 13}[how]
+    first = {"skipped": 11, "lost": 11, "variance": 13, "gradient": 13}[how]
     for frozen, weights in results:
         assert frozen == [step >= first for step in range(1, 15)]
         assert np.isfinite(weights).all()
     said = [record.getMessage() for record in caplog.records if "not frozen yet" in record.getMessage()]
-    assert len(said) == (how == "variance")
+    assert len(said) == (how in ("variance", "gradient"))
     assert all("workers [1]" in text for text in said)
 
 
