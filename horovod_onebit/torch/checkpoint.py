@@ -229,7 +229,7 @@ class _Torch(checkpoints.Face):
                 "save_checkpoint was called between backward() and step(), with gradients that no checkpoint holds: "
                 "call it after step()"
             )
-        self.optimizer._drop_made_state()
+        self.optimizer._parameters.drop_made_state()
 
     def flush(self) -> None:
         self.optimizer.flush()

@@ -70,7 +70,7 @@ def broadcast_optimizer_state(
         meet("broadcast_optimizer_state", transport)
     is_root = transport.world[0] == root_rank
     if isinstance(optimizer, _DistributedOptimizer):
-        optimizer._drop_made_state()
+        optimizer._parameters.drop_made_state()
     loaded = isinstance(optimizer, _DistributedOptimizer) and optimizer._compressor.just_loaded
     tensors: list[torch.Tensor] = []
     state = optimizer.state_dict() if is_root else {}

@@ -41,7 +41,6 @@ class _DistributedOptimizer:
     param_groups: list[dict[str, Any]]
     state: Any
     _compressor: Compressor
-    _has_made_state = False  # see ``_init_state_by_a_step``
 
     @property
     def _gradients(self) -> hooks.Gradients:
@@ -127,7 +126,7 @@ class _DistributedOptimizer:
         """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
         if isinstance(self._parameters.adapter, AnyAdapter) and called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
-        self._drop_made_state()
+        self._parameters.drop_made_state()
         loss = None
         if closure is not None:
             told = self._compressor.agreement.told("step") if self._participates else nullcontext()
@@ -167,7 +166,7 @@ class _DistributedOptimizer:
     def _init_state_by_a_step(self) -> None:
         """What ``hvd.broadcast_optimizer_state`` and ``get_optimizer_state_dict`` call ``step`` for, perhaps on some of
         the workers only: it leaves neither weights changed nor a step counted."""
-        self._has_made_state = called_by(STATE_DICTS, __name__)
+        self._parameters.made_state = called_by(STATE_DICTS, __name__)
         parameters = [p for group in self.param_groups for p in group["params"]]
         weights = [p.clone() for p in parameters]
         self._exact_step()
@@ -176,12 +175,6 @@ class _DistributedOptimizer:
         for state in entries_of(self.state):
             if "step" in state:
                 state["step"] = state["step"] * 0
-
-    def _drop_made_state(self) -> None:
-        """Before the state counts: one that was made for ``get_optimizer_state_dict``, perhaps on this worker alone."""
-        if self._has_made_state and STATE_KEY not in self.param_groups[0]:  # which hvd has broadcast
-            self.state.clear()
-        self._has_made_state = False
 
     def _exact_step(self, closure: Callable[[], Any] | None = None) -> Any:
         """The wrapped optimizer's own step, without running its hooks a second time."""
@@ -247,7 +240,7 @@ class _DistributedOptimizer:
         ``DistributedOptimizer`` does it every so many steps. With 0/1 Adam and local steps, call ``flush()``
         before.
         """
-        self._drop_made_state()
+        self._parameters.drop_made_state()
         if self._participates:
             run(self._compressor.agreement.meet("check_replicas"))
             run(self._compressor.check_replicas())
@@ -312,7 +305,6 @@ class _DistributedOptimizer:
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        self._has_made_state = False
         for entries in entries_of(self.state):  # those of a state that was copied in inference mode cannot be changed
             copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
             entries.update(copied)
@@ -352,7 +344,7 @@ class _LocalOptimizer(_DistributedOptimizer):
             return self._exact_step(closure)
         if called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
-        self._drop_made_state()
+        self._parameters.drop_made_state()
         with self._scaling() as scaling, self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, scaling)
 

@@ -98,6 +98,7 @@ class Parameters:
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
         self.loads = 0  # times that a state was loaded
+        self.made_state = False  # whether there is one that was made to be shown, perhaps on this worker alone
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
         self._marks: dict[torch.Tensor, Marks] = {}  # of their states, as the last step left them
@@ -774,11 +775,16 @@ class Parameters:
         groups = self.optimizer.param_groups
         own = groups[0].pop(STATE_KEY, None) if groups else None
         if own is not None:
-            self.optimizer._has_made_state = False
             self.load(own, None, keep_feedback=True)
             self.lineage = self.digest(self.optimizer.state_dict())
         self._exported = {}
         return own is not None
+
+    def drop_made_state(self) -> None:
+        """Before the state counts: one that was made to be shown, unless Horovod has broadcast into it since."""
+        if self.made_state and STATE_KEY not in self.optimizer.param_groups[0]:
+            self.optimizer.state.clear()
+        self.made_state = False
 
     def _take_rates(self, progress: Progress) -> None:
         rates = self._by_position(progress.rates)  # parameters that were never trained have no name
@@ -791,6 +797,7 @@ class Parameters:
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
         self.loads += 1
+        self.made_state = False
         self.bindings = {}
         self._marks.clear()
         self._find_never()
