@@ -122,7 +122,7 @@ class Gradients:
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
         self._proven = False  # a step has been seen whose gradients did not change between backward() and step()
-        self._complete = True  # whether all that is trained was known at the first gradient of this step
+        self._complete = False  # whether, in the warm-up, all that is trained was known at this step's first gradient
         self._warm = True  # whether this step is one of the warm-up, by its first gradient
         # See ``_surroundings``; in warm-up, of the first gradient of this step.
         self._noticed: tuple[list[object], dict[int, int]] | None = None
@@ -189,7 +189,7 @@ class Gradients:
             self.where = Where.LOCAL
             self._warm = self._parameters.phase is Phase.WARMUP
             self._noticed = self._surroundings() if self._sends_early and self._warm else None
-            self._complete = self._parameters.all_known
+            self._complete = self._warm and self._parameters.all_known
         if p.grad is None or left:
             return
         if self._warm:
