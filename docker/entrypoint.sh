@@ -1,6 +1,7 @@
 #!/bin/sh
 # `entrypoint host` makes the container a host of a cluster: an ssh server on port 2222, without root.
-# `entrypoint COMMAND ...` runs a command. Both know the cluster's key: ~/.ssh, a volume that its hosts share.
+# `entrypoint COMMAND ...` runs a command, which with ONEBIT_CLUSTER=1 may start jobs on the hosts.
+# The cluster's key is in ~/.ssh, a volume that all of these share.
 # `entrypoint healthy` fails where a host's ssh server does not answer. A command is healthy while it runs.
 set -eu
 

@@ -145,7 +145,7 @@ class Agreement:
 
         That is before the second step, because some programs broadcast after the first; when compression starts; after
         the end of ``fit``; and after every so many steps that the user wants, or once workers have the same weights
-        again. Local steps compare what a round begins with.
+        again. With local steps, the driver of rounds compares the weights.
         """
         compressor, optimizer = self._compressor, self._compressor.optimizer
         every = optimizer._wrapping.check_replicas_every

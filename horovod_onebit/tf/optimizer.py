@@ -679,8 +679,8 @@ def DistributedOptimizer(
         check_replicas_every: the weights of all workers are compared before the second step and after a ``fit``, and
             with the optimizer's state when compression starts: differences raise ``DesyncError`` on all workers, which
             names them. A number compares both after every so many steps, too, or after the next exchange where they
-            differ between exchanges; False compares nothing. With ``Local``, each round compares what it begins with,
-            and numbers are refused.
+            differ between exchanges; False compares nothing. With ``Local``, the weights are compared in the first
+            round and after whatever else sets them, and numbers are refused.
 
     ``name`` begins the names of the collectives; optimizers of one name are told apart by the order they are built in.
 
