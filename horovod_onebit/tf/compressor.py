@@ -72,14 +72,12 @@ class Progress:
 class Values:
     """What a compressed step reads of variables, in their order: flat float32 arrays, or None where there is none.
 
-    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to. They
-    are in the host's memory, or in that of ``place``.
+    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to.
     """
 
     weights: Sequence[Array]
     momenta: Sequence[Array | None]
     variances: Sequence[Array | None]
-    place: Place | None = None
 
 
 @dataclass(frozen=True)
