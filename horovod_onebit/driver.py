@@ -208,6 +208,31 @@ class Alone(Protocol):
         ...
 
 
+class Defaults:
+    """What a face does where it has nothing to do; its first base class."""
+
+    def announce(self) -> Task[None]:
+        yield from ()
+
+    def moved(self, sends: Sends) -> None:
+        """The tensors are the framework's own."""
+
+    def over(self, *, taken: bool) -> Task[None]:
+        yield from ()
+
+    def began(self) -> Task[None]:
+        yield from ()
+
+    def details(self) -> list[str] | None:
+        return None
+
+    def pull(self) -> Task[None]:
+        yield from ()
+
+    def ended(self) -> Task[None]:
+        yield from ()
+
+
 class Driver:
     """One worker's run.
 

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.driver import Driver, Frozen, Moment
+from horovod_onebit.driver import Defaults, Driver, Frozen, Moment
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
 from horovod_onebit.kernels.reference import Array
@@ -105,7 +105,7 @@ def _adam(optimizer: Any) -> AdamAdapter | None:
     return adapter if type(adapter) is AdamAdapter else None
 
 
-class LocalSteps(Compressor):
+class LocalSteps(Defaults, Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
     host's memory; at the first step, and after a checkpoint was loaded, they are taken again."""
 
@@ -235,9 +235,6 @@ class LocalSteps(Compressor):
     def unbind(self) -> None:
         self.indices = ()
 
-    def details(self) -> None:
-        return None
-
     def learning_rates(self) -> Mapping[str, float]:
         return dict.fromkeys([t.name for t in self.tensors], self.learning_rate)
 
@@ -261,9 +258,6 @@ class LocalSteps(Compressor):
         if self.lost:
             self._restore_frozen()
         self._push_momenta()
-
-    def ended(self) -> Task[None]:
-        yield from ()
 
     def second_moments(self) -> list[Moment]:
         own = self.own
