@@ -15,6 +15,7 @@ from benchmarks.link_job import FIT
 from benchmarks.local import TCP
 from horovod_onebit import costs
 from horovod_onebit.tools import planner
+from jobs.report import readable
 from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
@@ -269,7 +270,7 @@ def _by_link(results: list[dict[str, Any]]) -> str:
         ratios = ["" if row is None else _number(row["ratios"].get(ALONE, {"median": 1})["median"]) for row in found]
         received = statistics.median(row["received"] for row in found if row is not None)
         rows.append([way, *ratios, f"{1e-6 * received:.3f}"])
-    heading = ["method", *(_rate(result) for result in results), "MB received"]
+    heading = ["method", *(readable(result["rate"]) for result in results), "MB received"]
     title = f"### {1e-6 * results[0]['parameters']:.0f} M parameters, 2 hosts: a step, to one without communication"
     return "\n\n".join([title, table(heading, rows)])
 
@@ -296,11 +297,7 @@ def _known(result: dict[str, Any], part: str) -> str:
 
 
 def _title(result: dict[str, Any]) -> str:
-    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {_rate(result)}"
-
-
-def _rate(result: dict[str, Any]) -> str:
-    return str(result["rate"]).replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
+    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {readable(result['rate'])}"
 
 
 def _ms(row: dict[str, Any]) -> str:
@@ -428,7 +425,8 @@ def targets() -> str:
         seeds = max(len(runs) for runs in result["ways"].values())
         load_text = f"{seeds} seeds; other processes used at most {target.load(result):.0%} of the cores."
         heading = ["method", "seconds", "to Horovod fp32's", "steps", "MB received"]
-        parts += [f"### To a test loss of {result['target']}, {_rate(result)}", load_text, table(heading, rows)]
+        title = f"### To a test loss of {result['target']}, {readable(result['rate'])}"
+        parts += [title, load_text, table(heading, rows)]
     return TARGETS.format(machine=found["machine"], tables="\n\n".join(parts))
 
 
