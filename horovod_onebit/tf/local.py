@@ -244,10 +244,11 @@ class LocalSteps(Defaults, Compressor):
             return {}
         options = self.moments.overrule(self.options)
         decays = (0.0, options.weight_decay or 0.0)
-        rules: list[Any] = [adam.rule(options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        plain: list[Any] = [adam.rule(options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        rules = [FrozenAdam(adam=one) for one in plain]
         variables = [self.optimizer._trainable_variables[i] for i in self._members]
         both = zip(variables, self.tensors, strict=True)
-        return {tensor.name: FrozenAdam(adam=rules[self.decays(variable)]) for variable, tensor in both}
+        return {tensor.name: rules[self.decays(variable)] for variable, tensor in both}
 
     def pull(self) -> Task[None]:
         self._pull(self._values)
