@@ -362,9 +362,11 @@ class Driver:
 
     def stepped(self, frozen: Frozen) -> bool:
         """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
-        own = self.face.learning_rates() if self.rounds.freezing.happens else {}
+        tensors = self.rounds.tensors
+        asks = self.rounds.freezing.happens and any(tensor.name not in frozen for tensor in tensors)
+        own = self.face.learning_rates() if asks else {}
         self.rounds.follow(frozen)
-        for tensor in self.rounds.tensors:
+        for tensor in tensors:
             if tensor.name in frozen:
                 frozen[tensor.name].count_step(tensor)
             elif tensor.name in own:
