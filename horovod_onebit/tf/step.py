@@ -130,7 +130,7 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
 def _by_sections(compressor: Compressor, place: Place | None, large: Pairs, begun: Any, recipe: Recipe) -> list[Any]:
     """Each section of ``large`` on its way with its gradients, once the step has ``begun``: tensors that are there when
     it has arrived. ``recipe`` is that of the engine that sends."""
-    members, arrived = sections(_sizes(large), recipe), []
+    members, arrived = sections(tuple(_sizes(large)), recipe), []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
         arrived.append(_travel(section, place, [large[i][0] for i in numbers], begun, str(number)))
