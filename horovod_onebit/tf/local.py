@@ -405,7 +405,7 @@ class LocalSteps(Defaults, Compressor):
         optimizer._seen.assign(seen)
         self.moments.freeze(marks)
 
-    def say(self) -> None:
+    def raise_lost(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""
         error, self._error = self._error, None
         if error is not None:
@@ -573,7 +573,7 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         lost = host_value(lambda: steps.lost, [], tf.bool)
         cond(lost, lambda: _heal(optimizer), optimizer._average_weights)
         if optimizer.recipe.on_nonfinite == "raise":
-            host_call(steps.say)
+            host_call(steps.raise_lost)
 
     cond(_agreed(optimizer, indices, begins=False), exchange)
 
