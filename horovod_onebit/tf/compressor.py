@@ -694,10 +694,7 @@ class Compressor(RunState):
         others = sorted(set(range(self.engine.collectives.size)) - set(self.engine.refusing))
         self.engine.refuse()
         if others and self.engine.recipe.on_nonfinite == "raise":  # they raise, too
-            raise DesyncError(
-                f"the optimizer's state was changed on this worker and not on {workers(others)}: make the same changes "
-                "on all workers"
-            )
+            raise changed_alone("this worker", workers(others))
         return False
 
     def _end(self) -> None:
@@ -811,6 +808,13 @@ class Compressor(RunState):
             return {}
         variables = enumerate(self.optimizer._trainable_variables)
         return {self.name_of(i, v): math.prod(v.shape) for i, v in variables if self.is_compressed(v)}
+
+
+def changed_alone(on: str, others: str) -> DesyncError:
+    """To be raised where the optimizer's state was changed ``on`` some workers and not on the ``others``."""
+    return DesyncError(
+        f"the optimizer's state was changed on {on} and not on {others}: make the same changes on all workers"
+    )
 
 
 def _aligned(size: int) -> Array:
