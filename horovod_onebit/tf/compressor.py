@@ -760,11 +760,6 @@ class Compressor(RunState):
                 norms=norms,
             )
 
-    def feedback(self) -> dict[str, Array]:
-        """A copy of this worker's residuals."""
-        with self.here():
-            return self.engine.feedback.state_dict()
-
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
         return run_state.counts(self.engine, self.optimizer._wrapping.warmup) | {"late": sorted(self.late)}
