@@ -162,8 +162,7 @@ class Rounds:
     def skip(self) -> None:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""
         self._skipped = True
-        self.engine.skipped += 1
-        level = logging.WARNING if self.engine.speaks else logging.DEBUG
+        level = self.engine.count_skipped()
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 
