@@ -82,8 +82,8 @@ class Values:
 
 @dataclass(frozen=True)
 class Now:
-    """The compressed step that is taken: of the variables ``indices``, whose gradients are clipped by ``factors``,
-    which go on with those of the exact ones."""
+    """The compressed step in progress. ``factors`` clips the gradients: first those of the variables ``indices``, then
+    those of the exact ones."""
 
     indices: tuple[int, ...]
     values: Values

@@ -131,7 +131,7 @@ class _DistributedOptimizer(_Wrapped):
         return pairs
 
     def prepare_step(self) -> None:
-        """What the first step does, now that the model is built."""
+        """Do what a callback left for the beginning of a step, such as the first broadcast; called in every step."""
         if self._compressor.before_step is not None:
             self._compressor.before_step()
 
