@@ -15,6 +15,7 @@ from benchmarks.link_job import FIT
 from benchmarks.local import TCP
 from horovod_onebit import costs
 from horovod_onebit.tools import planner
+from jobs.report import readable
 from studies.report import DOCS, axes, save, table
 
 RESULTS = Path(__file__).parent / "results"
@@ -191,23 +192,20 @@ def there(name: str) -> bool:
     return (RESULTS / f"{name}.json").exists()
 
 
-def known(found: dict[str, Any] | None, machine: str = "") -> str:
+def known(found: dict[str, Any], machine: str = "") -> str:
     """How well the ratios of a table are known, in a sentence; and on which ``machine``, if that is to be said."""
-    if found is None:
-        text = "Measured before intervals were taken: ratios of medians, by the clock of one host."
-    else:
-        text = measure.describe(found)
+    text = measure.describe(found)
     return f"On {machine}. {text[0].upper()}{text[1:]}" if machine else text
 
 
 def times(rows: dict[str, Any], way: str, baseline: str, *, inverse: bool = False) -> str:
-    """Seconds of ``way`` to those of ``baseline``, or the inverse: the median and its interval, if there is one."""
-    found = rows[way].get("ratios", {}).get(baseline)
+    """Seconds of ``way`` to those of ``baseline``, or the inverse: the median and its interval; nothing if ``baseline``
+    was not measured."""
     if baseline not in rows:
         return ""
-    if found is None:
-        value = rows[way]["seconds"]["median"] / rows[baseline]["seconds"]["median"]
-        return _number(1 / value if inverse else value)
+    if way == baseline:
+        return "1"
+    found = rows[way]["ratios"][baseline]
     values = [found[key] for key in ("median", "low", "high")]
     if inverse:
         values = [1 / value for value in (values[0], values[2], values[1])]
@@ -272,7 +270,7 @@ def _by_link(results: list[dict[str, Any]]) -> str:
         ratios = ["" if row is None else _number(row["ratios"].get(ALONE, {"median": 1})["median"]) for row in found]
         received = statistics.median(row["received"] for row in found if row is not None)
         rows.append([way, *ratios, f"{1e-6 * received:.3f}"])
-    heading = ["method", *(_rate(result) for result in results), "MB received"]
+    heading = ["method", *(readable(result["rate"]) for result in results), "MB received"]
     title = f"### {1e-6 * results[0]['parameters']:.0f} M parameters, 2 hosts: a step, to one without communication"
     return "\n\n".join([title, table(heading, rows)])
 
@@ -294,16 +292,12 @@ def _link_by_link(results: list[dict[str, Any]]) -> list[str]:
 
 
 def _known(result: dict[str, Any], part: str) -> str:
-    text = known(result.get("measured", {}).get(part), result.get("machine", ""))
+    text = known(result["measured"][part], result.get("machine", ""))
     return f"{text} {YIELDS}" if result.get("yields") else text
 
 
 def _title(result: dict[str, Any]) -> str:
-    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {_rate(result)}"
-
-
-def _rate(result: dict[str, Any]) -> str:
-    return str(result["rate"]).replace("gbit", " Gbit/s").replace("mbit", " Mbit/s")
+    return f"{1e-6 * result['parameters']:.0f} M parameters, {result['hosts']} hosts, {readable(result['rate'])}"
 
 
 def _ms(row: dict[str, Any]) -> str:
@@ -361,15 +355,9 @@ def step_rows() -> list[list[str]]:
     step = load("step")
     size, memory = step["memory"]["plain"]["parameters"], step["memory"]
     extra = {way: (memory[way]["peak"] - memory["plain"]["peak"]) / size for way in memory}
-    if "ways" in step["step"]:
-        ratio = times(step["step"]["ways"], "onebit", "horovod fp32")
-        milliseconds = _milliseconds(step["small"])
-    else:
-        ratio = _number(step["step"]["onebit"] / step["step"]["horovod fp32"])
-        milliseconds = _number(1e3 * (step["small"]["onebit"] - step["small"]["plain"]))
     return [
-        ["compressed step, time to Horovod fp32's", ratio, "1.15"],
-        ["Python's work for 300 small tensors, a step", f"{milliseconds} ms", "3 ms"],
+        ["compressed step, time to Horovod fp32's", times(step["step"]["ways"], "onebit", "horovod fp32"), "1.15"],
+        ["Python's work for 300 small tensors, a step", f"{_milliseconds(step['small'])} ms", "3 ms"],
         ["peak memory beyond AdamW's, bytes a parameter", f"{extra['onebit']:.1f}", "8"],
         ["the same in the default warm-up", f"{extra['onebit warm-up']:.1f}", ""],
     ]
@@ -396,10 +384,7 @@ def steps() -> str:
     """Both frameworks' tables."""
     heading = ["", "measured", "our target, at most"]
     text = f"Two processes on {load('step')['machine']} (`python -m benchmarks.step`). "
-    parts = [
-        text + known(load("step")["step"] if "ways" in load("step")["step"] else None),
-        table(heading, step_rows()),
-    ]
+    parts = [text + known(load("step")["step"]), table(heading, step_rows())]
     if there("step_keras"):
         text = f"The same in Keras, on {load('step_keras')['machine']} (`python -m benchmarks.step --framework tf`). "
         parts += [text + known(load("step_keras")["step"]), table(heading, keras_step_rows())]
@@ -409,9 +394,6 @@ def steps() -> str:
 def local() -> str:
     found = load("local")
     backends = {"MPI": found["mpi"], "MPI over TCP": found[TCP], "Gloo": found["gloo"]}
-    if "ways" not in found["mpi"]:
-        rows = [[name, *(f"{one[name]:.1f}" for one in backends.values())] for name in found["mpi"]]
-        return f"{known(None)}\n\n" + table(["", *backends], rows)
     rows, heading = [], [""]
     for name in backends:
         heading += [name, "to its allreduce"]
@@ -443,7 +425,8 @@ def targets() -> str:
         seeds = max(len(runs) for runs in result["ways"].values())
         load_text = f"{seeds} seeds; other processes used at most {target.load(result):.0%} of the cores."
         heading = ["method", "seconds", "to Horovod fp32's", "steps", "MB received"]
-        parts += [f"### To a test loss of {result['target']}, {_rate(result)}", load_text, table(heading, rows)]
+        title = f"### To a test loss of {result['target']}, {readable(result['rate'])}"
+        parts += [title, load_text, table(heading, rows)]
     return TARGETS.format(machine=found["machine"], tables="\n\n".join(parts))
 
 

@@ -208,6 +208,31 @@ class Alone(Protocol):
         ...
 
 
+class Defaults:
+    """What a face does where it has nothing to do; its first base class."""
+
+    def announce(self) -> Task[None]:
+        yield from ()
+
+    def moved(self, sends: Sends) -> None:
+        """The tensors are the framework's own."""
+
+    def over(self, *, taken: bool) -> Task[None]:
+        yield from ()
+
+    def began(self) -> Task[None]:
+        yield from ()
+
+    def details(self) -> list[str] | None:
+        return None
+
+    def pull(self) -> Task[None]:
+        yield from ()
+
+    def ended(self) -> Task[None]:
+        yield from ()
+
+
 class Driver:
     """One worker's run.
 
@@ -337,9 +362,11 @@ class Driver:
 
     def stepped(self, frozen: Frozen) -> bool:
         """This worker has taken a step alone, or has passed over it; whether the round ends with it. Local."""
-        own = self.face.learning_rates() if self.rounds.freezing.happens else {}
+        tensors = self.rounds.tensors
+        asks = self.rounds.freezing.happens and any(tensor.name not in frozen for tensor in tensors)
+        own = self.face.learning_rates() if asks else {}
         self.rounds.follow(frozen)
-        for tensor in self.rounds.tensors:
+        for tensor in tensors:
             if tensor.name in frozen:
                 frozen[tensor.name].count_step(tensor)
             elif tensor.name in own:

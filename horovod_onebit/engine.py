@@ -840,19 +840,17 @@ class Engine:
         finish_step(rules, self.tensors, self.context)
         return True
 
-    @property
-    def speaks(self) -> bool:
-        """Whether the latest skipped step should be logged as a warning (the 1st, 2nd, 4th, 8th, ...): a run that
-        diverges skips every step."""
-        return self.skipped & (self.skipped - 1) == 0
+    def count_skipped(self) -> int:
+        """Count a skipped step; returns the level at which it is to be logged. The 1st, 2nd, 4th, 8th, ... is a
+        warning: a run that diverges skips every step."""
+        self.skipped += 1
+        return logging.WARNING if self.skipped & (self.skipped - 1) == 0 else logging.DEBUG
 
     def say_skipped(self, where: str) -> None:
         """Account for a step that all workers skip; raises ``NonFiniteError`` if the recipe says so."""
-        self.skipped += 1
-        text = f"NaN or Inf in {where}"
+        level, text = self.count_skipped(), f"NaN or Inf in {where}"
         if self.recipe.on_nonfinite == "raise":
             raise NonFiniteError(f"{text}; nothing was changed. Use on_nonfinite='skip' to skip such steps")
-        level = logging.WARNING if self.speaks else logging.DEBUG
         self.say(level, "%s: step skipped (%d so far)", text, self.skipped)
 
     def _restore(self, item: _Sent) -> None:

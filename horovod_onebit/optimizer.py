@@ -20,7 +20,7 @@ from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.checkpoints import check_same, described
 from horovod_onebit.checks import mapping, matching
 from horovod_onebit.coded import CodedMean, codes
-from horovod_onebit.driver import Driver, Frozen, Moment
+from horovod_onebit.driver import Defaults, Driver, Frozen, Moment
 from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, DesyncError, error_text
 from horovod_onebit.exchange import Collectives
@@ -54,7 +54,7 @@ def check_weights(weights: Mapping[str, Array]) -> None:
             )
 
 
-class NumpyOptimizer(RunState):
+class NumpyOptimizer(Defaults, RunState):
     """1-bit training of ``weights``, float32 arrays of any shape that are updated in place.
 
     Args:
@@ -319,9 +319,6 @@ class NumpyOptimizer(RunState):
     def learning_rate(self) -> float:
         return float(self.rule.lr)
 
-    def announce(self) -> Task[None]:
-        yield from ()
-
     def agreed(self) -> Task[Verdict]:
         if not (self._stepwise and self.phase is Phase.COMPRESSED):
             return Verdict()
@@ -368,9 +365,6 @@ class NumpyOptimizer(RunState):
     def own_gradients(self) -> Mapping[int, Array]:
         return {number: self._grads[tensor.name] for number, tensor in enumerate(self._large)}
 
-    def moved(self, sends: Sends) -> None:
-        pass
-
     def exact_step(self) -> None:
         for tensor, mean in self._means:
             self.rule.exact_step(tensor, mean, self.engine.context)
@@ -393,9 +387,6 @@ class NumpyOptimizer(RunState):
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)
             if self.coded is not None:
                 self.coded.forget()
-
-    def over(self, *, taken: bool) -> Task[None]:
-        yield from ()
 
     def _adam(self, why: str) -> Adam:
         if type(self.rule) is not Adam:
@@ -435,14 +426,8 @@ class NumpyOptimizer(RunState):
     def _frozen(self) -> FrozenAdam:
         return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
 
-    def began(self) -> Task[None]:
-        yield from ()
-
     def unbind(self) -> None:
         self._bound = False
-
-    def details(self) -> None:
-        return None
 
     def learning_rates(self) -> Mapping[str, float]:
         return dict.fromkeys([t.name for t in self._tensors], self.learning_rate)
@@ -458,15 +443,9 @@ class NumpyOptimizer(RunState):
             step(tensor, self._grads[tensor.name], self.engine.context)
         return True
 
-    def pull(self) -> Task[None]:
-        yield from ()
-
     def push(self, *, together: bool, usable: bool) -> None:
         for array in self.arrays().values() if not usable else ():  # or the next round would be lost, too
             np.nan_to_num(array, copy=False, posinf=0.0, neginf=0.0)
-
-    def ended(self) -> Task[None]:
-        yield from ()
 
     def second_moments(self) -> list[Moment]:
         rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()

@@ -70,6 +70,7 @@ class Rounds:
         self.large: list[Tensor] = []
         self.small: list[Tensor] = []
         self.length = 0
+        self._elements = 0  # of all tensors
         self._common: list[Tensor] = []  # of the small tensors; of the large ones, the engine has them
         self._rules: list[Rule] = []  # by tensor, first of the large ones
         self._first = False  # whether moments will be frozen, and are not
@@ -97,7 +98,7 @@ class Rounds:
         frozen = any(isinstance(rule, FrozenAdam) for rule in self._rules)
         self._first = self.freezing.happens and (not frozen or self.freezing.steps == NEVER)
         self.large, self.small, self.length, self._skipped = [], [], 0, False  # until all is well
-        self._under_way, self._details = None, details
+        self._elements, self._under_way, self._details = 0, None, details
         for tensor in (*large, *small):
             self.engine.context.kernels.copy(tensor.weight, tensor.anchor)
             forget_steps(tensor)
@@ -119,12 +120,13 @@ class Rounds:
         common = [_common(tensor) for tensor in large]
         yield from self.engine.prepare(common, self._rules[: len(common)], self._details)
         self.large, self.small = list(large), list(small)
+        self._elements = sum(tensor.weight.size for tensor in self.tensors)
         self._common = [_common(tensor) for tensor in small]
 
     @property
     def under_way(self) -> bool:
         """Whether workers have taken steps that were not exchanged, or an exchange has not arrived yet."""
-        return bool(self.tensors) and (self.length > 0 or self.hidden)
+        return bool(self.large or self.small) and (self.length > 0 or self.hidden)
 
     @property
     def hidden(self) -> bool:
@@ -154,15 +156,13 @@ class Rounds:
             return True
         if self.hidden:
             self.engine.progress()
-        elements = sum(tensor.weight.size for tensor in self.tensors)
-        self.engine.traffic.add(0, allreduce_bytes(4 * elements, self.engine.collectives.size))
+        self.engine.traffic.add(0, allreduce_bytes(4 * self._elements, self.engine.collectives.size))
         return False
 
     def skip(self) -> None:
         """This worker has passed over a step, alone: its gradients were not finite. Local."""
         self._skipped = True
-        self.engine.skipped += 1
-        level = logging.WARNING if self.engine.speaks else logging.DEBUG
+        level = self.engine.count_skipped()
         text = "NaN or Inf in the gradients of worker %d: it skips a step (%d so far)"
         logger.log(level, text, self.engine.collectives.rank, self.engine.skipped)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,8 +135,6 @@ def warmed_up(recipe: str, warmup: Any) -> Recipe:
 
 def learning_rate(options: Options, step: int) -> float:
     """The learning rate of ``step`` (from 0)."""
-    import math
-
     if options.lr_schedule == "constant":
         return options.lr
     return options.lr * 0.5 * (1 + math.cos(math.pi * step / options.steps))

@@ -45,6 +45,19 @@ def packages() -> str:
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
 
 
+def environment(**variables: str) -> dict[str, str]:
+    """For jobs of horovodrun on this machine, and ``variables``: each process has one thread, and yields its core where
+    it waits."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    few = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
+    return os.environ | {"PATH": path, "PYTHONPATH": packages()} | few | variables
+
+
+def launch(count: int, backend: str) -> list[str]:
+    """The beginning of the command that runs a program in ``count`` processes on this machine."""
+    return [str(Path(sys.executable).with_name("horovodrun")), "-np", str(count), f"--{backend}"]
+
+
 @contextmanager
 def started(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Iterator[subprocess.Popen]:
     """A job that prints to ``log`` and has ended when the context ends, however that comes about.
@@ -87,11 +100,8 @@ def horovodrun(
     count: int, script: str | Path, *arguments: str, backend: str = "mpi", timeout: float = 1200, **env: str
 ) -> Any:
     """The ``result`` of a Python program in ``count`` processes on this machine; ``env`` is set besides."""
-    python = Path(sys.executable)
-    env = {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1", "PYTHONPATH": packages()} | env
-    path = f"{python.parent}{os.pathsep}{os.environ['PATH']}"
-    launcher = [str(python.with_name("horovodrun")), "-np", str(count), f"--{backend}"]
-    return result(run([*launcher, str(python), str(script), *arguments], os.environ | {"PATH": path} | env, timeout))
+    command = [*launch(count, backend), sys.executable, str(script), *arguments]
+    return result(run(command, environment(**env), timeout))
 
 
 def result(output: str) -> Any:

@@ -21,11 +21,6 @@ NAMES = {"none": "float32", "fp16": "float16", "onebit": "one bit"}
 """What a person reads for each kind of compression."""
 
 
-def dense_bytes(parameters: int, width: int, workers: int) -> int:
-    """Bytes that a worker sends in a ring allreduce of ``parameters`` numbers of ``width`` bytes."""
-    return round(2 * (workers - 1) / workers * parameters * width)
-
-
 @dataclass(frozen=True)
 class Run:
     """One metrics file: the lines of its steps, and the last one with the totals."""

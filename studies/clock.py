@@ -14,6 +14,7 @@ import numpy as np
 
 from jobs.cluster import cluster, unavailable
 from jobs.processes import packages, result
+from jobs.report import readable
 from studies import large, report
 from studies.problem import MissingError
 from studies.rates import kept
@@ -134,12 +135,9 @@ def _curves(found: Found) -> str:
     return report.save(figure, "clock")
 
 
-def _rate(link: str) -> str:
-    return link.replace("mbit", " Mbit/s").replace("gbit", " Gbit/s")
-
-
 def _table(link: str, seed: int, found: Found) -> str:
-    head = [f"{_rate(link)}, {MINUTES[link]:g} minutes, seed {seed}", "s a step", "steps", "MB received", "test loss"]
+    what = f"{readable(link)}, {MINUTES[link]:g} minutes, seed {seed}"
+    head = [what, "s a step", "steps", "MB received", "test loss"]
     return report.table([*head, *(f"s to {loss:g}" for loss in losses(found))], rows(found))
 
 
@@ -147,7 +145,7 @@ def run() -> str:
     """The section of the page."""
     tables = {(link, seed): {way: measured(link, way, seed) for way in ways_at(link, seed)} for link, seed in LEFT_OUT}
     parameters = tables["10mbit", 0]["local"]["parameters"]
-    machines = {key: f"{_rate(key[0])}, seed {key[1]}: {found['local']['machine']}"
+    machines = {key: f"{readable(key[0])}, seed {key[1]}: {found['local']['machine']}"
                 for key, found in tables.items()}  # fmt: skip
     text = [
         "## 21. The larger model on a slow link, by the clock",

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from statistics import mean
 
+from jobs.processes import environment, launch
 from jobs.processes import run as run_job
 from jobs.report import read
 from studies import report
@@ -30,10 +30,8 @@ def metrics(folder: Path, recipe: str, start: int, seed: int) -> Path:
 def train(task: str, folder: Path) -> None:
     """All runs of ``task`` in one job."""
     folder.mkdir(parents=True, exist_ok=True)
-    tools = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
     worker = [sys.executable, "-m", "studies.early_worker", task, str(folder)]
-    run_job([str(tools / "horovodrun"), "-np", "2", "--gloo", *worker], env, timeout=3600)
+    run_job([*launch(2, "gloo"), *worker], environment(), timeout=3600)
 
 
 def plan() -> list[tuple[str, int, tuple[int, ...]]]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import importlib.util
-import os
 import re
 import shlex
 import subprocess
@@ -25,7 +24,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import track
 
-ROOT = Path(__file__).resolve().parents[1]
+from jobs.processes import ROOT, environment, launch
+
 BIN = Path(sys.executable).parent
 PAGES = (ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")))
 SHORT = ["--steps", "12", "--warmup-steps", "4", "--eval-interval", "12"]
@@ -85,9 +85,8 @@ def commands(text: str) -> Iterator[str]:
 
 def shell(command: list[str], cwd: Path = ROOT, timeout: float = 600) -> None:
     """Run it, or raise with what it said."""
-    path = f"{BIN}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"PATH": path, "OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PYTHONPATH": str(ROOT)}
-    env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1", "STEPS": "12"}
+    as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
+    env = environment(TF_CPP_MIN_LOG_LEVEL="3", STEPS="12", **as_root)
     done = subprocess.run(command, cwd=cwd, env=env, capture_output=True, text=True, timeout=timeout)
     if done.returncode:
         raise RuntimeError(f"status {done.returncode}\n{(done.stdout + done.stderr)[-3000:]}")
@@ -165,7 +164,7 @@ def check_python(page: Path, code: list[str], scratch: Path) -> None:
         if own:
             script = scratch / f"{page.stem}{'_keras' if wanted else ''}.py"
             script.write_text("\n".join([prelude, *own]))
-            shell([str(BIN / "horovodrun"), "-np", "2", "--gloo", sys.executable, str(script)], cwd=scratch)
+            shell([*launch(2, "gloo"), sys.executable, str(script)], cwd=scratch)
 
 
 def main() -> int:

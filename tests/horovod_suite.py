@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from jobs.processes import ROOT, run
+from jobs import processes
 
 HOROVOD = "0.28.1"
 REPOSITORY = "https://github.com/horovod/horovod.git"
@@ -42,9 +42,7 @@ def fetch() -> Path:
 
 def environment() -> dict[str, str]:
     """For jobs whose ranks import this project from here."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    few = {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    return os.environ | few | {"PATH": path, "PYTHONPATH": str(ROOT), "PYTEST_ADDOPTS": ""}
+    return processes.environment(TF_CPP_MIN_LOG_LEVEL="3", PYTEST_ADDOPTS="")
 
 
 def run_tests(file: Path, launcher: list[str], *arguments: str, timeout: float = 600) -> str:
@@ -52,14 +50,12 @@ def run_tests(file: Path, launcher: list[str], *arguments: str, timeout: float =
     with tempfile.NamedTemporaryFile(suffix=".ini") as settings:  # Horovod's settings and ours do not apply
         pytest = ["-m", "pytest", "-q", "-p", "tests.horovod_plugin", "-p", "no:cacheprovider", "-c", settings.name]
         command = [*launcher, sys.executable, *pytest, "--disable-warnings", str(file), *arguments]
-        return run(command, environment(), timeout)
+        return processes.run(command, environment(), timeout)
 
 
-def parallel(source: Path, backend: str, *arguments: str, processes: int = 2) -> int:
+def parallel(source: Path, backend: str, *arguments: str, workers: int = 2) -> int:
     """Horovod's tests of several workers; how many passed, which must be the same number on each."""
-    horovodrun = str(Path(sys.executable).with_name("horovodrun"))
-    launcher = [horovodrun, "-np", str(processes), f"--{backend}"]
-    return passed(run_tests(source / PARALLEL, launcher, *arguments), processes)
+    return passed(run_tests(source / PARALLEL, processes.launch(workers, backend), *arguments), workers)
 
 
 def single(source: Path, *arguments: str) -> int:
@@ -67,11 +63,11 @@ def single(source: Path, *arguments: str) -> int:
     return passed(run_tests(source / SINGLE, [], *arguments), 1)
 
 
-def passed(output: str, processes: int) -> int:
-    """The number of tests that passed on each of ``processes``."""
+def passed(output: str, workers: int) -> int:
+    """The number of tests that passed on each of ``workers``."""
     numbers = re.findall(r"(\d+) passed", output)
-    if len(numbers) != processes or len(set(numbers)) != 1 or re.search(r"\d+ (failed|error)", output):
-        raise RuntimeError(f"expected the same number of passed tests from {processes} workers\n{output[-6000:]}")
+    if len(numbers) != workers or len(set(numbers)) != 1 or re.search(r"\d+ (failed|error)", output):
+        raise RuntimeError(f"expected the same number of passed tests from {workers} workers\n{output[-6000:]}")
     return int(numbers[0])
 
 
@@ -83,7 +79,7 @@ def main() -> int:
     args, others = parser.parse_known_args()
     source = (args.source or fetch()).absolute()
     for backend in args.backends:
-        number = parallel(source, backend, *others, processes=args.processes)
+        number = parallel(source, backend, *others, workers=args.processes)
         print(f"{PARALLEL}, {args.processes} processes, {backend}: {number} passed")
     print(f"{SINGLE}: {single(source, *others)} passed")
     return 0

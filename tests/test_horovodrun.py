@@ -14,10 +14,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from jobs.processes import ROOT, run
+from jobs.processes import ROOT, environment, launch, run
 from tests.long import FEW, LONG
-
-HOROVODRUN = Path(sys.executable).with_name("horovodrun")
 
 PLAIN = "mpirun"  # itself, as Open MPI binds processes to cores, and not by horovodrun, which binds none
 
@@ -29,12 +27,11 @@ pytestmark = pytest.mark.horovodrun
 
 def horovodrun(processes, backend, *command, timeout=1800, **variables):
     """Run a job and return its output; fails with the end of it if the job does, or does not end in time."""
-    path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
-    env = os.environ | {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3", "PATH": path, **CROWDED}
+    env = environment(TF_CPP_MIN_LOG_LEVEL="3", **CROWDED)
     env |= {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}  # of which horovodrun sees to itself
     env |= {"PYTEST_ADDOPTS": ""} | variables  # what the caller's pytest selects is not for those on the ranks
-    launcher = ["mpirun"] if backend == PLAIN else [str(HOROVODRUN), f"--{backend}"]
-    return run([*launcher, "-np", str(processes), sys.executable, *map(str, command)], env, timeout)
+    start = ["mpirun", "-np", str(processes)] if backend == PLAIN else launch(processes, backend)
+    return run([*start, sys.executable, *map(str, command)], env, timeout)
 
 
 # The last one leaves collectives behind that some worker never starts, which hvd.join(), in the second one, would
@@ -110,21 +107,21 @@ def test_the_compiled_cuda_kernels(face, tmp_path):
 )
 def test_nothing_is_compiled_after_the_first_step_of_keras(kind, exchange, tmp_path):
     cache = {"NUMBA_CACHE_DIR": str(tmp_path)}
-    output = horovodrun(2, "mpi", "tests/ranks/compiles.py", kind, exchange, PYTHONPATH=str(ROOT), **cache)
+    output = horovodrun(2, "mpi", "tests/ranks/compiles.py", kind, exchange, **cache)
     found = re.findall(r"compiled: (\d+) (\w+)", output)
     assert sum(int(count) for count, phase in found if phase == "warmup") > 100
     assert [count for count, phase in found if phase == "compressed"] == ["0", "0"]
 
 
 def test_a_communicator_of_mpi4py():
-    assert horovodrun(4, "mpi", "tests/ranks/communicator.py", PYTHONPATH=str(ROOT)).count("agrees") == 4
+    assert horovodrun(4, "mpi", "tests/ranks/communicator.py").count("agrees") == 4
 
 
 @pytest.mark.parametrize("program", ["resize.py", pytest.param("resize_keras.py", marks=LONG)])
 def test_another_number_of_workers_goes_on_from_a_checkpoint(program, tmp_path):
     for processes in (2, 3):
         arguments = [f"tests/ranks/{program}", tmp_path, "two_stage"]
-        output = horovodrun(processes, "mpi", *arguments, PYTHONPATH=str(ROOT))
+        output = horovodrun(processes, "mpi", *arguments)
         assert output.count("went on") == processes
     assert "redistributed" in output
 
@@ -218,10 +215,7 @@ def test_a_demo_that_is_ended_leaves_no_process_behind(link, end, tmp_path):
 
 
 def test_bad_options_end_the_job_on_every_rank():
-    path = f"{HOROVODRUN.parent}{os.pathsep}{os.environ['PATH']}"
-    command = [str(HOROVODRUN), "-np", "2", "--gloo", sys.executable, "torch/train.py", "--recipe", "fast"]
-    job = subprocess.run(
-        command, cwd=ROOT, env=os.environ | {"PATH": path}, capture_output=True, text=True, timeout=120
-    )
+    command = [*launch(2, "gloo"), sys.executable, "torch/train.py", "--recipe", "fast"]
+    job = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
     assert job.returncode != 0
     assert "expected one of 'robust', 'paper', 'fixed'" in job.stdout + job.stderr

@@ -56,7 +56,7 @@ def test_hosts_of_two_ranks():
 def test_the_same_bits_as_over_horovod(tmp_path):
     """Weights, the optimizers' state and all residuals after 20 steps; a sum of two does not depend on its order."""
     torchrun(2, "tests/ranks/digests.py", tmp_path / "torch.json")
-    horovodrun(2, "mpi", "tests/ranks/digests.py", tmp_path / "horovod.json", PYTHONPATH=str(ROOT))
+    horovodrun(2, "mpi", "tests/ranks/digests.py", tmp_path / "horovod.json")
     over_torch, over_horovod = (json.loads((tmp_path / f"{n}.json").read_text()) for n in ("torch", "horovod"))
     assert len(over_torch) > 30
     assert over_torch == over_horovod
@@ -72,7 +72,7 @@ def test_another_number_of_workers_goes_on_from_a_checkpoint(tmp_path):
 
 @LONG
 def test_a_checkpoint_goes_from_one_transport_to_the_other(tmp_path):
-    horovodrun(2, "mpi", "tests/ranks/resize.py", tmp_path, "direct", PYTHONPATH=str(ROOT))
+    horovodrun(2, "mpi", "tests/ranks/resize.py", tmp_path, "direct")
     assert torchrun(2, "tests/ranks/resize.py", tmp_path, "direct").count("went on") == 2
 
 

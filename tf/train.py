@@ -25,10 +25,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, OnebitError, UnsupportedError
+from horovod_onebit.stats import allreduce_bytes
 from jobs.data import Task, load
 from jobs.metrics import Metrics
 from jobs.options import Options, learning_rate, parse, recipe_of
-from jobs.report import dense_bytes
 
 
 def distributed_optimizer(options: Options) -> Any:
@@ -87,7 +87,7 @@ def train(options: Options, task: Task) -> None:
         return value
 
     parameters = sum(int(np.prod(v.shape)) for v in model.trainable_variables)
-    dense = dense_bytes(parameters, 4, hvd.size())
+    dense = allreduce_bytes(4 * parameters, hvd.size())
     first = last = 0
     with Metrics(options, hvd.rank()) as metrics:
         for number in range(options.steps):

@@ -21,10 +21,10 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))
 
 import horovod_onebit.torch as onebit
 from horovod_onebit import ConfigurationError, OnebitError
+from horovod_onebit.stats import allreduce_bytes
 from jobs.data import Task, load
 from jobs.metrics import Metrics
 from jobs.options import Options, learning_rate, parse, recipe_of
-from jobs.report import dense_bytes
 
 
 def plain_optimizer(options: Options, model: torch.nn.Module) -> torch.optim.Optimizer:
@@ -88,7 +88,7 @@ def train(options: Options, task: Task) -> None:
     model = build(options.task, options.width, task.train_x.shape[1], task.classes).to(device)
     replica, optimizer = distributed(options, model)
     parameters = sum(p.numel() for p in model.parameters())
-    dense = dense_bytes(parameters, 4, world.size())
+    dense = allreduce_bytes(4 * parameters, world.size())
     first = last = total = 0
     with Metrics(options, world.rank()) as metrics:
         for step in range(options.steps):

@@ -76,10 +76,11 @@ class Handle:
 
 
 class Errand:
-    """A task that is carried out where nobody may wait: ``start``, then ``resume`` with what came of each round that
-    they return; None when it is done. What it has started leaves round by round, that of one group together.
+    """Runs a task in host functions, which must not block.
 
-    ``on`` calls what it is given, on the right thread.
+    ``start`` and ``resume`` return the next round to send, or None when the task is done; ``resume`` takes the results
+    of the last round. What a task has started is sent round by round, that of one group together. ``on`` calls a
+    function on the kernels' thread.
     """
 
     def __init__(self, collectives: HorovodCollectives, on: Callable[[Callable[[], Any]], Any]) -> None:

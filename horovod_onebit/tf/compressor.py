@@ -72,20 +72,18 @@ class Progress:
 class Values:
     """What a compressed step reads of variables, in their order: flat float32 arrays, or None where there is none.
 
-    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to. They
-    are in the host's memory, or in that of ``place``.
+    They share memory with TensorFlow's tensors, which are values that others may hold: they are never written to.
     """
 
     weights: Sequence[Array]
     momenta: Sequence[Array | None]
     variances: Sequence[Array | None]
-    place: Place | None = None
 
 
 @dataclass(frozen=True)
 class Now:
-    """The compressed step that is taken: of the variables ``indices``, whose gradients are clipped by ``factors``,
-    which go on with those of the exact ones."""
+    """The compressed step in progress. ``factors`` clips the gradients: first those of the variables ``indices``, then
+    those of the exact ones."""
 
     indices: tuple[int, ...]
     values: Values
@@ -696,10 +694,7 @@ class Compressor(RunState):
         others = sorted(set(range(self.engine.collectives.size)) - set(self.engine.refusing))
         self.engine.refuse()
         if others and self.engine.recipe.on_nonfinite == "raise":  # they raise, too
-            raise DesyncError(
-                f"the optimizer's state was changed on this worker and not on {workers(others)}: make the same changes "
-                "on all workers"
-            )
+            raise changed_alone("this worker", workers(others))
         return False
 
     def _end(self) -> None:
@@ -765,11 +760,6 @@ class Compressor(RunState):
                 norms=norms,
             )
 
-    def feedback(self) -> dict[str, Array]:
-        """A copy of this worker's residuals."""
-        with self.here():
-            return self.engine.feedback.state_dict()
-
     def counts(self) -> dict[str, Any]:
         """How far the run is, apart from what Keras's variables tell; for JSON."""
         return run_state.counts(self.engine, self.optimizer._wrapping.warmup) | {"late": sorted(self.late)}
@@ -813,6 +803,13 @@ class Compressor(RunState):
             return {}
         variables = enumerate(self.optimizer._trainable_variables)
         return {self.name_of(i, v): math.prod(v.shape) for i, v in variables if self.is_compressed(v)}
+
+
+def changed_alone(on: str, others: str) -> DesyncError:
+    """To be raised where the optimizer's state was changed ``on`` some workers and not on the ``others``."""
+    return DesyncError(
+        f"the optimizer's state was changed on {on} and not on {others}: make the same changes on all workers"
+    )
 
 
 def _aligned(size: int) -> Array:

@@ -46,11 +46,12 @@ def path_of(variable: Any) -> str:
 def cond(
     condition: Any, then: Callable[[], None], otherwise: Callable[[], None] = lambda: None, *, whole: bool = False
 ) -> Any:
-    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs. In a graph, returns the operation
-    that is over when the branch is.
+    """``tf.cond`` for branches that return nothing; a plain ``if`` outside of graphs. In a graph, return an operation
+    that is complete when the branch is.
 
-    TensorFlow puts both branches into the graph, where they can begin before all that they need is there, and each
-    operation of the one that is not taken costs time. ``whole``: a branch waits for all, and the other costs nothing.
+    TensorFlow inlines both branches: their operations may start before all inputs are ready, and those of the branch
+    not taken cost time. With ``whole``, where there is no GPU, the branch starts when all its inputs are ready, and the
+    other one costs nothing.
     """
 
     def branch(work: Callable[[], None]) -> Callable[[], Any]:

@@ -15,7 +15,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.driver import Driver, Frozen, Moment
+from horovod_onebit.driver import Defaults, Driver, Frozen, Moment
 from horovod_onebit.errors import ConfigurationError, DesyncError, NonFiniteError, UnsupportedError
 from horovod_onebit.formulas import bound
 from horovod_onebit.kernels.reference import Array
@@ -105,7 +105,7 @@ def _adam(optimizer: Any) -> AdamAdapter | None:
     return adapter if type(adapter) is AdamAdapter else None
 
 
-class LocalSteps(Compressor):
+class LocalSteps(Defaults, Compressor):
     """The rounds of one Keras ``DistributedOptimizer``. The weights at the beginning of a round are kept here, in the
     host's memory; at the first step, and after a checkpoint was loaded, they are taken again."""
 
@@ -235,9 +235,6 @@ class LocalSteps(Compressor):
     def unbind(self) -> None:
         self.indices = ()
 
-    def details(self) -> None:
-        return None
-
     def learning_rates(self) -> Mapping[str, float]:
         return dict.fromkeys([t.name for t in self.tensors], self.learning_rate)
 
@@ -247,10 +244,11 @@ class LocalSteps(Compressor):
             return {}
         options = self.moments.overrule(self.options)
         decays = (0.0, options.weight_decay or 0.0)
-        rules: list[Any] = [adam.rule(options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        plain: list[Any] = [adam.rule(options, self.learning_rate, decay, frozen, 1.0) for decay in decays]
+        rules = [FrozenAdam(adam=one) for one in plain]
         variables = [self.optimizer._trainable_variables[i] for i in self._members]
         both = zip(variables, self.tensors, strict=True)
-        return {tensor.name: FrozenAdam(adam=rules[self.decays(variable)]) for variable, tensor in both}
+        return {tensor.name: rules[self.decays(variable)] for variable, tensor in both}
 
     def pull(self) -> Task[None]:
         self._pull(self._values)
@@ -261,9 +259,6 @@ class LocalSteps(Compressor):
         if self.lost:
             self._restore_frozen()
         self._push_momenta()
-
-    def ended(self) -> Task[None]:
-        yield from ()
 
     def second_moments(self) -> list[Moment]:
         own = self.own
@@ -410,7 +405,7 @@ class LocalSteps(Compressor):
         optimizer._seen.assign(seen)
         self.moments.freeze(marks)
 
-    def say(self) -> None:
+    def raise_lost(self) -> None:
         """Raise what ``exchange`` has found, now that all weights are alike."""
         error, self._error = self._error, None
         if error is not None:
@@ -578,7 +573,7 @@ def _exchange(optimizer: Any, indices: tuple[int, ...], variables: Sequence[Any]
         lost = host_value(lambda: steps.lost, [], tf.bool)
         cond(lost, lambda: _heal(optimizer), optimizer._average_weights)
         if optimizer.recipe.on_nonfinite == "raise":
-            host_call(steps.say)
+            host_call(steps.raise_lost)
 
     cond(_agreed(optimizer, indices, begins=False), exchange)
 

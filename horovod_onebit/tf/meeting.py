@@ -68,7 +68,8 @@ def meet(
         heard(found)
         return found.finite
 
-    gather = collectives.sum_integers(agreement_name(collectives.process_set.process_set_id))
+    process_set = collectives.process_set
+    gather = _shared(process_set).sum_integers(agreement_name(process_set.process_set_id))
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):
@@ -95,12 +96,17 @@ def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = 
     Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not, which has this
     worker's ``remark``, too; remarks may differ.
     """
-    return all_finite(True, _collectives(process_set, process_set.process_set_id), call, setup, remark)
+    return all_finite(True, _shared(process_set), call, setup, remark)
+
+
+def _shared(process_set: Any) -> HorovodCollectives:
+    """Those of a process set whose graph of an agreement all have in common."""
+    return _collectives(process_set, process_set.process_set_id, process_set.size())
 
 
 @lru_cache
-def _collectives(process_set: Any, number: int) -> HorovodCollectives:
-    """Those of a process set while it has this ``number``, with the graphs that they have made."""
+def _collectives(process_set: Any, number: int, size: int) -> HorovodCollectives:
+    """Those of a process set while it has this ``number`` and ``size``, with the graphs that they have made."""
     return HorovodCollectives(process_set)
 
 

@@ -60,10 +60,10 @@ class Moments:
     """The moments of one Keras ``DistributedOptimizer``.
 
     What it adds to the optimizer: ``_seen``, (variables,) int64, how many gradients each second moment has seen since
-    the first one, or, negative, how many in the warm-up were zeros, if all were; and
-    ``_marks``, (variables,) int64, which is 0 for a variable that has taken no compressed step, else the checksum of
-    its frozen second moment, or ``NO_SECOND_MOMENT``; and ``_frozen_beta2``, a float64, the ``beta_2`` by which second
-    moments were frozen, 0 while none is.
+    the first that was not zero; in the warm-up, while all were zero, minus their number; and ``_marks``, (variables,)
+    int64, which is 0 for a variable that has taken no compressed step, else the checksum of its frozen second moment,
+    or ``NO_SECOND_MOMENT``; and ``_frozen_beta2``, a float64, the ``beta_2`` by which second moments were frozen, 0
+    while none is.
     """
 
     def __init__(self, compressor: Owner) -> None:

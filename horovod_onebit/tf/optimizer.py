@@ -131,7 +131,7 @@ class _DistributedOptimizer(_Wrapped):
         return pairs
 
     def prepare_step(self) -> None:
-        """What the first step does, now that the model is built."""
+        """Do what a callback left for the beginning of a step, such as the first broadcast; called in every step."""
         if self._compressor.before_step is not None:
             self._compressor.before_step()
 
@@ -419,7 +419,7 @@ class _DistributedOptimizer(_Wrapped):
             self.flush()
         if model is not None:
             flush_all(model)
-        if self._averages_itself and process_set.included():
+        if process_set.included():
             self._average_weights()
         super().finalize_variable_values(var_list)
 
@@ -507,7 +507,8 @@ class _DistributedOptimizer(_Wrapped):
         has a name that tells what they are of."""
         compressor = self._compressor
         compressor.settle()
-        residuals = compressor.feedback()
+        with compressor.here():
+            residuals = compressor.engine.feedback.state_dict()
         return residuals | {feedback.mark(compressor.kind, compressor.workers): np.empty(0, np.float32)}
 
     def load_feedback_state_dict(self, state: Mapping[str, np.ndarray]) -> None:

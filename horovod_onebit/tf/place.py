@@ -111,7 +111,7 @@ class Place:
     def computed(self, work: Callable[[Any], Any], array: Any) -> Any:
         """``work`` of the tensor that ``array`` is, by TensorFlow."""
         with tf.device(self.device):
-            return self.array(work(array.owner.tensor))
+            return self.array(work(tensor_of(array)))
 
     def wait(self) -> None:
         """Until the kernels are done."""

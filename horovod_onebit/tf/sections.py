@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import lru_cache
 
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.layout import Layout, TensorSpec, plan
@@ -21,7 +22,8 @@ MOST = 32
 """Sections of a step, about: each costs some time when a step is traced."""
 
 
-def sections(sizes: Sequence[int], recipe: Recipe) -> list[tuple[int, ...]]:
+@lru_cache(maxsize=16)
+def sections(sizes: tuple[int, ...], recipe: Recipe) -> tuple[tuple[int, ...], ...]:
     """The numbers of the variables of each section, the last variables first: their gradients come first.
 
     ``sizes`` are those of the compressed variables, in elements. There is at least one section.
@@ -40,7 +42,7 @@ def sections(sizes: Sequence[int], recipe: Recipe) -> list[tuple[int, ...]]:
             if not any(numbers <= set(section) for section in early):  # of a variable that is cut, say
                 early.append(tuple(sorted(numbers)))
             numbers, size = set(), 0
-    return [*early, tuple(range(len(sizes)))]
+    return (*early, tuple(range(len(sizes))))
 
 
 class Section:

@@ -90,7 +90,7 @@ def _begin(compressor: Compressor, place: Place | None, large: Pairs, small: Pai
 
     def work(learning_rate: Any, steps: Any, seen: Any, marks: Any, squares: Any, *rest: Any) -> Task[None]:
         arrays = iter(opened(rest[len(finite) :]))
-        values = _values(arrays, large, momenta, variances, place)
+        values = _values(arrays, large, momenta, variances)
         now = Progress(float(learning_rate), int(steps), np.array(seen), np.array(marks))
         known = all(rest[: len(finite)])
         compressor.go_to(place)
@@ -112,14 +112,11 @@ def _sizes(pairs: Pairs) -> list[int]:
     return [math.prod(v.shape) for _, v in pairs]
 
 
-def _values(
-    arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any], place: Place | None
-) -> Values:
+def _values(arrays: Iterator[Any], large: Pairs, momenta: Sequence[Any], variances: Sequence[Any]) -> Values:
     return Values(
         [next(arrays) for _ in large],
         [None if m is None else next(arrays) for m in momenta],
         [None if v is None else next(arrays) for v in variances],
-        place,
     )
 
 
@@ -133,7 +130,7 @@ def _state(compressor: Compressor, large: Pairs) -> tuple[tuple[int, ...], list[
 def _by_sections(compressor: Compressor, place: Place | None, large: Pairs, begun: Any, recipe: Recipe) -> list[Any]:
     """Each section of ``large`` on its way with its gradients, once the step has ``begun``: tensors that are there when
     it has arrived. ``recipe`` is that of the engine that sends."""
-    members, arrived = sections(_sizes(large), recipe), []
+    members, arrived = sections(tuple(_sizes(large)), recipe), []
     for number, numbers in enumerate(members):
         section = Section(compressor, members, number)
         arrived.append(_travel(section, place, [large[i][0] for i in numbers], begun, str(number)))

@@ -15,14 +15,14 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit.averages import all_finite
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.handshake import Verdict, workers
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.local import COUNT
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
-from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values
+from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values, changed_alone
 from horovod_onebit.tf.graph import assign, flat_view
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
@@ -127,10 +127,7 @@ class ZeroOneSteps(Compressor):
             return Verdict(finite=not answers.any("bad"))
         engine.exchanges += 1
         if len(on) < size:
-            raise DesyncError(
-                f"the optimizer's state was changed on {workers(on)} and not on the others: make the same changes on "
-                "all workers"
-            )
+            raise changed_alone(workers(on), "the others")
         if self.departed:
             raise ConfigurationError(
                 "the optimizer's state was changed after local steps, when workers' weights differ: call "

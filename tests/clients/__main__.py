@@ -18,7 +18,7 @@ from functools import partial
 from itertools import product
 from pathlib import Path
 
-from jobs.processes import ROOT, run
+from jobs.processes import ROOT, launch, run
 from tests.horovod_suite import CACHE, environment
 
 REQUIREMENTS = (
@@ -67,7 +67,7 @@ def python_with_clients(folder: Path) -> Path:
 def launchers(python: Path, program: str) -> dict[str, list[str]]:
     """The beginnings of the commands that start ``program``, by the launcher."""
     # Under MPI, accelerate and Lightning take the processes for their own.
-    horovodrun = [str(Path(sys.executable).with_name("horovodrun")), "-np", "2", "--gloo", str(python)]
+    horovodrun = [*launch(2, "gloo"), str(python)]
     if program in BY_INSTALL:
         return {"horovodrun": [*horovodrun, "-m", "horovod_onebit.install", "--warmup-steps", "4"]}
     if program == "ray_trainer":

@@ -7,11 +7,10 @@ import stat
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import psutil
 
-from jobs.processes import ROOT
+from jobs.processes import ROOT, environment, launch
 
 HOSTS = ("localhost", "127.0.0.1", socket.gethostname())
 """Three names of this machine that Horovod takes for hosts of their own."""
@@ -29,10 +28,8 @@ class Job:
         discovery = folder / "discover.sh"
         discovery.write_text(f"#!/bin/sh\ncat {self.hosts}\n")
         discovery.chmod(discovery.stat().st_mode | stat.S_IXUSR)
-        tools = Path(sys.executable).parent
-        env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-        env |= {"OMP_NUM_THREADS": "1", "TF_CPP_MIN_LOG_LEVEL": "3"}
-        command = [str(tools / "horovodrun"), "--gloo", "-np", str(len(hosts)), "--min-np", "1", "--max-np", "4"]
+        env = environment(TF_CPP_MIN_LOG_LEVEL="3")
+        command = [*launch(len(hosts), "gloo"), "--min-np", "1", "--max-np", "4"]
         command += ["--host-discovery-script", str(discovery), *options, sys.executable]
         self.output = (folder / "output").open("a")
         self.process = subprocess.Popen(

@@ -1,26 +1,21 @@
 """A worker that dies ends the job, on all ranks, within seconds; nothing of it is left."""
 
-import os
 import subprocess
 import sys
 import uuid
-from pathlib import Path
 
 import psutil
 import pytest
 
-from jobs.processes import ROOT
+from jobs.processes import ROOT, environment, launch
 
 pytestmark = pytest.mark.horovodrun
 
 
 def horovodrun(processes, backend, script, argument):
     """The ended job, whether or not it failed."""
-    tools = Path(sys.executable).parent
-    env = os.environ | {"PATH": f"{tools}{os.pathsep}{os.environ['PATH']}", "PYTHONPATH": str(ROOT)}
-    env |= {"OMP_NUM_THREADS": "1", "OMPI_MCA_mpi_yield_when_idle": "1"}
-    command = [str(tools / "horovodrun"), "-np", str(processes), f"--{backend}", sys.executable, script, argument]
-    return subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=120)
+    command = [*launch(processes, backend), sys.executable, script, argument]
+    return subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
 
 
 @pytest.mark.parametrize("backend", ["gloo", "mpi"])

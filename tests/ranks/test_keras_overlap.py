@@ -214,9 +214,9 @@ def test_messages_leave_before_the_backward_pass_is_over(bits, first):
 def test_sections_follow_from_sizes_alone():
     recipe = Recipe(bucket_size=1024, block_size=64)
     for sizes in ([], [8], [5000], [600, 600, 600], [8, 4096, 8, 4096, 8], [100] * 40, [3000, 100, 100, 3000]):
-        found = sections(sizes, recipe)
+        found = sections(tuple(sizes), recipe)
         assert found[-1] == tuple(range(len(sizes)))
         assert len(set(found)) == len(found)
         assert len(found) <= 1 + sum(sizes) // 512
-    assert sections([4096] * 3, recipe) == [(2,), (1,), (0, 1, 2)]
-    assert len(sections([2**12] * 500, recipe)) < 70
+    assert sections((4096,) * 3, recipe) == ((2,), (1,), (0, 1, 2))
+    assert len(sections((2**12,) * 500, recipe)) < 70
