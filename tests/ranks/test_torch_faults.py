@@ -493,9 +493,9 @@ def test_replicas_that_drift_apart_are_named_on_all_workers(steps):
     if RANK == SIZE - 1:
         with torch.no_grad():
             model.second.weight[1, 2] += 1e-3
-    with pytest.raises(DesyncError, match=rf"second.weight on worker \[{SIZE - 1}\]"):
+    with pytest.raises(DesyncError, match=rf"second.weight of worker {SIZE - 1} differs from that of worker 0"):
         optimizer.check_replicas()
-    with pytest.raises(DesyncError, match="drifted apart"):
+    with pytest.raises(DesyncError, match="differs from that of worker 0"):
         train(model, optimizer, 1, start=steps)
 
 
@@ -513,7 +513,7 @@ def test_replicas_that_differ_between_exchanges_are_compared_after_them(monkeypa
     if RANK == 0:
         with torch.no_grad():
             model.norm.weight += 1
-    with pytest.raises(DesyncError, match=r"norm.weight.* on worker \[[01]\]"):
+    with pytest.raises(DesyncError, match=r"norm.weight.* of workers? 1.* from that of worker 0"):
         train(model, optimizer, 3, start=34)
 
 

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_onebit import handshake, simulation
+from horovod_onebit import handshake, replicas, simulation
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Finite, Mismatch, ask
 from horovod_onebit.tasks import run
@@ -34,6 +34,23 @@ def test_all_raise_what_differs(monkeypatch):
             answers.compare({"step": "the count"})
 
     simulation.run(worker, 3)
+
+
+def test_replicas_that_differ_are_named_on_all_workers():
+    def worker(collectives):
+        found = {f"weight {i}": i for i in range(6)}
+        run(replicas.check(found, collectives, "test"))
+        if collectives.rank == 2:
+            found |= {f"weight {i}": 9 for i in range(1, 6)}
+        with pytest.raises(DesyncError) as caught:
+            run(replicas.check(found, collectives, "test"))
+        return str(caught.value)
+
+    (text,) = set(simulation.run(worker, 3))
+    for number in (1, 2, 3):
+        assert f"weight {number} of worker 2 differs from that of worker 0" in text
+    assert "; and 2 more. Broadcast the weights" in text
+    simulation.run(lambda collectives: run(replicas.check({"weight": 1}, collectives, "test")), 1)
 
 
 def test_another_version_is_no_mismatch_that_facts_explain():
