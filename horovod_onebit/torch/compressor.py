@@ -358,7 +358,7 @@ class Compressor(Steps):
     def announce(self) -> Task[None]:
         now = self._now
         yield from self.check_groups()
-        self.gradients.check_owned()
+        self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.

@@ -33,7 +33,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, check_owned, densify, release, take, unscale
+from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, densify, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
 from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_BETA2, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
@@ -392,7 +392,7 @@ def _is_frozen(binding: Binding) -> bool:
     return isinstance(binding.state, _Both)
 
 
-class OwnGradients:
+class OwnGradients(Watches):
     """Gradients that stay this worker's own: what ``Agreement`` and others ask of those that travel."""
 
     coded = None
@@ -400,10 +400,10 @@ class OwnGradients:
     automatic = True
 
     def __init__(self, rounds: Rounds, arguments: Arguments) -> None:
+        super().__init__()
         self._rounds = rounds
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
-        self._lost: dict[torch.Tensor, weakref.ref[Watches]] = {}  # to another DistributedOptimizer
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another DistributedOptimizer that had ``parameters`` lets go of them. Their gradients are looked at only to
@@ -413,26 +413,10 @@ class OwnGradients:
             if self._arguments.sparse_as_dense:
                 self.computed(p)
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """``parameters`` were taken out of the optimizer."""
-        for p in parameters:
-            self._lost.pop(p, None)
-            release(p, self)
-
     @untraced
     def computed(self, p: torch.Tensor) -> None:
         """See ``hooks.Watches``."""
         densify([p])
-
-    def lose(self, p: torch.Tensor, to: Watches) -> None:
-        """See ``Watches``."""
-        self._lost[p] = weakref.ref(to)
-
-    def lost(self) -> list[torch.Tensor]:
-        """The parameters that another DistributedOptimizer trains; of one that is gone they are taken back."""
-        self.add([p for p, to in self._lost.items() if to() is None])
-        self._lost = {p: to for p, to in self._lost.items() if to() is not None}
-        return list(self._lost)
 
     @property
     def recallable(self) -> bool:
@@ -648,7 +632,7 @@ class LocalSteps(Steps):
 
     def follow(self) -> Task[bool]:
         yield from self.check_groups()
-        check_owned(self.gradients.lost(), self.parameters.names)
+        self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         parameters = self.parameters
         parameters.begin_again(parameters.edited())
