@@ -110,6 +110,26 @@ class Steps(RunState):
         """Take over progress that Horovod has broadcast."""
         raise NotImplementedError
 
+    def check_groups(self) -> Task[None]:
+        """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective as
+        ``end_apart`` is."""
+        if self.engine.workers_changed:
+            self.fold()
+            self.leave_world()
+        if (fresh := self.parameters.find_new()) and self.included:
+            self.gradients.add(fresh)
+            self._checked_averaging = False  # DistributedDataParallel is made anew then
+        self.adopt()
+        yield from self.end_apart()
+        if gone := self.parameters.forget_gone():
+            self.gradients.forget(gone)
+            self.parameters.let_go(gone)
+
+    def end_apart(self) -> Task[None]:
+        """Bring all workers to the same weights, if steps were local and parameters are leaving that must not stay
+        each worker's own. Collective then."""
+        raise NotImplementedError
+
     def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
         return replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
@@ -155,6 +175,9 @@ class Steps(RunState):
         return not loaded or self.just_loaded or self._gave_residuals == self.parameters.steps
 
     # -- other workers ------------------------------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Before the workers change: what was moved since the last exchange becomes residuals. Local."""
 
     def leave_world(self) -> None:
         super().leave_world()
@@ -251,24 +274,12 @@ class Compressor(Steps):
         if self.parameters.adopt():
             self.gradients.cancel(by_all=False)
 
-    def check_groups(self) -> Task[None]:
-        """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective if some are
-        gone or edited whose weights differ."""
-        if self.engine.workers_changed:
-            self.leave_world()
-        fresh = self.parameters.find_new()
-        if self.included and fresh:
-            self.gradients.add(fresh)
-            self._checked_averaging = False  # DistributedDataParallel is made anew then
-        self.adopt()
-        # Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
-        # Adam must not stay each worker's own.
+    def end_apart(self) -> Task[None]:
+        """Of 0/1 Adam: parameters that were frozen, taken out of the groups, or whose state was edited, between two
+        exchanges must not stay each worker's own. Collective if there are some."""
         if self._stepwise and (self.parameters.leaving or self.parameters.edited()):
             with torch.no_grad():
                 yield from self.flush()
-        if gone := self.parameters.forget_gone():
-            self.gradients.forget(gone)
-            self.parameters.let_go(gone)
 
     # -- before a step --------------------------------------------------------------------------------------------
 
@@ -507,9 +518,6 @@ class Compressor(Steps):
         return None
 
     # -- other workers --------------------------------------------------------------------------------------------
-
-    def fold(self) -> None:
-        """Before the workers change: nothing that was moved since the last exchange is a residual. Local."""
 
     def weigh(self, weighing: Weighing | None) -> None:
         super().weigh(weighing)

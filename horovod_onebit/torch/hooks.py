@@ -94,7 +94,7 @@ class _Mark:
 
 
 class Watches:
-    """What is hooked to the gradients of one ``DistributedOptimizer``'s parameters; each parameter has one at a time."""
+    """What is hooked to the gradients of one ``DistributedOptimizer``; each parameter has one at a time."""
 
     def __init__(self) -> None:
         self._lost: set[torch.Tensor] = set()  # parameters that another one has taken over

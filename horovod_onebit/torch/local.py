@@ -125,6 +125,13 @@ class LocalParameters(Parameters):
         here = {id(p) for p in self.ordered()}
         return any(id(p) not in here for p in self.bindings)
 
+    def forget_gone(self) -> set[torch.Tensor]:
+        gone = super().forget_gone()
+        for p in gone:
+            self.kept.pop(p, None)
+            self.awaited.discard(p)
+        return gone
+
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
         self.unbind()
@@ -573,28 +580,14 @@ class LocalSteps(Steps):
         """Take over progress that Horovod has broadcast."""
         self.parameters.adopt()
 
-    def check_groups(self) -> Task[None]:
-        """Take notice of parameters that are new or gone, and of other workers. Collective if some are gone in the
-        middle of a round."""
-        if self.engine.workers_changed:
-            self.fold()
-            self.leave_world()
-        if (fresh := self.parameters.find_new()) and self.included:
-            self.gradients.add(fresh)
-            self._checked_averaging = False  # DistributedDataParallel is made anew then
-        self.adopt()
+    def end_apart(self) -> Task[None]:
+        """Parameters that are gone end the round. Collective if there are some in the middle of one."""
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
                 self.parameters.begin_again(self.parameters.edited())
                 yield from self.driver.end_round("step", flush=True)
                 self.parameters.remember()
             self.parameters.unbind()
-        gone = self.parameters.forget_gone()
-        self.gradients.forget(gone)
-        for p in gone:
-            self.parameters.kept.pop(p, None)
-            self.parameters.awaited.discard(p)
-        self.parameters.let_go(gone)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
