@@ -215,6 +215,4 @@ def _bucket(index: int, codec: Codec, cuts: Sequence[Cut]) -> Bucket:
 def _digest(tensors: Sequence[TensorSpec], recipe: Recipe, capacity: int) -> int:
     # The names of servers' residuals in checkpoints contain it, so it must not change from version to version.
     text = f"({tuple((t.name, t.size, t.detail) for t in tensors)!r}, {recipe.signature()}, {capacity!r})"
-    if recipe.block_size is None:  # version 0.1.0 gave each server as many blocks, of whatever size
-        text += " by size"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")
