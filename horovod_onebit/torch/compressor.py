@@ -37,7 +37,6 @@ from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Weighing
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -519,12 +518,7 @@ class Compressor(Steps):
 
     # -- other workers --------------------------------------------------------------------------------------------
 
-    def weigh(self, weighing: Weighing | None) -> None:
-        super().weigh(weighing)
-        self.parameters.changed()
-
     def leave_world(self) -> None:
         super().leave_world()
         self._compares = True
         self.gradients.forget_world()
-        self.parameters.changed()

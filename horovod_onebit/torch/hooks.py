@@ -269,7 +269,7 @@ class Gradients(Watches):
         parameters, engine = self._parameters, self._engine
         if not self._proven or engine.workers_changed or parameters.schedule is not None:
             return None, {}
-        if engine.layout is None or not parameters.all_current:
+        if not parameters.all_current:
             return None, {}
         self._version = parameters.version
         return parameters.plan(), parameters.bindings

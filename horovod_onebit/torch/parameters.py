@@ -144,8 +144,8 @@ class Parameters:
 
     @property
     def prepared(self) -> bool:
-        """Whether nothing has changed since the engine was prepared."""
-        return self.prepared_for == self.version
+        """Whether the engine is prepared, and nothing has changed since."""
+        return self.engine.layout is not None and self.prepared_for == self.version
 
     def seen(self, p: torch.Tensor) -> int | None:
         """The steps that the second moment of ``p`` has seen, if it is frozen; it is in the state, and goes with it."""
