@@ -90,8 +90,8 @@ def broadcast_optimizer_state(
         structure = _put_in(structure, tensors)
     broadcast_tensors(tensors, root_rank, transport, "onebit.state")
     if is_root:
-        if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._parameters.loads += 1  # as on the others
+        if isinstance(optimizer, _DistributedOptimizer) and (coded := optimizer._compressor.coded) is not None:
+            coded.forget()  # as on the others
     elif isinstance(optimizer, _DistributedOptimizer):
         where = optimizer._gradients.where
         optimizer._load(structure, keep_feedback=optimizer._compressor.residuals_fit(loaded=loaded))

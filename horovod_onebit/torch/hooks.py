@@ -213,7 +213,8 @@ class Gradients(Watches):
             self._densify(p)
         self._watched[p] = left
         if self.where is not Where.LOCAL:
-            self._parameters.adopt()
+            if self._parameters.adopt() and self.coded is not None:
+                self.coded.forget()
             self.where = Where.LOCAL
             self._warm = self._parameters.phase is Phase.WARMUP
             self._noticed = self._surroundings() if self._sends_early and self._warm else None
@@ -433,6 +434,8 @@ class Gradients(Watches):
         if by_all:  # of what was sent, those whose states were edited since have no residuals
             gone = [b.tensor.name for b in self._early.parts if b.p not in self._parameters.bindings]
             self._engine.feedback.reset(gone)
+        elif self.coded is not None:
+            self.coded.forget()
         self._clear(settled=by_all)
 
     @torch.no_grad()

@@ -97,7 +97,6 @@ class Parameters:
         self._exact_groups: list[bool] = []  # by group, whether it has the option ``exact``
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
-        self.loads = 0  # times that a state was loaded
         self.made_state = False  # whether there is one that was made to be shown, perhaps on this worker alone
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
@@ -796,7 +795,6 @@ class Parameters:
         ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
-        self.loads += 1
         self.made_state = False
         self.bindings = {}
         self._marks.clear()
