@@ -351,7 +351,7 @@ class NumpyOptimizer(RunState):
     def _rule(self, sends: Sends) -> Rule:
         if not self._stepwise:
             return self.rule
-        return zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
+        return zero_one_adam.of(self._adam, sends)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -397,8 +397,13 @@ class NumpyOptimizer(RunState):
     def over(self, *, taken: bool) -> Task[None]:
         yield from ()
 
-    def _adam(self, why: str) -> Adam:
+    @property
+    def _adam(self) -> Adam:
+        """The rule, where the schedule or a frozen second moment is Adam's. Raises ``ConfigurationError`` for another
+        one."""
         if type(self.rule) is not Adam:
+            frozen = "the second moment of Adam is frozen"
+            why = f"schedule={self._schedule!r} is for Adam" if self._stepwise else frozen
             raise ConfigurationError(f"{why}, and the rule is {self.rule.name}")
         return self.rule
 
@@ -433,7 +438,7 @@ class NumpyOptimizer(RunState):
 
     @property
     def _frozen(self) -> FrozenAdam:
-        return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
+        return FrozenAdam(adam=self._adam)
 
     def began(self) -> Task[None]:
         yield from ()
@@ -469,7 +474,7 @@ class NumpyOptimizer(RunState):
         yield from ()
 
     def second_moments(self) -> list[Moment]:
-        rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()
+        rule, found = self._adam, list[Moment]()
         for tensor in self._tensors:
             assert tensor.variance is not None
             last, seen = rule.decayed(self._grads[tensor.name], tensor.weight), tensor.variance_steps
@@ -478,4 +483,4 @@ class NumpyOptimizer(RunState):
 
     def freeze(self, of: Tensor, second: Array) -> None:
         of.variance, of.variance_steps = second, self.steps
-        of.beta2 = self._adam("the second moment of Adam is frozen").beta2
+        of.beta2 = self._adam.beta2
