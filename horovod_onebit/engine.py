@@ -262,6 +262,10 @@ class Engine:
         yield from self._take_exchange(way_named(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
+        self._bytes = [
+            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
+            for bucket in layout.buckets
+        ]
         if self._what is not None:
             text = f"{self._what} of %s parameters in %d tensors, %d messages a step, %s exchange"
             values = f"{layout.size:,}", len(layout.tensors), len(layout.buckets), recipe.exchange
@@ -379,10 +383,6 @@ class Engine:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
-        self._bytes = [
-            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
-            for bucket in layout.buckets
-        ]
         if on_device != [message.on_device for message in self._messages]:
             stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
