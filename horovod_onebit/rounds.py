@@ -187,10 +187,10 @@ class Rounds:
         returned and what is raised are as with ``exchange``."""
         return (yield from self._arrive(stepped=True))
 
-    def cancel(self) -> None:
-        """The workers do not agree: forget the exchange that is under way. What it was to bring goes with the next
-        one. Local."""
-        self.engine.cancel()
+    def cancel(self, *, by_all: bool = False) -> None:
+        """The workers do not agree: forget the exchange that is under way, all together (``by_all``) or this one alone.
+        What it was to bring goes with the next one. Local."""
+        self.engine.cancel(by_all=by_all)
         if (sent := self._under_way) is not None:
             self._under_way, self.length = None, max(self.length, 1)
             self._skipped |= self.engine.collectives.rank in sent.skipped

@@ -449,8 +449,7 @@ class OwnGradients(Watches):
 
     def cancel(self, *, by_all: bool) -> None:
         """The exchange that was begun is not ended; what it was to bring goes with the next one."""
-        self._rounds.engine.cancel(by_all=by_all)
-        self._rounds.cancel()
+        self._rounds.cancel(by_all=by_all)
 
 
 PATIENCE = 30.0
