@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit import handshake, rest, wire
+from horovod_onebit import exchange, handshake, rest, wire
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
-from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.formulas import remainder
 from horovod_onebit.handshake import Finite, Mismatch, ask
@@ -216,7 +215,7 @@ class Engine:
         self.subject = "gradients"  # of which messages are made, in what is said of NaN
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
-        self.exchange = way_named("direct")(self.context, collectives, self.feedback, [], 0)
+        self.exchange = exchange.find("direct")(self.context, collectives, self.feedback, [], 0)
         self.traffic = Traffic()
         self.times = Times()
         self.exchanges = 0
@@ -259,7 +258,7 @@ class Engine:
         recipe = yield from choose(self.recipe, elements, self.collectives, rules, on_device=on_device)
         layout = lay_out(specs, recipe, self.collectives.size)
         yield from self._handshake(layout, rules)
-        yield from self._take_exchange(way_named(recipe.exchange), layout)
+        yield from self._take_exchange(exchange.find(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
         self._bytes = [

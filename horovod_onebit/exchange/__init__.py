@@ -231,7 +231,7 @@ def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> Task[
     return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], device
 
 
-def kind(name: str) -> type[Exchange]:
+def find(name: str) -> type[Exchange]:
     """The exchange of the file ``name``."""
     found: type[Exchange] = import_module(f"{__name__}.{name}").Exchange
     return found
