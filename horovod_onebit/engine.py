@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import exchange, handshake, rest, wire
 from horovod_onebit.averages import all_finite, start_mean
-from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
+from horovod_onebit.errors import NonFiniteError, OnebitError, WireError, workers
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.formulas import remainder
@@ -734,7 +734,7 @@ class Engine:
                 return
             if not item.arrived.finite.all():
                 where = np.flatnonzero(~item.arrived.finite).tolist()
-                raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
+                raise WireError(f"the message of {workers(where)} is not finite, and it said that it would be")
             with self.times.measure("decode"):
                 apply(item.arrived, rules, self.tensors, self.context)
             del self._sent[item.bucket.index]  # not to be taken back any more
@@ -817,7 +817,7 @@ class Engine:
                 self.tensors = list(tensors)
                 return self._finish(rules)
             self.rollback()
-        self.say_skipped(f"the {self.subject} of worker {where or 'unknown'}")
+        self.say_skipped(f"the {self.subject} of {workers(where) if where else 'some worker'}")
         return False
 
     @property

@@ -15,7 +15,7 @@ import numpy as np
 from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import DesyncError, NonFiniteError
+from horovod_onebit.errors import DesyncError, NonFiniteError, workers
 from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, finish_step
@@ -223,7 +223,7 @@ class Rounds:
             taken = yield from engine.receive(sent.weights, sent.plan, finite=finite)
         except NonFiniteError as error:
             self.fold()
-            where = f"the gradients of worker {list(sent.skipped)}" if sent.skipped else "the weights of some worker"
+            where = f"the gradients of {workers(sent.skipped)}" if sent.skipped else "the weights of some worker"
             raise NonFiniteError(
                 f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
                 "to pass over such steps"

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.checks import whole
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError, workers
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class _World:
         with self.lock:
             if call.missing:
                 missing = [i for i, a in enumerate(call.posted) if a is None]
-                raise _StoppedError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
+                raise _StoppedError(f"collective {key[0]!r}: {workers(missing)} never called it (or failed before)")
             call.left -= 1
             if not call.left:
                 del self.calls[key]

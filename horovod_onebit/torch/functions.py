@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from horovod_onebit import checks
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, workers
 from horovod_onebit.handshake import ask
 from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import meet, meeting
@@ -81,8 +81,9 @@ def broadcast_optimizer_state(
     others = run(ask(transport.collectives(), "onebit.state.groups", other=mine != sent)).where("other")
     if others:
         raise ConfigurationError(
-            f"broadcast_optimizer_state: worker {others} has other parameter groups than the root, whose numbers of "
-            f"parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on all workers"
+            f"broadcast_optimizer_state: {workers(others)} and the root have other parameter groups; the root's "
+            f"numbers of parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on "
+            "all workers"
         )
     if not is_root:
         structure = _put_in(structure, tensors)

@@ -30,7 +30,7 @@ def test_workers_that_say_other_fields_are_told():
 def test_all_raise_what_differs(monkeypatch):
     def worker(collectives):
         answers = run(ask(collectives, "test", step=collectives.rank // 2))
-        with pytest.raises(Mismatch, match=r"the count differs between workers: worker \[2\] from worker 0"):
+        with pytest.raises(Mismatch, match="the count differs between workers: worker 2 from worker 0"):
             answers.compare({"step": "the count"})
 
     simulation.run(worker, 3)
@@ -64,7 +64,7 @@ def test_another_version_is_no_mismatch_that_facts_explain():
 
 
 def test_a_worker_that_has_left_is_named():
-    with pytest.raises(DesyncError, match=r"\[1\]"):
+    with pytest.raises(DesyncError, match="worker 1 called"):
         handshake.read_agreement(handshake.agreement(0, 2, setup="a"), 2)
 
 
