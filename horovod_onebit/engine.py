@@ -48,8 +48,8 @@ class Plan:
     """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, and
     whether the workers have looked (``Engine.look``) before its first message.
 
-    Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only (with
-    momenta that are velocities, in nothing).
+    Buckets may be sent early by another plan than the one by which the step is received. The two may differ only in the
+    learning rates, and in nothing where momenta are velocities.
     """
 
     number: int
@@ -64,9 +64,9 @@ class Plan:
 
 
 class Generation:
-    """In the names of messages, which workers can exchange only if it is the same: the names of those that were
-    cancelled under way are not free yet. It counts the times that all workers have cancelled together, and the times
-    that this one has since; ``text`` is both."""
+    """Part of the names of messages, so that only workers with the same generation exchange them: the names of
+    cancelled messages may still be in use. It counts how often all workers have cancelled together, and how often this
+    worker alone has cancelled since; ``text`` is both."""
 
     def __init__(self) -> None:
         self.reset()
@@ -77,7 +77,7 @@ class Generation:
         self.text = "0.0"
 
     def cancelled(self, *, by_all: bool, under_way: bool) -> None:
-        """Something was, if there was anything ``under_way``."""
+        """Count a cancellation: one by all workers, or, if messages were ``under_way``, one by this worker."""
         if by_all:
             self._by_all, self._by_me = self._by_all + 1, 0
         else:
@@ -187,11 +187,11 @@ class Engine:
 
     ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
     workers (``cancel`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
-    in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
-    collectives; ``what`` is done, as is said of each new layout, unless it is None.
+    in any order, by any of the workers; the rest is done by all workers alike.
 
-    ``first_gradients`` are the numbers of the tensors in which no element had had a gradient before the last compressed
-    step, and in which some have had one by now, as far as the workers have looked.
+    ``name`` is the prefix of all collectives' names. ``what`` is logged with each new layout; None logs nothing.
+    ``first_gradients``: numbers of the tensors none of whose elements had had a gradient before the latest compressed
+    step, and some of whose have had one since, as far as the workers have looked.
 
     What is collective is a task (``tasks``). Where buckets go their own ways, after the workers have agreed, a step is
     ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
@@ -327,10 +327,9 @@ class Engine:
         return {"feedback": self.feedback.state_dict(), **weighing._asdict()}
 
     def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced by others, which mean ``weighing``; None if each is the total of all. Local.
-
-        To be called by all workers; the next ``prepare`` shares them out if it weighs otherwise.
-        """
+        """Declare that the residuals were replaced by others, laid out as ``weighing`` says; None if each worker has
+        the total of all. Call it on all workers; the next ``prepare`` redistributes them if the new layout weighs
+        otherwise. Local."""
         self.weighing, self.layout = weighing, None
 
     @property

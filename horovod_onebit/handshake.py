@@ -59,7 +59,7 @@ ADVICE = {
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "hyperparameters": "Set this hyperparameter to the same value on all workers before the step",
     "steps": "All workers must take the same steps, at the same learning rates: give them the same number of batches. "
-    "After local steps that differed, go on from the last checkpoint",
+    "After local steps that differed, continue from the last checkpoint",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
@@ -236,7 +236,7 @@ def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:
 
 
 MOST_FACTS = 2**18
-"""Of a kind, of all workers together, that travel in words: some 100 bytes each."""
+"""The most facts of one kind that all workers together send in words; each takes about 100 bytes."""
 
 
 def packed(facts: Facts, workers: int = 1) -> bytes:

@@ -79,7 +79,7 @@ class Bucket:
 
     @cached_property
     def elsewhere(self) -> dict[Any, Any]:
-        """What is made of ``scales`` in other memories, by memory; for whoever needs it in every step."""
+        """Copies of ``wire.checked_words`` in the memory of GPUs, by device: made once for each bucket."""
         return {}
 
     def coded(self, codec: Codec) -> Bucket:

@@ -207,8 +207,8 @@ class Gathered:
     """k messages: ``rows`` (k, bytes) uint8, records of ``bucket`` from byte ``RECORDS`` on; ``finite`` (n,), for each
     worker.
 
-    k is n, or 1 where the exchange has taken the mean already. What is between is not looked at. ``innovation``: the
-    records are of the mean less what the rules predict of it.
+    k is n, or 1 where the exchange has taken the mean already. Bytes outside the records are ignored. ``innovation``:
+    the records are of the mean less what the rules predict of it.
     """
 
     bucket: Bucket

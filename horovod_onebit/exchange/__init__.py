@@ -71,8 +71,9 @@ class Lane(Collectives, Protocol):
     """That for which it was renewed last; see ``engine.Generation``."""
 
     def renew(self, generation: str) -> None:
-        """Forget what is under way, of which workers may have started different numbers, unless that was done for this
-        ``generation``. Collective if it was not; before the first message, too."""
+        """Discard what is under way, of which workers may have started different numbers, and begin afresh; does
+        nothing if this was done for ``generation`` already. Collective if it does something; to be called before the
+        first message, too."""
         ...
 
 

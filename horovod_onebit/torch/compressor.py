@@ -57,8 +57,8 @@ class Steps(RunState):
         self._check_replicas_every = check_replicas_every
         self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
-        self.loaded_at: int | None = None  # at how many steps the last state was loaded that was not the own one
-        self._gave_residuals: int | None = None  # and somebody has given this worker its residuals
+        self.loaded_at: int | None = None  # step count at which another state than the current one was last loaded
+        self._gave_residuals: int | None = None  # step count at which residuals were last loaded
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -169,8 +169,8 @@ class Steps(RunState):
         return self.loaded_at == self.parameters.steps
 
     def residuals_fit(self, *, loaded: bool) -> bool:
-        """Whether this worker's residuals are of the run whose state another one gives it, which has just ``loaded`` it
-        perhaps. Local."""
+        """Whether this worker may keep its residuals with the state that another worker sends; ``loaded``: that worker
+        has loaded the state since its last step. Local."""
         return not loaded or self.just_loaded or self._gave_residuals == self.parameters.steps
 
     # -- other workers ------------------------------------------------------------------------------------------------

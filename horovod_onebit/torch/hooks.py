@@ -422,7 +422,7 @@ class Gradients(Watches):
             self.where = Where.NOWHERE
 
     def forget_marks(self) -> None:
-        """What was remembered of gradients counts no more: the step is over, or they may change now."""
+        """Forget what gradients were like when they became final: the step is over, or they may change from now on."""
         self._marks.clear()
         self._noticed = self._stream = None
         self._early.over()
