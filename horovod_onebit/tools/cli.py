@@ -53,7 +53,9 @@ def _parser() -> argparse.ArgumentParser:
         return command.add_argument
 
     add("doctor", _doctor, "check the installation: versions, conflicts, and how to resolve them", "doctor")
-    help = "measure the network between the hosts of a job; started by horovodrun or torchrun, one process for each worker"
+    help = (
+        "measure the network between the hosts of a job; started by horovodrun or torchrun, one process for each worker"
+    )
     option = add("link", _link, help, "link --parameters 110M")
     option("--parameters", metavar="N", help='of the model, to say which exchange "auto" takes: 25000000, 110M, 1.3B')
 
