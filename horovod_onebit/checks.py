@@ -14,7 +14,8 @@ from typing import Any, get_args
 from horovod_onebit.errors import ConfigurationError
 
 LEAST = {"torch": "2.8", "keras": "3.12"}
-"""Versions of which Gloo's groups can be aborted, and AdamW is an Adam; LossScaleOptimizer knows what is trained."""
+"""The oldest versions that work: from PyTorch 2.8 on, Gloo's groups can be aborted and AdamW is a subclass of Adam;
+from Keras 3.12 on, LossScaleOptimizer knows which variables are trained."""
 
 
 def check_version(package: str, found: str) -> None:

@@ -8,12 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from horovod_onebit import codecs
+from horovod_onebit import codecs, exchange
 from horovod_onebit.averages import all_finite, start_half_mean, start_mean
 from horovod_onebit.engine import Engine, Plan, part_of
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.exchange import Lane
-from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import ErrorFeedback
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array, Arrays
@@ -70,7 +69,7 @@ class _Engine(Engine):
         self.discard_servers()
         self.tensors, self._messages = [], []
         self.layout = self.weighing = None
-        self.exchange = way_named("direct")(self.context, self.collectives, self.feedback, [], 0)
+        self.exchange = exchange.find("direct")(self.context, self.collectives, self.feedback, [], 0)
 
 
 class CodedMean:

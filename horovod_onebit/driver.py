@@ -65,8 +65,8 @@ class Compresses(Prepares, Protocol):
         ...
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
-        """Elements of what is compressed have got their first second moment: take over ``seconds``, by number, flat
-        float32 in host memory. See ``Engine.first_gradients``, too. Local."""
+        """Some elements have received their first second moment: adopt ``seconds`` (flat float32 in host memory, by
+        tensor number). See ``Engine.first_gradients``. Local."""
         ...
 
 

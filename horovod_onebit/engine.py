@@ -22,11 +22,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit import handshake, rest, wire
+from horovod_onebit import exchange, handshake, rest, wire
 from horovod_onebit.averages import all_finite, start_mean
-from horovod_onebit.errors import NonFiniteError, OnebitError, WireError
+from horovod_onebit.errors import NonFiniteError, OnebitError, WireError, workers
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
-from horovod_onebit.exchange import kind as way_named
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.formulas import remainder
 from horovod_onebit.handshake import Finite, Mismatch, ask
@@ -49,8 +48,8 @@ class Plan:
     """One step, as it is decided before anything of it is sent: its number, what it sends, the rules by tensor, and
     whether the workers have looked (``Engine.look``) before its first message.
 
-    Of buckets that were sent early, the plan by which the step is received may differ in the learning rates only (with
-    momenta that are velocities, in nothing).
+    Buckets may be sent early by another plan than the one by which the step is received. The two may differ only in the
+    learning rates, and in nothing where momenta are velocities.
     """
 
     number: int
@@ -65,9 +64,9 @@ class Plan:
 
 
 class Generation:
-    """In the names of messages, which workers can exchange only if it is the same: the names of those that were
-    cancelled under way are not free yet. It counts the times that all workers have cancelled together, and the times
-    that this one has since; ``text`` is both."""
+    """Part of the names of messages, so that only workers with the same generation exchange them: the names of
+    cancelled messages may still be in use. It counts how often all workers have cancelled together, and how often this
+    worker alone has cancelled since; ``text`` is both."""
 
     def __init__(self) -> None:
         self.reset()
@@ -78,7 +77,7 @@ class Generation:
         self.text = "0.0"
 
     def cancelled(self, *, by_all: bool, under_way: bool) -> None:
-        """Something was, if there was anything ``under_way``."""
+        """Count a cancellation: one by all workers, or, if messages were ``under_way``, one by this worker."""
         if by_all:
             self._by_all, self._by_me = self._by_all + 1, 0
         else:
@@ -188,11 +187,11 @@ class Engine:
 
     ``prepare`` says which tensors there are. A step is ``plan``, ``send_rest``, the caller's agreement with the other
     workers (``cancel`` if there is none), ``receive``. Buckets may be sent before it by ``send``,
-    in any order, by any of the workers; the rest is done by all workers alike. ``name`` begins the names of the
-    collectives; ``what`` is done, as is said of each new layout, unless it is None.
+    in any order, by any of the workers; the rest is done by all workers alike.
 
-    ``first_gradients`` are the numbers of the tensors in which no element had had a gradient before the last compressed
-    step, and in which some have had one by now, as far as the workers have looked.
+    ``name`` is the prefix of all collectives' names. ``what`` is logged with each new layout; None logs nothing.
+    ``first_gradients``: numbers of the tensors none of whose elements had had a gradient before the latest compressed
+    step, and some of whose have had one since, as far as the workers have looked.
 
     What is collective is a task (``tasks``). Where buckets go their own ways, after the workers have agreed, a step is
     ``plan``, ``send`` and ``travel`` of some buckets at a time, and ``conclude``.
@@ -216,7 +215,7 @@ class Engine:
         self.subject = "gradients"  # of which messages are made, in what is said of NaN
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
-        self.exchange = way_named("direct")(self.context, collectives, self.feedback, [], 0)
+        self.exchange = exchange.find("direct")(self.context, collectives, self.feedback, [], 0)
         self.traffic = Traffic()
         self.times = Times()
         self.exchanges = 0
@@ -259,9 +258,13 @@ class Engine:
         recipe = yield from choose(self.recipe, elements, self.collectives, rules, on_device=on_device)
         layout = lay_out(specs, recipe, self.collectives.size)
         yield from self._handshake(layout, rules)
-        yield from self._take_exchange(way_named(recipe.exchange), layout)
+        yield from self._take_exchange(exchange.find(recipe.exchange), layout)
         self._messages = []
         self._make_messages(layout)
+        self._bytes = [
+            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
+            for bucket in layout.buckets
+        ]
         if self._what is not None:
             text = f"{self._what} of %s parameters in %d tensors, %d messages a step, %s exchange"
             values = f"{layout.size:,}", len(layout.tensors), len(layout.buckets), recipe.exchange
@@ -324,10 +327,9 @@ class Engine:
         return {"feedback": self.feedback.state_dict(), **weighing._asdict()}
 
     def weigh(self, weighing: Weighing | None) -> None:
-        """The residuals were replaced by others, which mean ``weighing``; None if each is the total of all. Local.
-
-        To be called by all workers; the next ``prepare`` shares them out if it weighs otherwise.
-        """
+        """Declare that the residuals were replaced by others, laid out as ``weighing`` says; None if each worker has
+        the total of all. Call it on all workers; the next ``prepare`` redistributes them if the new layout weighs
+        otherwise. Local."""
         self.weighing, self.layout = weighing, None
 
     @property
@@ -379,10 +381,6 @@ class Engine:
         """Memory for the messages, again when tensors went to another memory."""
         here = [isinstance(tensor.residual, np.ndarray) for tensor in self.tensors]
         on_device = [not any(here[piece.tensor] for piece in bucket.pieces) for bucket in layout.buckets]
-        self._bytes = [
-            (self.exchange.bytes_sent(bucket), allreduce_bytes(4 * bucket.size, self.context.workers))
-            for bucket in layout.buckets
-        ]
         if on_device != [message.on_device for message in self._messages]:
             stay = self.exchange.from_device and self.collectives.takes_device_memory
             self._messages = wire.messages(layout.buckets, on_device, self.context.kernels, stay=stay)
@@ -735,7 +733,7 @@ class Engine:
                 return
             if not item.arrived.finite.all():
                 where = np.flatnonzero(~item.arrived.finite).tolist()
-                raise WireError(f"the message of worker {where} is not finite, and it said that it would be")
+                raise WireError(f"the message of {workers(where)} is not finite, and it said that it would be")
             with self.times.measure("decode"):
                 apply(item.arrived, rules, self.tensors, self.context)
             del self._sent[item.bucket.index]  # not to be taken back any more
@@ -818,7 +816,7 @@ class Engine:
                 self.tensors = list(tensors)
                 return self._finish(rules)
             self.rollback()
-        self.say_skipped(f"the {self.subject} of worker {where or 'unknown'}")
+        self.say_skipped(f"the {self.subject} of {workers(where) if where else 'some worker'}")
         return False
 
     @property

@@ -52,7 +52,16 @@ def some(names: Sequence[str]) -> str:
     return ", ".join(names[:5]) + (" ..." if len(names) > 5 else "")
 
 
+def workers(ranks: Sequence[int]) -> str:
+    """``worker 1``, ``workers 0 and 2``, ``workers 0, 1, 2 and 5 more``."""
+    listed = [str(rank) for rank in ranks[:8]]
+    if len(ranks) > 8:
+        listed.append(f"{len(ranks) - 8} more")
+    *first, last = listed
+    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
+
+
 JOINED = (
-    "worker {} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
+    "{} called hvd.join(): 1-bit steps need every worker in every step. Give all workers the same number of "
     "batches (drop the rest, or sample some twice)"
 )

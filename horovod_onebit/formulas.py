@@ -76,13 +76,11 @@ def forgets(formula: Formula) -> Formula:
     return rests(formula)
 
 
-@cache
 def resting(formula: Formula) -> bool:
     """Whether elements rest: see ``rests``."""
     return getattr(formula, "rests", False)
 
 
-@cache
 def forgetting(formula: Formula) -> bool:
     """Whether nothing is kept of what compression loses: see ``forgets``."""
     return getattr(formula, "forgets", False)

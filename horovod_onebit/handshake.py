@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit._version import __version__
-from horovod_onebit.errors import JOINED, DesyncError
+from horovod_onebit.errors import JOINED, DesyncError, workers
 from horovod_onebit.tasks import Task
 
 HANDSHAKE = {
@@ -59,7 +59,7 @@ ADVICE = {
     "PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras",
     "hyperparameters": "Set this hyperparameter to the same value on all workers before the step",
     "steps": "All workers must take the same steps, at the same learning rates: give them the same number of batches. "
-    "After local steps that differed, go on from the last checkpoint",
+    "After local steps that differed, continue from the last checkpoint",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
@@ -144,16 +144,16 @@ def _row(**said: str | int) -> NDArray[np.uint64]:
     return np.array([_number(one) for one in (__version__, *said.values())], np.uint64)
 
 
-def _answers(rows: NDArray, fields: Sequence[str], workers: int) -> Answers:
+def _answers(rows: NDArray, fields: Sequence[str], size: int) -> Answers:
     """What all workers have said in their rows, of these ``fields``. Raises ``DesyncError`` on every worker if one has
     left."""
     names = (VERSION, *fields)
-    if rows.nbytes != workers * 8 * len(names):
+    if rows.nbytes != size * 8 * len(names):
         raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
-    rows = np.ascontiguousarray(rows).view(np.uint64).reshape(workers, -1)
+    rows = np.ascontiguousarray(rows).view(np.uint64).reshape(size, -1)
     joined = np.flatnonzero(rows[:, 0] == 0)  # Horovod lets zeros stand for a worker that has left
     if joined.size:
-        raise DesyncError(JOINED.format(joined.tolist()))
+        raise DesyncError(JOINED.format(workers(joined.tolist())))
     return Answers(dict(zip(names, rows.T, strict=True)))
 
 
@@ -173,15 +173,15 @@ def agreement(rank: int, workers: int, **said: str | int) -> NDArray[np.int32]:
     return rows.view(np.int32).reshape(-1)
 
 
-def read_agreement(total: NDArray, workers: int) -> Verdict:
+def read_agreement(total: NDArray, size: int) -> Verdict:
     """What the sum says. Raises ``DesyncError`` on every worker if they disagree, where facts can explain it a
     ``Mismatch``."""
-    found = _answers(total, tuple(FIELDS), workers)
+    found = _answers(total, tuple(FIELDS), size)
     found.compare({})
     calls = found.fields["call"]
     known = {} if found.same("call") else {_number(call): f"{call}()" for call in CALLS}
     if known.keys() >= set(calls.tolist()):
-        made = "; ".join(f"worker {np.flatnonzero(calls == c).tolist()} {known[int(c)]}" for c in np.unique(calls))
+        made = "; ".join(f"{workers(np.flatnonzero(calls == c).tolist())} {known[int(c)]}" for c in np.unique(calls))
         raise DesyncError(
             f"the workers call different methods of their optimizers: {made}. Each of these calls must be made by all "
             "workers, in the same order (a GradScaler's step calls synchronize())"
@@ -236,7 +236,7 @@ def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:
 
 
 MOST_FACTS = 2**18
-"""Of a kind, of all workers together, that travel in words: some 100 bytes each."""
+"""The most facts of one kind that all workers together send in words; each takes about 100 bytes."""
 
 
 def packed(facts: Facts, workers: int = 1) -> bytes:
@@ -279,15 +279,6 @@ def _drifted(what: str, checksums: Sequence[str]) -> list[str]:
     return [f"{what} of {workers(others)} differs from that of worker {sent[0][0]}"] if others else []
 
 
-def workers(ranks: Sequence[int]) -> str:
-    """``worker 1``, ``workers 0 and 2``, ``workers 0, 1, 2 and 5 more``."""
-    listed = [str(rank) for rank in ranks[:8]]
-    if len(ranks) > 8:
-        listed.append(f"{len(ranks) - 8} more")
-    *first, last = listed
-    return f"workers {', '.join(first)} and {last}" if first else f"worker {last}"
-
-
 def _compare(
     fields: Mapping[str, NDArray[np.uint64]], meaning: Mapping[str, str], error: type[DesyncError] = Mismatch
 ) -> None:
@@ -296,9 +287,9 @@ def _compare(
         differ = np.flatnonzero(fields[field] != fields[field][:1])
         if differ.size:
             raise error(
-                f"{text} differs between workers: worker {differ.tolist()} from worker 0. All workers must build the "
-                "same model, optimizer and recipe, and load the same state (broadcast it with horovod_onebit's "
-                "broadcast_optimizer_state)"
+                f"{text} differs between workers: {workers(differ.tolist())} from worker 0. All workers must "
+                "build the same model, optimizer and recipe, and load the same state (broadcast it with "
+                "horovod_onebit's broadcast_optimizer_state)"
             )
 
 

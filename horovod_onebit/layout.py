@@ -23,7 +23,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.kernels.reference import Array, num_blocks
 from horovod_onebit.recipe import GATHER_LIMIT, Recipe
 
-Cut = tuple[int, int, int, int]  # tensor, start, stop, block size
+Range = tuple[int, int, int, int]  # tensor, start, stop, block size
 
 
 @dataclass(frozen=True)
@@ -79,12 +79,12 @@ class Bucket:
 
     @cached_property
     def elsewhere(self) -> dict[Any, Any]:
-        """What is made of ``scales`` in other memories, by memory; for whoever needs it in every step."""
+        """Copies of ``wire.checked_words`` in the memory of GPUs, by device: made once for each bucket."""
         return {}
 
     def coded(self, codec: Codec) -> Bucket:
         """The same pieces as records of another codec."""
-        return self if codec == self.codec else _bucket(self.index, codec, [_cut(piece) for piece in self.pieces])
+        return self if codec == self.codec else _bucket(self.index, codec, [_range(piece) for piece in self.pieces])
 
 
 @dataclass(frozen=True)
@@ -131,7 +131,7 @@ def plan(tensors: Sequence[TensorSpec], recipe: Recipe, workers: int) -> Layout:
             raise ConfigurationError(f"tensor {spec.name!r} has size {spec.size}; expected 0 or more elements")
     capacity, longest = _limits(recipe, workers)
     codec, buckets = find(recipe.codec), list[Bucket]()
-    pending: list[Cut] = []
+    pending: list[Range] = []
     room = capacity
     for index, spec in enumerate(tensors):
         for start in range(0, spec.size, longest):
@@ -158,14 +158,14 @@ def shares(bucket: Bucket, workers: int) -> tuple[Share, ...]:
     result = []
     byte = 0
     for lo, hi in pairwise(edges):
-        cuts = [cut for piece in bucket.pieces for cut in _overlap(piece, lo, hi)]
-        share = _bucket(bucket.index, bucket.codec, cuts)
+        ranges = [one for piece in bucket.pieces for one in _overlap(piece, lo, hi)]
+        share = _bucket(bucket.index, bucket.codec, ranges)
         result.append(Share(share, slice(lo, hi), slice(byte, byte + share.bytes)))
         byte += share.bytes
     return tuple(result)
 
 
-def _overlap(piece: Piece, lo: int, hi: int) -> list[Cut]:
+def _overlap(piece: Piece, lo: int, hi: int) -> list[Range]:
     """The elements of ``piece`` whose blocks are in ``lo:hi`` of its bucket."""
     first = max(lo, piece.blocks.start) - piece.blocks.start
     last = min(hi, piece.blocks.stop) - piece.blocks.start
@@ -197,14 +197,14 @@ def _limits(recipe: Recipe, workers: int) -> tuple[int, int]:
     return units * (4 + kinds[0].bits * unit // 8), longest // 8 * 8
 
 
-def _cut(piece: Piece) -> Cut:
+def _range(piece: Piece) -> Range:
     return piece.tensor, piece.start, piece.stop, piece.block_size
 
 
-def _bucket(index: int, codec: Codec, cuts: Sequence[Cut]) -> Bucket:
+def _bucket(index: int, codec: Codec, ranges: Sequence[Range]) -> Bucket:
     pieces = []
     block = byte = 0
-    for tensor, start, stop, block_size in cuts:
+    for tensor, start, stop, block_size in ranges:
         blocks = slice(block, block + num_blocks(stop - start, block_size))
         records = slice(byte, byte + codec.size(stop - start, block_size))
         pieces.append(Piece(tensor, start, stop, block_size, blocks, records))
@@ -215,6 +215,4 @@ def _bucket(index: int, codec: Codec, cuts: Sequence[Cut]) -> Bucket:
 def _digest(tensors: Sequence[TensorSpec], recipe: Recipe, capacity: int) -> int:
     # The names of servers' residuals in checkpoints contain it, so it must not change from version to version.
     text = f"({tuple((t.name, t.size, t.detail) for t in tensors)!r}, {recipe.signature()}, {capacity!r})"
-    if recipe.block_size is None:  # version 0.1.0 gave each server as many blocks, of whatever size
-        text += " by size"
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "little")

@@ -348,7 +348,7 @@ class NumpyOptimizer(Defaults, RunState):
     def _rule(self, sends: Sends) -> Rule:
         if not self._stepwise:
             return self.rule
-        return zero_one_adam.of(self._adam(f"schedule={self._schedule!r} is for Adam"), sends)
+        return zero_one_adam.of(self._adam, sends)
 
     def start_exact(self) -> Task[bool]:
         return self._start_mean(self._small)
@@ -388,8 +388,13 @@ class NumpyOptimizer(Defaults, RunState):
             if self.coded is not None:
                 self.coded.forget()
 
-    def _adam(self, why: str) -> Adam:
+    @property
+    def _adam(self) -> Adam:
+        """The rule, where the schedule or a frozen second moment is Adam's. Raises ``ConfigurationError`` for another
+        one."""
         if type(self.rule) is not Adam:
+            frozen = "the second moment of Adam is frozen"
+            why = f"schedule={self._schedule!r} is for Adam" if self._stepwise else frozen
             raise ConfigurationError(f"{why}, and the rule is {self.rule.name}")
         return self.rule
 
@@ -424,7 +429,7 @@ class NumpyOptimizer(Defaults, RunState):
 
     @property
     def _frozen(self) -> FrozenAdam:
-        return FrozenAdam(adam=self._adam("the second moment of Adam is frozen"))
+        return FrozenAdam(adam=self._adam)
 
     def unbind(self) -> None:
         self._bound = False
@@ -448,7 +453,7 @@ class NumpyOptimizer(Defaults, RunState):
             np.nan_to_num(array, copy=False, posinf=0.0, neginf=0.0)
 
     def second_moments(self) -> list[Moment]:
-        rule, found = self._adam("the second moment of Adam is frozen"), list[Moment]()
+        rule, found = self._adam, list[Moment]()
         for tensor in self._tensors:
             assert tensor.variance is not None
             last, seen = rule.decayed(self._grads[tensor.name], tensor.weight), tensor.variance_steps
@@ -457,4 +462,4 @@ class NumpyOptimizer(Defaults, RunState):
 
     def freeze(self, of: Tensor, second: Array) -> None:
         of.variance, of.variance_steps = second, self.steps
-        of.beta2 = self._adam("the second moment of Adam is frozen").beta2
+        of.beta2 = self._adam.beta2

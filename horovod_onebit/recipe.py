@@ -28,6 +28,9 @@ GATHER_LIMIT = 2**31 - 2**20
 BUCKET, GPU_BUCKET = 4 * 2**20, 16 * 2**20
 """Elements of a message. A GPU compresses as many while its host gets one message on its way."""
 
+NOT_OF_RESIDUALS = {"server_codec", "warmup", "link", "on_nonfinite", "bucket_size"}
+"""Options with which residuals do not change; how messages are cut, the layout knows."""
+
 
 def exchanges() -> tuple[str, ...]:
     """``"auto"`` and the files of ``horovod_onebit.exchange``, which itself needs recipes."""
@@ -117,17 +120,10 @@ class Recipe:
             )
 
     def signature(self) -> str:
-        """The recipe as a text that is the same in all versions, with options that development versions had; names of
-        residuals contain a digest of it.
-
-        Without ``server_codec``, ``warmup`` and ``link``, with which residuals do not change.
-        """
-        values = dataclasses.asdict(self) | {"bucket_size": self.bucket()}
-        del values["server_codec"], values["warmup"], values["link"]
-        last, codec = values.pop("on_nonfinite"), values.pop("codec")
-        values |= {"floor": None, "rescale_error": False, "refresh": None, "on_nonfinite": last}
-        values |= {"codec": codec} if codec != "sign" else {}
-        return f"Recipe({', '.join(f'{name}={value!r}' for name, value in values.items())})"
+        """What residuals depend on, as a text: the options that are not the defaults, so that it stays the same where
+        new options come."""
+        own = [field for field in dataclasses.fields(self) if field.name not in NOT_OF_RESIDUALS]
+        return repr({field.name: value for field in own if (value := getattr(self, field.name)) != field.default})
 
     def bucket(self, *, on_gpus: bool = False) -> int:
         """Elements per message, about."""

@@ -15,7 +15,7 @@ import numpy as np
 from horovod_onebit import replicas
 from horovod_onebit.averages import all_finite, start_mean
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import DesyncError, NonFiniteError
+from horovod_onebit.errors import DesyncError, NonFiniteError, workers
 from horovod_onebit.handshake import ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, finish_step
@@ -187,10 +187,10 @@ class Rounds:
         returned and what is raised are as with ``exchange``."""
         return (yield from self._arrive(stepped=True))
 
-    def cancel(self) -> None:
-        """The workers do not agree: forget the exchange that is under way. What it was to bring goes with the next
-        one. Local."""
-        self.engine.cancel()
+    def cancel(self, *, by_all: bool = False) -> None:
+        """The workers do not agree: forget the exchange that is under way, all together (``by_all``) or this one alone.
+        What it was to bring goes with the next one. Local."""
+        self.engine.cancel(by_all=by_all)
         if (sent := self._under_way) is not None:
             self._under_way, self.length = None, max(self.length, 1)
             self._skipped |= self.engine.collectives.rank in sent.skipped
@@ -223,7 +223,7 @@ class Rounds:
             taken = yield from engine.receive(sent.weights, sent.plan, finite=finite)
         except NonFiniteError as error:
             self.fold()
-            where = f"the gradients of worker {list(sent.skipped)}" if sent.skipped else "the weights of some worker"
+            where = f"the gradients of {workers(sent.skipped)}" if sent.skipped else "the weights of some worker"
             raise NonFiniteError(
                 f"NaN or Inf in {where} in this round; all workers are back at its beginning. Use on_nonfinite='skip' "
                 "to pass over such steps"

@@ -37,7 +37,7 @@ class RunState:
         kind: of the residuals, as ``horovod_onebit.feedback.kind`` says.
         coded: averages gradients of the warm-up in few bits, a ``CodedMean`` or what wraps it; None if they are
             averaged exactly.
-        what: has residuals, in words.
+        what: what the residuals belong to, as error messages call it ("tensors", "arrays", "variables").
         left: the residuals of a world of other workers, until they are redistributed.
     """
 

@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.checks import whole
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError, workers
 
 T = TypeVar("T")
 
@@ -100,7 +100,7 @@ class _World:
         with self.lock:
             if call.missing:
                 missing = [i for i, a in enumerate(call.posted) if a is None]
-                raise _StoppedError(f"collective {key[0]!r}: workers {missing} never called it (or failed before)")
+                raise _StoppedError(f"collective {key[0]!r}: {workers(missing)} never called it (or failed before)")
             call.left -= 1
             if not call.left:
                 del self.calls[key]
@@ -137,18 +137,10 @@ class SimulatedCollectives:
         hosts: tuple[SimulatedCollectives, SimulatedCollectives] | None = None,
     ) -> None:
         self._world = world
-        self._rank = rank
+        self.rank, self.size = rank, world.size
         self._host = host
         self._hosts = hosts
         self._calls: dict[str, int] = {}
-
-    @property
-    def rank(self) -> int:
-        return self._rank
-
-    @property
-    def size(self) -> int:
-        return self._world.size
 
     def fail(self) -> None:
         """Stop all who wait, here and on the hosts."""
@@ -160,7 +152,7 @@ class SimulatedCollectives:
         count = self._calls.get(name, 0)
         self._calls[name] = count + 1
         key = name, count
-        return _Waiting(self._world, key, self._world.post(key, self._rank, array), combine)
+        return _Waiting(self._world, key, self._world.post(key, self.rank, array), combine)
 
     def allgather(self, array: NDArray[np.uint8], name: str) -> _Waiting:
         return self._start(name, array, lambda call: call.shared(np.concatenate))

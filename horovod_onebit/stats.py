@@ -96,13 +96,14 @@ class Stats:
     Attributes:
         phase: ``"warmup"`` or ``"compressed"``.
         step: optimizer steps taken.
-        skipped_steps: steps that all workers skipped because of NaN or Inf.
+        skipped_steps: steps that all workers skipped because of NaN or Inf; with local steps, those that this worker
+            skipped, and lost rounds.
         parameters: elements that are trained.
         compressed_parameters: elements that travel as one bit (0 during warm-up).
         coded_parameters: elements whose gradients travel in few bits (0 once they travel as one bit).
         bytes_sent, bytes_received: gradients' bytes of this worker, in all.
         step_bytes_sent, step_bytes_received: of the last step.
-        ratio_to_fp32: how many times fewer bytes the last step sent than a float32 ring allreduce would have.
+        ratio_to_fp32: bytes of a float32 ring allreduce divided by the bytes that the last step sent.
         encode_seconds, exchange_seconds, decode_seconds: of the last step; exchange is time spent waiting.
         error_norm, momentum_norm: Euclidean norms of the error feedback and of the momentum, in the space that is
             compressed (in update space: of what it would add to the weights), over the compressed tensors.

@@ -27,8 +27,8 @@ class Handle(Protocol):
 
 
 class Held(Handle, Protocol):
-    """A collective that leaves when it is started or waited for: what pairs collectives by their order must not begin
-    those that other workers may not begin."""
+    """A collective that does not begin until ``start`` or ``wait`` is called: a transport that pairs collectives by
+    order must not begin one that other workers may not begin."""
 
     def start(self) -> None:
         """Let it leave now, if it has not. All workers start those that they hold in the same order."""

@@ -19,7 +19,7 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from horovod_onebit.errors import JOINED, WireError
+from horovod_onebit.errors import JOINED, WireError, workers
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.layout import Bucket, shares
 
@@ -207,8 +207,8 @@ class Gathered:
     """k messages: ``rows`` (k, bytes) uint8, records of ``bucket`` from byte ``RECORDS`` on; ``finite`` (n,), for each
     worker.
 
-    k is n, or 1 where the exchange has taken the mean already. What is between is not looked at. ``innovation``: the
-    records are of the mean less what the rules predict of it.
+    k is n, or 1 where the exchange has taken the mean already. Bytes outside the records are ignored. ``innovation``:
+    the records are of the mean less what the rules predict of it.
     """
 
     bucket: Bucket
@@ -314,7 +314,7 @@ def _check_headers(
     headers = rows[:, :RECORDS].copy().view(HEADER)[:, 0]
     joined = senders[headers["magic"] == 0]  # Horovod lets zeros stand for a worker that has left
     if joined.size:
-        raise WireError(JOINED.format(joined.tolist()))
+        raise WireError(JOINED.format(workers(joined.tolist())))
     expected = {"magic": MAGIC, "version": VERSION, "step": stamp.step % STEPS}
     expected |= {"layout": stamp.layout, "bucket": index}
     for field, values in (expected | {"blocks": blocks}).items():
@@ -329,8 +329,8 @@ def _check_headers(
     damaged = senders[headers["checksum"] != checksums(covered) + headers["flags"]]
     if damaged.size:
         raise WireError(
-            f"bucket {index}, step {stamp.step}: the message of worker {sorted(set(damaged.tolist()))} is damaged: its "
-            "checksum is not that of what arrived. The memory or the network of one of the hosts alters data"
+            f"bucket {index}, step {stamp.step}: the message of {workers(sorted(set(damaged.tolist())))} is damaged: "
+            "its checksum is not that of what arrived. The memory or the network of one of the hosts alters data"
         )
     return np.asarray((headers["flags"] & FINITE).astype(bool))
 

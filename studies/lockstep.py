@@ -66,7 +66,7 @@ class Workers:
         self.layout = layout.plan(specs, recipe, workers)
         self.tensors = [self._tensor(name, array) for name, array in weights.items()]
         self._feedback = [ErrorFeedback(self.context.kernels) for _ in range(workers)]
-        way, self._exchanges = exchange.kind(recipe.exchange), []
+        way, self._exchanges = exchange.find(recipe.exchange), []
         for rank, feedback in enumerate(self._feedback):
             # Only what ``travel`` needs; nothing here is collective.
             collectives: Any = _Collectives(rank, workers)

@@ -114,7 +114,7 @@ def described(arrays: Mapping[str, Any]) -> dict[str, str]:
 
 def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> None:
     """Raise ``ConfigurationError`` unless ``saved`` describes the arrays of ``what`` by their names as ``own`` does."""
-    for text, names in (("lacks", own.keys() - saved.keys()), ("has besides", saved.keys() - own.keys())):
+    for text, names in (("lacks", own.keys() - saved.keys()), ("also has", saved.keys() - own.keys())):
         if names:
             raise ConfigurationError(f"it is of another {what}: it {text} {some(sorted(names))}")
     for name, expected in own.items():

@@ -71,8 +71,9 @@ class Lane(Collectives, Protocol):
     """That for which it was renewed last; see ``engine.Generation``."""
 
     def renew(self, generation: str) -> None:
-        """Forget what is under way, of which workers may have started different numbers, unless that was done for this
-        ``generation``. Collective if it was not; before the first message, too."""
+        """Discard what is under way, of which workers may have started different numbers, and begin afresh; does
+        nothing if this was done for ``generation`` already. Collective if it does something; to be called before the
+        first message, too."""
         ...
 
 
@@ -231,7 +232,7 @@ def ranks_by_host(collectives: Collectives, *, on_device: bool = False) -> Task[
     return places if {len(ranks) for ranks in places} == sizes and len(sizes) == 1 else [], device
 
 
-def kind(name: str) -> type[Exchange]:
+def find(name: str) -> type[Exchange]:
     """The exchange of the file ``name``."""
     found: type[Exchange] = import_module(f"{__name__}.{name}").Exchange
     return found

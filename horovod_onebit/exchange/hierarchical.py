@@ -62,7 +62,7 @@ class Exchange(exchange.Exchange):
         self._shared = {bucket.index: self._share(bucket) for bucket in buckets}
         elements = sum(bucket.size for bucket in buckets)
         between = self.between or costs.between_hosts(elements, context.recipe, cross.size)
-        self._between = exchange.kind(between)(context, cross, feedback, self.encodes(), digest)
+        self._between = exchange.find(between)(context, cross, feedback, self.encodes(), digest)
         super().__init__(context, collectives, feedback, buckets, digest)
         self.stages = 2 + self._between.stages
         self.compressors = self._between.compressors

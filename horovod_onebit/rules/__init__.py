@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
 from pkgutil import iter_modules
@@ -72,17 +72,14 @@ class Tensor:
     def part(self, start: int, stop: int) -> Tensor:
         """Elements ``start:stop``, as views."""
         piece = slice(start, stop)
-        return Tensor(
-            self.name,
-            self.weight[piece],
-            self.momentum[piece],
-            None if self.variance is None else self.variance[piece],
-            self.residual[piece],
-            self.step,
-            self.variance_steps,
-            None if self.anchor is None else self.anchor[piece],
-            self.layer,
-            beta2=self.beta2,
+        return replace(
+            self,
+            weight=self.weight[piece],
+            momentum=self.momentum[piece],
+            variance=None if self.variance is None else self.variance[piece],
+            residual=self.residual[piece],
+            anchor=None if self.anchor is None else self.anchor[piece],
+            sent=None,
         )
 
     def arrays(self, gradient: Array | None = None) -> Arrays:

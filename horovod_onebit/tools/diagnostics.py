@@ -201,7 +201,8 @@ class Collector:
             blocks = [slice(i, i + size) for i in range(0, root.size, size)]
             return float(max(np.sqrt(np.mean(np.square(root[b], dtype=np.float64))) / d[b].min() for b in blocks))
         # In update space every element of a block moves by one scale, which the clip bounds.
-        return min(recipe.clip, 1.0 if (root > 0).all() else recipe.clip) if recipe.clip else self._unclipped(root)
-
-    def _unclipped(self, root: Array) -> float:
-        return 1.0 if (root > 0).all() else float(root[root > 0].mean() / self.eps) if root.any() else 1.0
+        if (root > 0).all():
+            return 1.0 if recipe.clip is None else min(recipe.clip, 1.0)
+        if recipe.clip is not None:
+            return recipe.clip
+        return float(root[root > 0].mean() / self.eps) if root.any() else 1.0

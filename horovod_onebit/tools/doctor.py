@@ -212,7 +212,7 @@ def _of_launching(found: dict[str, str], controllers: set[str]) -> list[Finding]
         findings.append(Finding("error" if "gloo" in controllers else "note", text, "add it to /etc/hosts"))
     minor = int(found["python"].split(".")[1])
     if minor >= 12 and importlib.util.find_spec("setuptools") is None:
-        text = "horovodrun imports distutils, which Python has no more since 3.12"
+        text = "horovodrun imports distutils, which Python no longer has since 3.12"
         findings.append(Finding("error", text, "pip install setuptools"))
     return findings
 

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from horovod_onebit import handshake
 from horovod_onebit.engine import Engine
-from horovod_onebit.errors import ConfigurationError, DesyncError, error_text
+from horovod_onebit.errors import ConfigurationError, DesyncError, error_text, workers
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Finite, Mismatch, Verdict
 from horovod_onebit.tasks import Handle, Task, run
@@ -215,7 +215,7 @@ class Agreement:
             if self._parameters.phase is Phase.COMPRESSED or verdict.early:
                 self.gradients.cancel(by_all=True)
                 raise ConfigurationError(
-                    f"worker {list(verdict.edited)} changed gradients, hyperparameters or what is trained between "
+                    f"{workers(verdict.edited)} changed gradients, hyperparameters or what is trained between "
                     "backward() and step(), when its messages were on their way already. Build DistributedOptimizer "
                     "with overlap=False; or clip by optimizer.clip_grad_norm_(); or call optimizer.synchronize() "
                     "before the change. The weights were not changed"

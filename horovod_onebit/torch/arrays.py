@@ -208,8 +208,8 @@ class Binding:
         return self._array(flat(value, self.strides))
 
     def detail(self) -> str:
-        """What all workers must have alike, as text; names of servers' residuals contain a digest of it, as it is."""
-        return f"{tuple(self.p.shape)} {self.strides} {self.p.dtype} "
+        """What all workers must have alike, as text; names of servers' residuals contain a digest of it."""
+        return f"{tuple(self.p.shape)} {self.strides} {self.p.dtype}"
 
     def is_current(self) -> bool:
         """Whether the parameter and its state still are the tensors that the arrays share memory with."""

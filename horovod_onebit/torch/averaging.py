@@ -23,7 +23,7 @@ _trained: Any = weakref.WeakSet()
 
 
 class _Nothing:
-    """A hook that does nothing."""
+    """Takes the place of a ``_Switch`` where the model is copied or pickled: a hook that does nothing."""
 
     def __call__(self, model: torch.nn.Module, inputs: Any) -> None:
         pass

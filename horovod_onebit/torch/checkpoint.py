@@ -267,7 +267,8 @@ class _Torch(checkpoints.Face):
         if self.rank != 0:
 
             def give_others_back() -> None:
-                optimizer._parameters.loads += 1  # as worker 0's, which loads its state again
+                if (coded := optimizer._compressor.coded) is not None:
+                    coded.forget()  # as worker 0's, which loads its state again
                 _load_others(model, before)
 
             return [give_others_back]

@@ -33,7 +33,6 @@ class Coded:
         self._parameters = parameters
         self._mean = CodedMean(engine, divides=parameters.adapter.divides, lane=lane)
         self._sums = sums
-        self._loads = 0
         self._averaged: list[torch.Tensor] = []  # the last time, in the order of the layout
         self._early = Early(self._mean.engine)
 
@@ -58,7 +57,7 @@ class Coded:
     @property
     def elements(self) -> int:
         """See ``CodedMean.elements``."""
-        return self._mean.elements if self._loads == self._parameters.loads else 0
+        return self._mean.elements
 
     @torch.no_grad()
     def observe(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -139,9 +138,12 @@ class Coded:
             if factor > 1:
                 p.grad.mul_(factor)
 
-    def forget(self, names: Iterable[str]) -> None:
-        """These are averaged no more. Local."""
+    def forget(self, names: Iterable[str] | None = None) -> None:
+        """These are averaged no more; or another state was loaded, and of all nothing is known any more. Local."""
         self._mean.forget(names)
+        if names is None:
+            self._averaged = []
+            self._early.over()
 
     def forget_world(self) -> None:
         """There are other workers now, some of which have seen nothing: all begin anew. Local."""
@@ -151,12 +153,12 @@ class Coded:
 
     def state(self) -> Learned | None:
         """See ``CodedMean.state``."""
-        return self._mean.state() if self._loads == self._parameters.loads else None
+        return self._mean.state()
 
     def load(self, saved: Learned | None) -> None:
         """See ``CodedMean.load``."""
         self._mean.load(saved)
-        self._averaged, self._loads = [], self._parameters.loads
+        self._averaged = []
         self._early.over()
 
     def check(self, saved: Learned | None, sizes: Mapping[str, int]) -> None:
@@ -164,10 +166,7 @@ class Coded:
         self._mean.check(saved, sizes)
 
     def _unit(self, p: torch.Tensor) -> Tensor:
-        """What the core keeps of ``p``; nothing yet since a state was loaded."""
-        if self._loads != self._parameters.loads:
-            self._mean.forget()
-            self._loads = self._parameters.loads
+        """What the core keeps of ``p``."""
         place = self._parameters.placement.of(p)
         zeros = None if place is None else place.zeros
         return self._mean.tensor(self._parameters.names[p], p.numel(), zeros)

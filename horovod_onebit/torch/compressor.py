@@ -37,7 +37,6 @@ from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Weighing
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -58,8 +57,8 @@ class Steps(RunState):
         self._check_replicas_every = check_replicas_every
         self._apart = 0  # steps since the workers last had the same weights
         self._checked_averaging = False
-        self.loaded_at: int | None = None  # at how many steps the last state was loaded that was not the own one
-        self._gave_residuals: int | None = None  # and somebody has given this worker its residuals
+        self.loaded_at: int | None = None  # step count at which another state than the current one was last loaded
+        self._gave_residuals: int | None = None  # step count at which residuals were last loaded
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -110,6 +109,26 @@ class Steps(RunState):
         """Take over progress that Horovod has broadcast."""
         raise NotImplementedError
 
+    def check_groups(self) -> Task[None]:
+        """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective as
+        ``end_apart`` is."""
+        if self.engine.workers_changed:
+            self.fold()
+            self.leave_world()
+        if (fresh := self.parameters.find_new()) and self.included:
+            self.gradients.add(fresh)
+            self._checked_averaging = False  # DistributedDataParallel is made anew then
+        self.adopt()
+        yield from self.end_apart()
+        if gone := self.parameters.forget_gone():
+            self.gradients.forget(gone)
+            self.parameters.let_go(gone)
+
+    def end_apart(self) -> Task[None]:
+        """Bring all workers to the same weights, if steps were local and parameters are leaving that must not stay
+        each worker's own. Collective then."""
+        raise NotImplementedError
+
     def check_replicas(self) -> Task[None]:
         """Raise ``DesyncError`` on all workers if their weights and optimizer state are not the same. Collective."""
         return replicas.check(self.parameters.checksums(), self.engine.collectives, f"{self.engine.name}.replicas")
@@ -150,11 +169,14 @@ class Steps(RunState):
         return self.loaded_at == self.parameters.steps
 
     def residuals_fit(self, *, loaded: bool) -> bool:
-        """Whether this worker's residuals are of the run whose state another one gives it, which has just ``loaded`` it
-        perhaps. Local."""
+        """Whether this worker may keep its residuals with the state that another worker sends; ``loaded``: that worker
+        has loaded the state since its last step. Local."""
         return not loaded or self.just_loaded or self._gave_residuals == self.parameters.steps
 
     # -- other workers ------------------------------------------------------------------------------------------------
+
+    def fold(self) -> None:
+        """Before the workers change: what was moved since the last exchange becomes residuals. Local."""
 
     def leave_world(self) -> None:
         super().leave_world()
@@ -251,24 +273,12 @@ class Compressor(Steps):
         if self.parameters.adopt():
             self.gradients.cancel(by_all=False)
 
-    def check_groups(self) -> Task[None]:
-        """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective if some are
-        gone or edited whose weights differ."""
-        if self.engine.workers_changed:
-            self.leave_world()
-        fresh = self.parameters.find_new()
-        if self.included and fresh:
-            self.gradients.add(fresh)
-            self._checked_averaging = False  # DistributedDataParallel is made anew then
-        self.adopt()
-        # Parameters that were frozen, taken out of the groups, or whose state was edited, between two exchanges of 0/1
-        # Adam must not stay each worker's own.
+    def end_apart(self) -> Task[None]:
+        """Of 0/1 Adam: parameters that were frozen, taken out of the groups, or whose state was edited, between two
+        exchanges must not stay each worker's own. Collective if there are some."""
         if self._stepwise and (self.parameters.leaving or self.parameters.edited()):
             with torch.no_grad():
                 yield from self.flush()
-        if gone := self.parameters.forget_gone():
-            self.gradients.forget(gone)
-            self.parameters.let_go(gone)
 
     # -- before a step --------------------------------------------------------------------------------------------
 
@@ -358,7 +368,7 @@ class Compressor(Steps):
     def announce(self) -> Task[None]:
         now = self._now
         yield from self.check_groups()
-        self.gradients.check_owned()
+        self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
@@ -508,15 +518,7 @@ class Compressor(Steps):
 
     # -- other workers --------------------------------------------------------------------------------------------
 
-    def fold(self) -> None:
-        """Before the workers change: nothing that was moved since the last exchange is a residual. Local."""
-
-    def weigh(self, weighing: Weighing | None) -> None:
-        super().weigh(weighing)
-        self.parameters.changed()
-
     def leave_world(self) -> None:
         super().leave_world()
         self._compares = True
         self.gradients.forget_world()
-        self.parameters.changed()

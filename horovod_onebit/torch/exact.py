@@ -206,7 +206,8 @@ class InOrder(ByName):
         self._missing = None
 
     def forget(self, p: torch.Tensor) -> None:
-        """What has left of it is stale."""
+        """The groups are made anew by the next ``start``; while some are under way, ``stale`` reports them instead.
+        Local."""
         if not self.begun:
             self._last, self._groups, self._of = [], [], {}
 

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from horovod_onebit import checks
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, workers
 from horovod_onebit.handshake import ask
 from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import meet, meeting
@@ -55,7 +55,8 @@ def broadcast_optimizer_state(
     optimizer = unwrapped(optimizer)
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
-    own = optimizer._compressor.transport if isinstance(optimizer, _DistributedOptimizer) else None
+    ours = optimizer if isinstance(optimizer, _DistributedOptimizer) else None
+    own = None if ours is None else ours._compressor.transport
     if own is not None and own.number == 0 and process_set is None and process_group is None:
         transport = own
     else:
@@ -63,41 +64,41 @@ def broadcast_optimizer_state(
     if not transport.included:
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
-    if isinstance(optimizer, _DistributedOptimizer) and transport == own:
-        run(optimizer._compressor.agreement.meet("broadcast_optimizer_state", setup=""))
-        optimizer._compressor.cancel()
+    if ours is not None and transport == own:
+        run(ours._compressor.agreement.meet("broadcast_optimizer_state", setup=""))
+        ours._compressor.cancel()
     else:
         meet("broadcast_optimizer_state", transport)
+    if ours is not None:
+        ours._parameters.drop_made_state()
     is_root = transport.world[0] == root_rank
-    if isinstance(optimizer, _DistributedOptimizer):
-        optimizer._parameters.drop_made_state()
-    loaded = isinstance(optimizer, _DistributedOptimizer) and optimizer._compressor.just_loaded
-    tensors: list[torch.Tensor] = []
+    loaded = ours is not None and ours._compressor.just_loaded
     state = optimizer.state_dict() if is_root else {}
-    if is_root and isinstance(optimizer, _DistributedOptimizer):
-        optimizer._parameters.lineage = optimizer._parameters.digest(state)  # as the others that load it
-    structure = _take_out(state, tensors) if is_root else None
-    structure, loaded = transport.broadcast_object((structure, loaded), root_rank, "onebit.state")
+    tensors: list[torch.Tensor] = []
+    structure, loaded = transport.broadcast_object((_take_out(state, tensors), loaded), root_rank, "onebit.state")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]
     others = run(ask(transport.collectives(), "onebit.state.groups", other=mine != sent)).where("other")
     if others:
         raise ConfigurationError(
-            f"broadcast_optimizer_state: worker {others} has other parameter groups than the root, whose numbers of "
-            f"parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on all workers"
+            f"broadcast_optimizer_state: {workers(others)} and the root have other parameter groups; the root's "
+            f"numbers of parameters are {sent} (here: {mine}). Build the same optimizer, and add the same groups, on "
+            "all workers"
         )
     if not is_root:
         structure = _put_in(structure, tensors)
     broadcast_tensors(tensors, root_rank, transport, "onebit.state")
-    if is_root:
-        if isinstance(optimizer, _DistributedOptimizer):
-            optimizer._parameters.loads += 1  # as on the others
-    elif isinstance(optimizer, _DistributedOptimizer):
-        where = optimizer._gradients.where
-        optimizer._load(structure, keep_feedback=optimizer._compressor.residuals_fit(loaded=loaded))
-        optimizer._gradients.where = where  # as on the root, whose gradients may be averaged already
+    if ours is None:
+        if not is_root:
+            optimizer.load_state_dict(structure)
+    elif is_root:  # as the others, which load it
+        ours._parameters.lineage = ours._parameters.digest(state)
+        if ours._compressor.coded is not None:
+            ours._compressor.coded.forget()
     else:
-        optimizer.load_state_dict(structure)
+        where = ours._gradients.where
+        ours._load(structure, keep_feedback=ours._compressor.residuals_fit(loaded=loaded))
+        ours._gradients.where = where  # as on the root, whose gradients may be averaged already
 
 
 @outside_inference

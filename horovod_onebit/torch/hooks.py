@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import Enum
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -93,7 +93,44 @@ class _Mark:
         return grad is not self.grad or grad._version != self.version or _checksum(grad) != self.checksum
 
 
-class Gradients:
+class Watches:
+    """What is hooked to the gradients of one ``DistributedOptimizer``; each parameter has one at a time."""
+
+    def __init__(self) -> None:
+        self._lost: set[torch.Tensor] = set()  # parameters that another one has taken over
+
+    def add(self, parameters: Sequence[torch.Tensor]) -> None:
+        """``take`` the ``parameters``."""
+        raise NotImplementedError
+
+    def computed(self, p: torch.Tensor) -> None:
+        """A backward pass has added to the gradient of ``p``."""
+        raise NotImplementedError
+
+    def lose(self, p: torch.Tensor) -> None:
+        """Another DistributedOptimizer was built over ``p``."""
+        self._lost.add(p)
+
+    def forget(self, parameters: set[torch.Tensor]) -> None:
+        """``parameters`` were taken out of the optimizer."""
+        self._lost -= parameters
+        for p in parameters:
+            release(p, self)
+
+    def check_owned(self, names: Mapping[torch.Tensor, str]) -> None:
+        """Take back the parameters whose other DistributedOptimizer is gone. Raise ``ConfigurationError`` if there are
+        others that were taken over; they have ``names``. Local."""
+        if free := [p for p in self._lost if owner(p) in (None, self)]:
+            self._lost.difference_update(free)
+            self.add(free)
+        if self._lost:
+            raise ConfigurationError(
+                f"parameter {some(sorted(names[p] for p in self._lost))} belongs to a DistributedOptimizer that was "
+                "built later: use that one, and one optimizer for each parameter"
+            )
+
+
+class Gradients(Watches):
     """Belongs to one ``DistributedOptimizer``.
 
     Attributes:
@@ -107,6 +144,7 @@ class Gradients:
     recallable = True
 
     def __init__(self, parameters: Parameters, engine: Engine, arguments: Arguments, *, overlap: bool) -> None:
+        super().__init__()
         self._parameters = parameters
         self._engine = engine
         self._arguments, self._described = arguments, str(arguments)
@@ -115,7 +153,6 @@ class Gradients:
         self.passes = arguments.backward_passes_per_step
         self._lock = threading.Lock()
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
-        self._lost: set[torch.Tensor] = set()  # parameters that another DistributedOptimizer took over
         self._generation = Generation()  # of averages
         self.means = exact.means(arguments, engine, parameters.names, self._generation)
         self._sends_early = overlap
@@ -146,21 +183,12 @@ class Gradients:
 
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
-        self._lost -= parameters
+        super().forget(parameters)
         self._forget_coded(parameters)
         for p in parameters:
             self._watched.pop(p, None)
             self._marks.pop(p, None)
             self.means.forget(p)
-            release(p, self)
-
-    def lose(self, p: torch.Tensor, to: Watches) -> None:
-        """See ``Watches``."""
-        self._lost.add(p)
-
-    def check_owned(self) -> None:
-        """See the function of this name."""
-        check_owned(self._lost, self._parameters.names)
 
     @untraced
     def computed(self, p: torch.Tensor) -> None:
@@ -185,7 +213,8 @@ class Gradients:
             self._densify(p)
         self._watched[p] = left
         if self.where is not Where.LOCAL:
-            self._parameters.adopt()
+            if self._parameters.adopt() and self.coded is not None:
+                self.coded.forget()
             self.where = Where.LOCAL
             self._warm = self._parameters.phase is Phase.WARMUP
             self._noticed = self._surroundings() if self._sends_early and self._warm else None
@@ -241,7 +270,7 @@ class Gradients:
         parameters, engine = self._parameters, self._engine
         if not self._proven or engine.workers_changed or parameters.schedule is not None:
             return None, {}
-        if engine.layout is None or not parameters.all_current:
+        if not parameters.all_current:
             return None, {}
         self._version = parameters.version
         return parameters.plan(), parameters.bindings
@@ -393,7 +422,7 @@ class Gradients:
             self.where = Where.NOWHERE
 
     def forget_marks(self) -> None:
-        """What was remembered of gradients counts no more: the step is over, or they may change now."""
+        """Forget what gradients were like when they became final: the step is over, or they may change from now on."""
         self._marks.clear()
         self._noticed = self._stream = None
         self._early.over()
@@ -405,6 +434,8 @@ class Gradients:
         if by_all:  # of what was sent, those whose states were edited since have no residuals
             gone = [b.tensor.name for b in self._early.parts if b.p not in self._parameters.bindings]
             self._engine.feedback.reset(gone)
+        elif self.coded is not None:
+            self.coded.forget()
         self._clear(settled=by_all)
 
     @torch.no_grad()
@@ -457,18 +488,6 @@ def _gradient(binding: Binding) -> Any:
     return binding.grad()
 
 
-class Watches(Protocol):
-    """What is hooked to the gradients of parameters."""
-
-    def computed(self, p: torch.Tensor) -> None:
-        """A backward pass has added to the gradient of ``p``."""
-        ...
-
-    def lose(self, p: torch.Tensor, to: Watches) -> None:
-        """Another DistributedOptimizer, whose ``to`` is, was built over ``p``."""
-        ...
-
-
 def take(p: torch.Tensor, gradients: Watches, *, hooks: bool = True) -> None:
     """``p`` is trained by the DistributedOptimizer of ``gradients``, which with ``hooks`` watches its gradient; another
     one that had it before lets go of it."""
@@ -485,27 +504,25 @@ def take(p: torch.Tensor, gradients: Watches, *, hooks: bool = True) -> None:
 
 def release(p: torch.Tensor, gradients: Watches) -> None:
     """Remove the hook of ``p``, if it is that of ``gradients``."""
-    if p in _owners and _owners[p][1]() is gradients:
+    if owner(p) is gradients:
         let_go(p, gradients)
+
+
+def owner(p: torch.Tensor) -> Watches | None:
+    """That of the DistributedOptimizer that has ``p``; None if none has, or it is gone."""
+    found: Watches | None = _owners[p][1]() if p in _owners else None
+    return found
 
 
 def let_go(p: torch.Tensor, successor: Watches) -> None:
     """Take ``p`` from the DistributedOptimizer that has it, if it is not the ``successor``'s."""
     if p in _owners:
-        handle, owner = _owners.pop(p)
+        before = owner(p)
+        handle, _ = _owners.pop(p)
         if handle is not None:
             handle.remove()
-        if owner() not in (None, successor):
-            owner().lose(p, successor)
-
-
-def check_owned(lost: Iterable[torch.Tensor], names: Mapping[torch.Tensor, str]) -> None:
-    """Raise ``ConfigurationError`` if another DistributedOptimizer was built over parameters, which are ``lost``."""
-    if found := sorted(names[p] for p in lost):
-        raise ConfigurationError(
-            f"parameter {some(found)} belongs to a DistributedOptimizer that was built later: use that one, and "
-            "one optimizer for each parameter"
-        )
+        if before is not None and before is not successor:
+            before.lose(p)
 
 
 def _checksum(grad: torch.Tensor) -> tuple[int, bytes]:

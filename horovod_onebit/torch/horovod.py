@@ -35,9 +35,8 @@ def check_memory(tensor: Any) -> None:
 class Pending:
     """A collective under way; ``finish`` makes of the tensor that arrives what ``wait`` gives."""
 
-    def __init__(self, handle: Any, source: Any = None, finish: Callable[[Any], Any] = lambda result: result) -> None:
-        self.handle = handle
-        self.source = source  # Horovod reads it until the collective is done
+    def __init__(self, handle: Any, finish: Callable[[Any], Any] = lambda result: result) -> None:
+        self.handle = handle  # by which Horovod keeps what it reads, until ``wait``
         self._finish = finish
 
     def ready(self) -> bool:
@@ -68,12 +67,12 @@ class HorovodCollectives:
 
     def allgather(self, array: Any, name: str) -> Pending:
         handle = hvd.allgather_async(tensor_of(array), name=name, process_set=self.process_set)
-        return Pending(handle, array, reader(array, Gathered))
+        return Pending(handle, reader(array, Gathered))
 
     def alltoall(self, array: Any, name: str) -> Pending:
         splits = torch.full((self.size,), len(array) // self.size, dtype=torch.int32)
         handle = hvd.alltoall_async(tensor_of(array), splits, name=name, process_set=self.process_set)
-        return Pending(handle, array, reader(array, moved))
+        return Pending(handle, reader(array, moved))
 
     def host(self) -> tuple[int, int]:
         return host_number(), int(hvd.local_size())
@@ -87,7 +86,7 @@ class HorovodCollectives:
     def allreduce(self, array: NDArray[np.float32] | NDArray[np.int32], name: str) -> Pending:
         tensor = torch.from_numpy(array)
         handle = hvd.allreduce_async(tensor, name=name, op=hvd.Sum, process_set=self.process_set)
-        return Pending(handle, array, torch.Tensor.numpy)
+        return Pending(handle, torch.Tensor.numpy)
 
 
 def _host_groups(places: Sequence[Sequence[int]]) -> tuple[Any, Any] | None:

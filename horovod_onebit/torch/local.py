@@ -33,7 +33,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, check_owned, densify, release, take, unscale
+from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, densify, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
 from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_BETA2, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
@@ -124,6 +124,13 @@ class LocalParameters(Parameters):
         """Whether parameters that are bound were taken out of the groups."""
         here = {id(p) for p in self.ordered()}
         return any(id(p) not in here for p in self.bindings)
+
+    def forget_gone(self) -> set[torch.Tensor]:
+        gone = super().forget_gone()
+        for p in gone:
+            self.kept.pop(p, None)
+            self.awaited.discard(p)
+        return gone
 
     def bind_all(self) -> None:
         """Those that are trained now, where they are now."""
@@ -392,7 +399,7 @@ def _is_frozen(binding: Binding) -> bool:
     return isinstance(binding.state, _Both)
 
 
-class OwnGradients:
+class OwnGradients(Watches):
     """Gradients that stay this worker's own: what ``Agreement`` and others ask of those that travel."""
 
     coded = None
@@ -400,10 +407,10 @@ class OwnGradients:
     automatic = True
 
     def __init__(self, rounds: Rounds, arguments: Arguments) -> None:
+        super().__init__()
         self._rounds = rounds
         self._arguments = arguments
         self.passes = arguments.backward_passes_per_step
-        self._lost: dict[torch.Tensor, weakref.ref[Watches]] = {}  # to another DistributedOptimizer
 
     def add(self, parameters: Iterable[torch.Tensor]) -> None:
         """Another DistributedOptimizer that had ``parameters`` lets go of them. Their gradients are looked at only to
@@ -413,26 +420,10 @@ class OwnGradients:
             if self._arguments.sparse_as_dense:
                 self.computed(p)
 
-    def forget(self, parameters: Iterable[torch.Tensor]) -> None:
-        """``parameters`` were taken out of the optimizer."""
-        for p in parameters:
-            self._lost.pop(p, None)
-            release(p, self)
-
     @untraced
     def computed(self, p: torch.Tensor) -> None:
         """See ``hooks.Watches``."""
         densify([p])
-
-    def lose(self, p: torch.Tensor, to: Watches) -> None:
-        """See ``Watches``."""
-        self._lost[p] = weakref.ref(to)
-
-    def lost(self) -> list[torch.Tensor]:
-        """The parameters that another DistributedOptimizer trains; of one that is gone they are taken back."""
-        self.add([p for p, to in self._lost.items() if to() is None])
-        self._lost = {p: to for p, to in self._lost.items() if to() is not None}
-        return list(self._lost)
 
     @property
     def recallable(self) -> bool:
@@ -458,8 +449,7 @@ class OwnGradients:
 
     def cancel(self, *, by_all: bool) -> None:
         """The exchange that was begun is not ended; what it was to bring goes with the next one."""
-        self._rounds.engine.cancel(by_all=by_all)
-        self._rounds.cancel()
+        self._rounds.cancel(by_all=by_all)
 
 
 PATIENCE = 30.0
@@ -589,28 +579,14 @@ class LocalSteps(Steps):
         """Take over progress that Horovod has broadcast."""
         self.parameters.adopt()
 
-    def check_groups(self) -> Task[None]:
-        """Take notice of parameters that are new or gone, and of other workers. Collective if some are gone in the
-        middle of a round."""
-        if self.engine.workers_changed:
-            self.fold()
-            self.leave_world()
-        if (fresh := self.parameters.find_new()) and self.included:
-            self.gradients.add(fresh)
-            self._checked_averaging = False  # DistributedDataParallel is made anew then
-        self.adopt()
+    def end_apart(self) -> Task[None]:
+        """Parameters that are gone end the round. Collective if there are some in the middle of one."""
         if self.parameters.lost():  # the others, and this one, end their round together
             if self.rounds.under_way:
                 self.parameters.begin_again(self.parameters.edited())
                 yield from self.driver.end_round("step", flush=True)
                 self.parameters.remember()
             self.parameters.unbind()
-        gone = self.parameters.forget_gone()
-        self.gradients.forget(gone)
-        for p in gone:
-            self.parameters.kept.pop(p, None)
-            self.parameters.awaited.discard(p)
-        self.parameters.let_go(gone)
 
     # -- a step ---------------------------------------------------------------------------------------------------
 
@@ -648,7 +624,7 @@ class LocalSteps(Steps):
 
     def follow(self) -> Task[bool]:
         yield from self.check_groups()
-        check_owned(self.gradients.lost(), self.parameters.names)
+        self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         parameters = self.parameters
         parameters.begin_again(parameters.edited())

@@ -97,7 +97,6 @@ class Parameters:
         self._exact_groups: list[bool] = []  # by group, whether it has the option ``exact``
         self.unstarted: set[torch.Tensor] = set()
         self.version = 0
-        self.loads = 0  # times that a state was loaded
         self.made_state = False  # whether there is one that was made to be shown, perhaps on this worker alone
         self.lineage = ""
         self.just_started = False  # whether compression has started with the last step, for some of them
@@ -111,7 +110,6 @@ class Parameters:
         self._patterns = exact
         self._exported: dict[torch.Tensor, torch.Tensor] = {}  # see ``export``
         self._described: tuple[Any, str] = (None, "")
-        self._candidates: tuple[Any, list[torch.Tensor]] = (None, [])  # for compression; see ``mature``
 
     # -- which there are ------------------------------------------------------------------------------------------
 
@@ -144,8 +142,8 @@ class Parameters:
 
     @property
     def prepared(self) -> bool:
-        """Whether nothing has changed since the engine was prepared."""
-        return self.prepared_for == self.version
+        """Whether the engine is prepared, and nothing has changed since."""
+        return self.engine.layout is not None and self.prepared_for == self.version
 
     def seen(self, p: torch.Tensor) -> int | None:
         """The steps that the second moment of ``p`` has seen, if it is frozen; it is in the state, and goes with it."""
@@ -297,20 +295,18 @@ class Parameters:
 
     def mature(self) -> None:
         """Compress, from the next step on, every parameter whose warm-up is over."""
-        key = (self.version, len(self.exact_steps))
-        if key != self._candidates[0]:
-            found = (p for p in self.ordered() if p in self.exact_steps and p not in self.bindings)
-            left = [p for p in found if self.compressible(p)]
-            self._candidates = key, left
-        over = (p for p in self._candidates[1] if self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED)
-        ready = [p for p in over if p.requires_grad and not self._is_young(p)]
-        if ready:
-            groups = self._groups()
-            for p in ready:
-                self._start_compressing(groups[p], p)
+        ready = {id(p) for p in self.exact() if self.compressible(p) and self._is_ready(p)}
+        found = [(group, p) for group, _, p in self.enumerated() if id(p) in ready] if ready else []
+        for group, p in found:
+            self._start_compressing(group, p)
+        if found:
             self._order()
             self.remember()
-        self.just_started = bool(ready)
+        self.just_started = bool(found)
+
+    def _is_ready(self, p: torch.Tensor) -> bool:
+        """Whether the warm-up of ``p`` is over."""
+        return self.warmup.phase(self.exact_steps[p]) is Phase.COMPRESSED and not self._is_young(p)
 
     def _start_compressing(self, group: Group, p: torch.Tensor) -> None:
         self._init_state(group, p)  # what was cleared before the first step, and exact steps have not made
@@ -796,7 +792,6 @@ class Parameters:
         ``whole`` is the wrapped optimizer's state that was loaded before, None if it is where it belongs.
         """
         progress = Progress.of(own, len(self.ordered()), added=whole is None)
-        self.loads += 1
         self.made_state = False
         self.bindings = {}
         self._marks.clear()

@@ -1,4 +1,5 @@
-"""How far a run is, in plain numbers, and a part of what is saved. All but ``rates`` are the same on all workers."""
+"""How far a run is, in plain numbers, and a part of what is saved. All but ``rates`` are the same on all workers; with
+local steps, ``skipped``, ``taken``, ``common`` and ``awaited`` are each worker's own, too."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ class Progress:
         variance_steps: steps that its second moment has seen; 0 while it is not frozen.
         beta2: of these steps; 0 where there is none.
         taken: steps that its optimizer counts, where the second moment is frozen; else 0.
-        unstarted: parameters whose momentum is there and must not be at their first step.
+        unstarted: positions of parameters whose momentum buffer must be removed before their first step: with
+            dampening, PyTorch treats a missing buffer differently from zeros.
         rates: of residuals, as ``ErrorFeedback`` has them.
         common: of the gradients that its second moment has seen, those that were the workers' mean.
         idle: of the exact steps, the first ones that had no gradient.

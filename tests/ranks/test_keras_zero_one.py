@@ -284,7 +284,7 @@ def test_a_flush_that_one_worker_makes_alone_is_an_error_on_all():
     model, optimizer = build(), zero_one(SHORT)
     train(model, optimizer, 23)
     call = optimizer.flush if RANK == 0 else (lambda: train(model, optimizer, 1, start=23))
-    with pytest.raises(DesyncError, match=r"worker \[0\] flush"):
+    with pytest.raises(DesyncError, match="worker 0 flush"):
         call()
     train(model, optimizer, 9, start=23)
     assert_replicas_equal(model)

@@ -245,7 +245,7 @@ def test_zero_one_adam_and_a_parameter_that_one_worker_freezes_alone():
     optimizer = zero_one(model, schedule=QUICK)
     train(model, optimizer, 14)
     model.second.weight.requires_grad_(RANK > 0)
-    with pytest.raises(DesyncError, match=r"worker \[0\] flush\(\)"):
+    with pytest.raises(DesyncError, match=r"worker 0 flush\(\)"):
         train(model, optimizer, 1, start=14)
     model.second.weight.requires_grad_(True)
     train(model, optimizer, 4, start=14)

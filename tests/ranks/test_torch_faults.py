@@ -58,7 +58,7 @@ def test_nan_raises_on_all_when_asked_to():
     if RANK == 0:
         spoil(model.first.weight, "inf")
     cross_entropy(model(x), y).backward()
-    with pytest.raises(NonFiniteError, match=r"worker \[0\]"):
+    with pytest.raises(NonFiniteError, match="worker 0"):
         optimizer.step()
     train(model, optimizer, 2, start=7)
     assert_replicas_equal(model)
@@ -140,7 +140,7 @@ def test_a_broadcast_that_one_worker_makes_alone(call, rounds):
     odd = RANK == SIZE - 1
     for _ in range(2):
         odd = not odd
-        with pytest.raises(DesyncError, match=rf"worker \[[01]\] {call}\(\)"):
+        with pytest.raises(DesyncError, match=rf"worker [01] {call}\(\)"):
             getattr(onebit, call)(given[call]) if odd else train(model, optimizer, 1, start=4)
     train(model, optimizer, 2, start=4)
     assert_replicas_equal(model)
@@ -177,7 +177,7 @@ def test_a_worker_that_has_joined():
     if RANK == 0:
         for p in model.parameters():
             p.grad = torch.ones_like(p)
-        with pytest.raises(DesyncError, match=r"worker \[1.*\] called hvd.join"):
+        with pytest.raises(DesyncError, match=r"workers? 1.* called hvd.join"):
             optimizer.step()
     world.join()
 
@@ -493,9 +493,9 @@ def test_replicas_that_drift_apart_are_named_on_all_workers(steps):
     if RANK == SIZE - 1:
         with torch.no_grad():
             model.second.weight[1, 2] += 1e-3
-    with pytest.raises(DesyncError, match=rf"second.weight on worker \[{SIZE - 1}\]"):
+    with pytest.raises(DesyncError, match=rf"second.weight of worker {SIZE - 1} differs from that of worker 0"):
         optimizer.check_replicas()
-    with pytest.raises(DesyncError, match="drifted apart"):
+    with pytest.raises(DesyncError, match="differs from that of worker 0"):
         train(model, optimizer, 1, start=steps)
 
 
@@ -513,7 +513,7 @@ def test_replicas_that_differ_between_exchanges_are_compared_after_them(monkeypa
     if RANK == 0:
         with torch.no_grad():
             model.norm.weight += 1
-    with pytest.raises(DesyncError, match=r"norm.weight.* on worker \[[01]\]"):
+    with pytest.raises(DesyncError, match=r"norm.weight.* of workers? 1.* from that of worker 0"):
         train(model, optimizer, 3, start=34)
 
 

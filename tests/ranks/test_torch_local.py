@@ -542,7 +542,7 @@ def test_workers_that_disagree_are_told(what):
     if what == "tensor rate":  # PyTorch prints four digits of it
         train(model, optimizer, 5)
         optimizer.param_groups[0]["lr"] = torch.tensor(1e-3 + 1e-8 * RANK)
-    texts = {"rate": "learning rate", "tensor rate": "learning rate", "weights": "drifted apart"}
+    texts = {"rate": "learning rate", "tensor rate": "learning rate", "weights": "differs from that of worker 0"}
     with pytest.raises(DesyncError, match=texts.get(what, "argument")):
         train(model, optimizer, 8)
 

@@ -72,7 +72,7 @@ def test_every_flipped_bit_is_noticed():
     for bit in range(8 * good.size):
         data = good.copy()
         data[bit // 8] ^= np.uint8(1 << bit % 8)
-        with pytest.raises(WireError, match=rf"worker \[?{bit // 8 * WORKERS // good.size}"):
+        with pytest.raises(WireError, match=rf"worker {bit // 8 * WORKERS // good.size}"):
             wire.read(data, bucket, stamp, workers=WORKERS)
     words = good.view(np.uint32)
     body = [i for i in range(words.size // WORKERS) if i >= 8]

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from horovod_onebit import handshake, simulation
+from horovod_onebit import handshake, replicas, simulation
 from horovod_onebit.errors import DesyncError
 from horovod_onebit.handshake import Finite, Mismatch, ask
 from horovod_onebit.tasks import run
@@ -30,10 +30,27 @@ def test_workers_that_say_other_fields_are_told():
 def test_all_raise_what_differs(monkeypatch):
     def worker(collectives):
         answers = run(ask(collectives, "test", step=collectives.rank // 2))
-        with pytest.raises(Mismatch, match=r"the count differs between workers: worker \[2\] from worker 0"):
+        with pytest.raises(Mismatch, match="the count differs between workers: worker 2 from worker 0"):
             answers.compare({"step": "the count"})
 
     simulation.run(worker, 3)
+
+
+def test_replicas_that_differ_are_named_on_all_workers():
+    def worker(collectives):
+        found = {f"weight {i}": i for i in range(6)}
+        run(replicas.check(found, collectives, "test"))
+        if collectives.rank == 2:
+            found |= {f"weight {i}": 9 for i in range(1, 6)}
+        with pytest.raises(DesyncError) as caught:
+            run(replicas.check(found, collectives, "test"))
+        return str(caught.value)
+
+    (text,) = set(simulation.run(worker, 3))
+    for number in (1, 2, 3):
+        assert f"weight {number} of worker 2 differs from that of worker 0" in text
+    assert "; and 2 more. Broadcast the weights" in text
+    simulation.run(lambda collectives: run(replicas.check({"weight": 1}, collectives, "test")), 1)
 
 
 def test_another_version_is_no_mismatch_that_facts_explain():
@@ -47,7 +64,7 @@ def test_another_version_is_no_mismatch_that_facts_explain():
 
 
 def test_a_worker_that_has_left_is_named():
-    with pytest.raises(DesyncError, match=r"\[1\]"):
+    with pytest.raises(DesyncError, match="worker 1 called"):
         handshake.read_agreement(handshake.agreement(0, 2, setup="a"), 2)
 
 

@@ -31,7 +31,7 @@ ALLOWED = {
     "costs": {"codecs", "recipe"},
     "exchange": {"handshake", "tasks", "codecs", "costs", "kernels", "recipe", "layout", "wire", "feedback", "rules"},
     "handshake": {"tasks"},
-    "replicas": {"exchange", "tasks"},
+    "replicas": {"exchange", "handshake", "tasks"},
     "tasks": {"stats"},
     "averages": {"exchange", "handshake", "kernels", "stats", "tasks"},
     "face": {"recipe", "schedule", "warmup"},

@@ -695,7 +695,7 @@ def test_hidden_rounds_raise_if_the_recipe_says_so():
 
     results = simulation.run(worker, 3)
     assert {step for step, _, _ in results} == {37}
-    assert all("worker [1]" in text and (weights == results[0][2]).all() for _, text, weights in results)
+    assert all("worker 1 " in text and (weights == results[0][2]).all() for _, text, weights in results)
 
 
 def test_a_round_under_way_is_the_same_whatever_the_messages():

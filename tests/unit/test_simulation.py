@@ -643,7 +643,7 @@ def test_raising_is_agreed_on_as_well():
         grads = {
             t.name: np.full(t.weight.size, np.nan if collectives.rank == 1 else 1, f32) for t in optimizer._tensors
         }
-        with pytest.raises(NonFiniteError, match=r"worker \[1\]"):
+        with pytest.raises(NonFiniteError, match="worker 1"):
             optimizer.step(grads)
         raised.append(collectives.rank)
 
@@ -927,7 +927,7 @@ def test_calls_of_several_optimizers_are_not_mixed(tmp_path):
         with pytest.raises(ConfigurationError if odd else DesyncError, match="another Adam"):
             pair[0].step({"generator": one})
         pair[0].rule = Adam(lr=0.1)
-        with pytest.raises(DesyncError, match=r"worker \[1\] save_checkpoint"):
+        with pytest.raises(DesyncError, match=r"worker 1 save_checkpoint"):
             save_checkpoint(tmp_path, pair[0]) if odd else pair[0].step({"generator": one})
         assert pair[0].step({"generator": one})
 
