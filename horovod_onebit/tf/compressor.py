@@ -40,7 +40,7 @@ from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, allreduce_bytes
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import Errand, HorovodCollectives, plain
-from horovod_onebit.tf.graph import path_of
+from horovod_onebit.tf.graph import HostFunctions, path_of
 from horovod_onebit.tf.moments import Moments
 from horovod_onebit.tf.place import Place, Placement
 from horovod_onebit.tf.rules import Adapter, Options
@@ -173,6 +173,7 @@ class Compressor(RunState):
             wrapping.recipe.space, divides=divides, schedule=wrapping.after_warmup, velocities=adapter.velocities
         )
         self.errand = Errand(self.collectives, self.compute)
+        self.host_functions = HostFunctions()
         coded = codes(wrapping.recipe, wrapping.warmup)
         self.coded = CodedMean(self.engine, divides=divides, half=half) if coded else None
         self.tensors: list[Tensor] = []

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -82,13 +83,47 @@ def adopt(array: np.ndarray) -> Any:
     return tf.experimental.dlpack.from_dlpack(array.__dlpack__()) if array.size else tf.constant(array)
 
 
+class HostFunctions:
+    """What host functions do; they work as long as this lives.
+
+    TensorFlow keeps a host function as long as the process runs. It would keep an optimizer with its state, too, if the
+    function itself, and not the optimizer, kept what it does.
+    """
+
+    current: HostFunctions | None = None
+
+    def __init__(self) -> None:
+        self._works: list[Callable[..., Any]] = []
+
+    @contextlib.contextmanager
+    def keep(self) -> Iterator[None]:
+        """Those that are made in here are kept by this."""
+        before, HostFunctions.current = HostFunctions.current, self
+        try:
+            yield
+        finally:
+            HostFunctions.current = before
+
+    def made(self, work: Callable[..., Any]) -> Callable[..., Any]:
+        """What calls ``work``, and does not keep it."""
+        self._works.append(work)
+        number, me = len(self._works) - 1, weakref.ref(self)
+        return lambda *values: me()._works[number](*values)  # type: ignore[union-attr]
+
+
+def host_function(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
+    """``tf.py_function``; ``work`` is kept by the ``HostFunctions`` of now, if there are any."""
+    keeper = HostFunctions.current
+    return tf.py_function(work if keeper is None else keeper.made(work), list(inputs), dtypes)
+
+
 def host_call(work: Callable[..., None], *inputs: Any) -> None:
     """Run ``work`` with the values of ``inputs`` whenever the step runs, and not only when it is traced."""
     if tf.executing_eagerly():
         work(*inputs)
     else:
         with tf.device("/CPU:0"):
-            tf.py_function(work, list(inputs), [])
+            host_function(work, inputs, [])
 
 
 def host_value(work: Callable[..., Any], inputs: Sequence[Any], dtype: Any) -> Any:
@@ -96,7 +131,7 @@ def host_value(work: Callable[..., Any], inputs: Sequence[Any], dtype: Any) -> A
     if tf.executing_eagerly():
         return work(*inputs)
     with tf.device("/CPU:0"):
-        value = tf.py_function(work, list(inputs), dtype)
+        value = host_function(work, inputs, dtype)
     value.set_shape([])
     return value
 
@@ -107,7 +142,7 @@ def host_values(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequenc
         if tf.executing_eagerly():  # or what it raises would become an error of TensorFlow's
             values = work(*[tf.identity(i) for i in inputs])
             return [tf.convert_to_tensor(value, dtype) for value, dtype in zip(values, dtypes, strict=True)]
-        return list(tf.py_function(work, list(inputs), list(dtypes)))
+        return list(host_function(work, inputs, list(dtypes)))
 
 
 def on_device(place: Place, work: Callable[..., Any], inputs: Sequence[Any], dtypes: Sequence[Any]) -> list[Any]:
@@ -115,7 +150,7 @@ def on_device(place: Place, work: Callable[..., Any], inputs: Sequence[Any], dty
     with tf.device(place.device):
         if tf.executing_eagerly():
             return list(work(*[tf.identity(i) for i in inputs]))  # which brings them there
-        return list(tf.py_function(work, list(inputs), list(dtypes)))
+        return list(host_function(work, inputs, list(dtypes)))
 
 
 def handed(place: Place | None, tensors: Sequence[Any]) -> tuple[list[Any], Callable[[Sequence[Any]], list[Any]]]:
@@ -217,6 +252,20 @@ def outside() -> Iterator[None]:
 
 
 _order: list[Any] = []
+
+
+@contextlib.contextmanager
+def once_there(tensor: Any) -> Iterator[None]:
+    """In a graph, what is in here begins when ``tensor`` has been computed.
+
+    When a dataset of unknown length has ended, Keras runs the step once more, without a batch. TensorFlow then does all
+    in it that needs none: it would count a step, and meet workers that have a batch.
+    """
+    if tf.executing_eagerly():
+        yield
+        return
+    with tf.control_dependencies([tf.identity(tensor)]):
+        yield
 
 
 @contextlib.contextmanager

@@ -86,11 +86,12 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
-        self.inner_optimizer.prepare_step()
-        if self.inner_optimizer._wrapping.local is not None:
-            self._apply_alone(list(grads), trainable_variables)
-        else:
-            super().apply(grads, trainable_variables)
+        with self._compressor.host_functions.keep():
+            self.inner_optimizer.prepare_step()
+            if self._wrapping.local is not None:
+                self._apply_alone(list(grads), trainable_variables)
+            else:
+                super().apply(grads, trainable_variables)
 
     def _apply_alone(self, grads: list[Any], trainable_variables: Any) -> None:
         """A local step, which counts even if it is skipped: all workers exchange after as many."""

@@ -21,7 +21,7 @@ from horovod_onebit.errors import DesyncError, error_text
 from horovod_onebit.face import agreement_name
 from horovod_onebit.handshake import Facts, Finite, Mismatch, Verdict
 from horovod_onebit.tf.collectives import HorovodCollectives, view
-from horovod_onebit.tf.graph import host_value, outside
+from horovod_onebit.tf.graph import host_function, host_value, outside
 
 FAILED = "an error"
 """What a worker does that has found one by itself."""
@@ -73,7 +73,7 @@ def meet(
     if tf.executing_eagerly():
         return hear(gather(say(*inputs)))
     with tf.device("/CPU:0"):
-        said = tf.py_function(say, list(inputs), tf.int32)
+        said = host_function(say, inputs, tf.int32)
     said.set_shape([None])
     return host_value(hear, [gather(said)], tf.bool)
 

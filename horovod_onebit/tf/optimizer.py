@@ -32,6 +32,7 @@ from horovod_onebit.tf.graph import (
     host_value,
     in_order,
     keras_callers,
+    once_there,
     outside,
     path_of,
     run_independently,
@@ -85,15 +86,14 @@ class _DistributedOptimizer(_Wrapped):
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         with told(self._wrapping.process_set):
             pairs = self._checked_pairs(grads, trainable_variables)
-        self.prepare_step()
-        if not self._wrapping.process_set.included():
-            super().apply([g for g, _ in pairs], [v for _, v in pairs])
-            return
-        passes = self._wrapping.backward_passes_per_step
-        if passes > 1:
-            self._accumulate(pairs, passes)
-        else:
-            self._step(pairs)
+        with self._compressor.host_functions.keep(), once_there(pairs[-1][0]):  # the first gradient of the backward pass, during which messages leave
+            self.prepare_step()
+            if not self._wrapping.process_set.included():
+                super().apply([g for g, _ in pairs], [v for _, v in pairs])
+            elif (passes := self._wrapping.backward_passes_per_step) > 1:
+                self._accumulate(pairs, passes)
+            else:
+                self._step(pairs)
 
     def _checked_pairs(self, grads: Any, trainable_variables: Any) -> list[tuple[Any, Any]]:
         """The gradients that there are, dense, and their variables."""

@@ -10,9 +10,11 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
 import dataclasses
+import gc
 import itertools
 import json
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +42,7 @@ def as_in_a_new_process():
     """Optimizers are told apart by the order in which they were built: the tests before built different ones."""
     face._named.clear()
     yield
-    keras.backend.clear_session()
+    keras.backend.clear_session(free_memory=False)
 
 
 def adamw(**options):
@@ -684,6 +686,50 @@ def test_what_a_worker_decides_alone_is_an_error_on_all(what, tmp_path):
     with pytest.raises((DesyncError, tf.errors.OpError), match=text):
         call(tmp_path)
     assert time.monotonic() - start < 60
+
+
+def of_unknown_length(batches):
+    """Batches of so many steps; TensorFlow does not know how many, as of files, filters and generators."""
+    of_types = tf.TensorSpec((16, 32), tf.float32), tf.TensorSpec((16,), tf.int64)
+    return tf.data.Dataset.from_generator(lambda: map(batch, range(batches)), output_signature=of_types)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"warmup_steps": 3}, {"recipe": "exact", "backward_passes_per_step": 2}, {"schedule": onebit.Local(4, freeze=4)}],
+    ids=str,
+)
+def test_a_dataset_of_unknown_length_trains_as_one_of_known_length(options):
+    def reached(known):
+        model = build()
+        model.compile(optimizer=onebit.DistributedOptimizer(adamw(), **options), loss=LOSS, jit_compile=False)
+        data = of_unknown_length(3)
+        model.fit(data.apply(tf.data.experimental.assert_cardinality(3)) if known else data, epochs=4, verbose=0)
+        return model.get_weights()
+
+    for found, expected in zip(reached(known=False), reached(known=True), strict=True):
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_datasets_of_unknown_and_other_lengths_are_an_error_on_all():
+    model = build()
+    model.compile(optimizer=wrap(adamw(), EXACT), loss=LOSS, jit_compile=False)
+    with pytest.raises((DesyncError, tf.errors.OpError), match="the end of fit on worker"):
+        model.fit(of_unknown_length(2 if ALONE else 3), verbose=0)
+
+
+@pytest.mark.parametrize("options", [{}, {"schedule": onebit.Local(2)}], ids=str)
+@pytest.mark.parametrize("scaled", [False, True])
+def test_an_optimizer_that_is_not_used_any_more_is_freed(options, scaled):
+    model = build()
+    plain = keras.optimizers.LossScaleOptimizer(adamw()) if scaled else adamw()
+    model.compile(optimizer=onebit.DistributedOptimizer(plain, **options), loss=LOSS, jit_compile=False)
+    model.fit(*batch(0), epochs=4, verbose=0, callbacks=ours())
+    compressor = weakref.ref(model.optimizer._compressor)
+    assert compressor() is not None
+    del model, plain
+    gc.collect()
+    assert compressor() is None
 
 
 class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
