@@ -37,6 +37,14 @@ def pytest_collection_finish():
     gc.freeze()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_garbage_of_others():
+    """Neither are TensorFlow's graphs of a module's tests, which it never frees."""
+    yield
+    gc.collect()
+    gc.freeze()
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_makereport(item, call):
     """A rank that fails must not leave the others waiting in a collective: it ends, and the launcher ends the job."""
