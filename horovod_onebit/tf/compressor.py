@@ -497,7 +497,7 @@ class Compressor(RunState):
         for position, index in enumerate(indices):
             variable = self.optimizer._trainable_variables[index]
             if math.prod(variable.shape) < self.engine.recipe.min_compressed_size:
-                small.setdefault(str(variable.dtype), []).append(position)
+                small.setdefault(keras.backend.standardize_dtype(variable.dtype), []).append(position)
             else:
                 alone.append((str(index), [position]))
         return alone + [(f"small.{dtype}", positions) for dtype, positions in sorted(small.items())]

@@ -145,6 +145,21 @@ def test_gradients_of_what_is_frozen_within_a_group_of_passes_are_dropped():
         np.testing.assert_allclose(old - np.array(variable), 0 if i == 0 else 4, rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["passes", "0/1"])
+def test_plain_tf_variables_that_a_step_lacks_are_named(how):
+    variables = [tf.Variable(np.zeros((64, 64), np.float32), name=name) for name in ("first", "second")]
+    plain = keras.optimizers.Adam(1e-3)
+    if how == "passes":
+        optimizer, steps = wrap(plain, backward_passes_per_step=2), 1
+    else:  # the third one is a local one
+        optimizer, steps = onebit.DistributedOptimizer(plain, schedule=onebit.ZeroOne(1, 1, 1, 4)), 3
+    grads = [tf.ones((64, 64)) for _ in variables]
+    for _ in range(steps):
+        optimizer.apply(grads, variables)
+    with pytest.raises(ConfigurationError, match=r"second(:0: no gradient|:0', which local steps have moved)"):
+        optimizer.apply([grads[0], None], variables)
+
+
 def test_gradients_alone_want_an_optimizer_that_is_built():
     model, optimizer = build(), wrap(keras.optimizers.Adam())
     grads = [tf.ones(v.shape) for v in model.trainable_variables]
