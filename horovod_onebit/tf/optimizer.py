@@ -617,12 +617,15 @@ def check_one(found: Mapping[str, Any]) -> None:
         )
 
 
+def held_optimizers(model: Any) -> list[Any]:
+    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds: see ``optimizers_of``."""
+    return [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+
+
 def flush_all(model: Any) -> None:
-    """``flush`` of each optimizer that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds.
-    Collective."""
-    for layer in model._flatten_layers():
-        for optimizer in optimizers_of(layer).values():
-            optimizer.flush()
+    """``flush`` of each of ``held_optimizers``. Collective."""
+    for optimizer in held_optimizers(model):
+        optimizer.flush()
 
 
 def DistributedOptimizer(
