@@ -15,6 +15,7 @@ from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import Errand
@@ -106,6 +107,29 @@ def test_a_variable_without_gradient_and_sparse_gradients():
             optimizer.apply_gradients(zip(grads, variables, strict=True))
     assert_replicas_equal(model)
     assert (np.asarray(unused) == 1).all()
+
+
+def test_residuals_that_travel_where_gradients_are_none_in_turn_are_counted(monkeypatch):
+    """As with losses that take turns, each with a head of its own."""
+    shared, *heads = (keras.Variable(np.zeros((64, 64), np.float32)) for _ in range(3))
+    recipe = Recipe(exchange="two_stage", warmup="exact")
+    optimizer = wrap(keras.optimizers.SGD(0.1), warmup_steps=1, recipe=recipe)
+    elements, allreduce = [], optimizer._compressor.collectives.allreduce
+
+    def counted(array, name):
+        elements.append(array.size if ".residuals." in name else 0)
+        return allreduce(array, name)
+
+    monkeypatch.setattr(optimizer._compressor.collectives, "allreduce", counted)
+    sent = []
+    for step, head in enumerate([0, 1, 1, 0, 0]):
+        grads = [tf.random.normal((64, 64), seed=step + RANK) if v in (0, head + 1) else None for v in range(3)]
+        elements.clear()
+        optimizer.apply(grads, [shared, *heads])
+        sent.append((optimizer.stats(norms=False).step_bytes_sent, sum(elements)))
+    assert sent[2] == sent[4] == (sent[2][0], 0)
+    assert sent[3][1] >= 2 * 64 * 64
+    assert sent[3][0] == sent[2][0] + allreduce_bytes(4 * sent[3][1], SIZE)
 
 
 @pytest.mark.parametrize("graph", [False, True])
