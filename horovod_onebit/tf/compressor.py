@@ -185,6 +185,7 @@ class Compressor(RunState):
         self._option_names: list[str] | None = None
         self.late: set[int] = set()
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
+        self.shapes: list[list[int]] | None = None  # of all variables, when these numbers were found
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
         self._gpu: Place | None = None  # of the last step that was taken on one: residuals may still be there
@@ -269,12 +270,16 @@ class Compressor(RunState):
     def exclude(self, patterns: Sequence[str]) -> None:
         """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
 
-        A loaded optimizer knows them already: Keras gives the variables of a loaded model other paths.
+        An optimizer that was loaded knows them already, unless its variables have other shapes now: Keras gives the
+        variables of a loaded model other paths.
         """
-        if self.exact is None:
-            names = [(path_of(v), v.name) for v in self.optimizer._trainable_variables]
+        variables = self.optimizer._trainable_variables
+        shapes = [list(v.shape) for v in variables]
+        if self.exact is None or self.shapes not in (None, shapes):
+            names = [(path_of(v), v.name) for v in variables]
             found = matching("exact", patterns, [name for both in names for name in both])
             self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
+        self.shapes = shapes
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""
