@@ -108,7 +108,7 @@ class Agreement:
         def heard(verdict: handshake.Verdict) -> None:
             compressor.heard(verdict)
             if wrapping.local is None:
-                compressor.check_recipe(last[0].counts["exact"], last[0].counts["wanted"])
+                compressor.check_recipe(*(last[0].counts[name] for name in ("exact", "wanted", "compressed")))
 
         return meet(compressor.collectives, record, inputs, call, facts, heard)
 

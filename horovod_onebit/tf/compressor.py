@@ -398,12 +398,17 @@ class Compressor(RunState):
                 self._forget_residuals()
         self.loaded = False
 
-    def check_recipe(self, exact: int, wanted: int) -> None:
+    def check_recipe(self, exact: int, wanted: int, compressed: int) -> None:
         """Raise ``ConfigurationError`` where ``_follow_recipe`` was passed over: TensorFlow has assigned the variables.
 
-        These say that ``exact`` exact steps of ``wanted`` were taken, which all workers have agreed on.
+        These say that ``exact`` exact steps of ``wanted`` and then ``compressed`` ones were taken, which all workers
+        have agreed on. Zeros are of somebody who has reset the optimizer: one that never compresses begins again.
         """
         wrapping = self.optimizer._wrapping
+        if not (wrapping.compresses or exact or wanted or compressed):
+            with self.collectives.lock:
+                self.begin_again()
+            return
         other = exact < wanted != wrapping.warmup.steps and isinstance(wrapping.warmup, FixedWarmup)
         if (wanted == FOREVER) == wrapping.compresses or other:
             raise ConfigurationError(
