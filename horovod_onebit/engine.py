@@ -358,6 +358,7 @@ class Engine:
         for name, size in sorted(sizes.items()):  # in one order on all
             mine = total.get(name, np.zeros(size, np.float32))
             handles[name] = self.collectives.allreduce(mine, f"{self.name}.residuals.{name}")
+            self.traffic.add(allreduce_bytes(mine.nbytes, self.collectives.size), 0)
         found = {}
         for name, handle in handles.items():
             found[name] = yield handle

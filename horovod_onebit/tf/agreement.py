@@ -16,6 +16,7 @@ from horovod_onebit.errors import ConfigurationError, DesyncError
 from horovod_onebit.handshake import Facts
 from horovod_onebit.schedule import EXACT, Gradients
 from horovod_onebit.tf.compressor import Compressor
+from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.lineage import check_last
 from horovod_onebit.tf.meeting import meet
 from horovod_onebit.warmup import AutoWarmup
@@ -107,7 +108,7 @@ class Agreement:
         def heard(verdict: handshake.Verdict) -> None:
             compressor.heard(verdict)
             if wrapping.local is None:
-                compressor.check_recipe(last[0].counts["exact"], last[0].counts["wanted"])
+                compressor.check_recipe(*(last[0].counts[name] for name in ("exact", "wanted", "compressed")))
 
         return meet(compressor.collectives, record, inputs, call, facts, heard)
 
@@ -120,7 +121,7 @@ class Agreement:
             if i not in trained and np.asarray(total.value).any():
                 total.assign(tf.zeros_like(total.value))
                 lacking.append(optimizer._trainable_variables[i])
-        names = ", ".join(variable.path for variable in lacking if variable.trainable)
+        names = ", ".join(path_of(variable) for variable in lacking if variable.trainable)
         if names:
             raise ConfigurationError(
                 f"{names}: no gradient in the last of the {optimizer._wrapping.backward_passes_per_step} backward "

@@ -19,7 +19,7 @@ from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all
+from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -29,8 +29,9 @@ DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 
 
 class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
-    """Before the first step, give every worker the variables of ``root_rank``: the model's and the optimizer's, but for
-    the states of random generators (dropout, augmentation), which stay each worker's own.
+    """Before the first step, give every worker the variables of ``root_rank``: the model's and those of the optimizer
+    that it was compiled with, but for the states of random generators (dropout, augmentation), which stay each worker's
+    own.
 
     A model that is built by its first batch gets them once it is built, before that batch's step is taken.
 
@@ -58,10 +59,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(_storage(var))
 
     def _broadcast(self) -> None:
-        optimizer = self.model.optimizer
-        if not optimizer.built:
-            optimizer.build(self.model.trainable_variables)
-        variables = [*self.model.variables, *optimizer.variables]
+        optimizer, variables = self.model.optimizer, list(self.model.variables)
+        if optimizer is not None:
+            if not optimizer.built:
+                optimizer.build(self.model.trainable_variables)
+            variables += optimizer.variables
         common = [v for v in variables if not any(_storage(v) is local for local in self._local)]
         with tf.device(self.device):
             broadcast_variables(common, self.root_rank)
@@ -393,14 +395,16 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
 
 class FlushCallback(keras.callbacks.Callback):
     """With local steps: all workers have the same weights when they are evaluated, and at the end of each epoch, when
-    other callbacks save them. Put it before those; on all workers."""
+    other callbacks save them. Put it before those; on all workers. Of a model that keeps optimizers in attributes, all
+    are flushed."""
 
-    def _flush(self) -> None:
-        check_ours(self.model.optimizer)
-        flush_all(self.model)
+    def on_train_begin(self, logs: Any = None) -> None:
+        with told(hvd.global_process_set):
+            if isinstance(self.model.optimizer, MULTI) or not held_optimizers(self.model):
+                check_ours(self.model.optimizer)
 
     def on_test_begin(self, logs: Any = None) -> None:
-        self._flush()
+        flush_all(self.model)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self._flush()
+        flush_all(self.model)

@@ -186,6 +186,7 @@ class Compressor(RunState):
         self._option_names: list[str] | None = None
         self.late: set[int] = set()
         self.exact: set[int] | None = None  # the numbers of variables that are never compressed, once they are known
+        self.shapes: list[list[int]] | None = None  # of all variables, when these numbers were found
         self._averages: dict[Any, Any] = {}
         self._memory = Pool()
         self._gpu: Place | None = None  # of the last step that was taken on one: residuals may still be there
@@ -270,12 +271,16 @@ class Compressor(RunState):
     def exclude(self, patterns: Sequence[str]) -> None:
         """Keep the variables whose path or name matches one of ``patterns`` exact for ever.
 
-        A loaded optimizer knows them already: Keras gives the variables of a loaded model other paths.
+        An optimizer that was loaded knows them already, unless its variables have other shapes now: Keras gives the
+        variables of a loaded model other paths.
         """
-        if self.exact is None:
-            names = [(path_of(v), v.name) for v in self.optimizer._trainable_variables]
+        variables = self.optimizer._trainable_variables
+        shapes = [list(v.shape) for v in variables]
+        if self.exact is None or self.shapes not in (None, shapes):
+            names = [(path_of(v), v.name) for v in variables]
             found = matching("exact", patterns, [name for both in names for name in both])
             self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
+        self.shapes = shapes
 
     def is_compressed(self, variable: Any) -> bool:
         """Whether ``variable`` travels as one bit after warm-up."""
@@ -394,12 +399,17 @@ class Compressor(RunState):
                 self._forget_residuals()
         self.loaded = False
 
-    def check_recipe(self, exact: int, wanted: int) -> None:
+    def check_recipe(self, exact: int, wanted: int, compressed: int) -> None:
         """Raise ``ConfigurationError`` where ``_follow_recipe`` was passed over: TensorFlow has assigned the variables.
 
-        These say that ``exact`` exact steps of ``wanted`` were taken, which all workers have agreed on.
+        These say that ``exact`` exact steps of ``wanted`` and then ``compressed`` ones were taken, which all workers
+        have agreed on. Zeros are of somebody who has reset the optimizer: one that never compresses begins again.
         """
         wrapping = self.optimizer._wrapping
+        if not (wrapping.compresses or exact or wanted or compressed):
+            with self.collectives.lock:
+                self.begin_again()
+            return
         other = exact < wanted != wrapping.warmup.steps and isinstance(wrapping.warmup, FixedWarmup)
         if (wanted == FOREVER) == wrapping.compresses or other:
             raise ConfigurationError(
@@ -498,7 +508,7 @@ class Compressor(RunState):
         for position, index in enumerate(indices):
             variable = self.optimizer._trainable_variables[index]
             if math.prod(variable.shape) < self.engine.recipe.min_compressed_size:
-                small.setdefault(str(variable.dtype), []).append(position)
+                small.setdefault(keras.backend.standardize_dtype(variable.dtype), []).append(position)
             else:
                 alone.append((str(index), [position]))
         return alone + [(f"small.{dtype}", positions) for dtype, positions in sorted(small.items())]

@@ -538,9 +538,10 @@ class _DistributedOptimizer(_Wrapped):
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
-        numbers = self._compressor.exact
-        own = self._wrapping.to_config() | {EXACT: None if numbers is None else sorted(numbers)}
-        return self.wrapped_config() | {PACKAGE: own}
+        compressor, exact = self._compressor, None
+        if compressor.exact:
+            exact = {"numbers": sorted(compressor.exact), "shapes": compressor.shapes}
+        return self.wrapped_config() | {PACKAGE: self._wrapping.to_config() | {EXACT: exact}}
 
     @classmethod
     def plain_class(cls) -> Any:
@@ -552,9 +553,11 @@ class _DistributedOptimizer(_Wrapped):
         """Build the wrapped optimizer and wrap it again; needs ``hvd.init()``."""
         config = dict(config)
         own = dict(config.pop(PACKAGE))
-        numbers = own.pop(EXACT, None)
+        exact = own.pop(EXACT, None)
         optimizer = _distributed(cls.plain_class().from_config(config), Wrapping.of_config(own), loaded=True)
-        optimizer._compressor.exact = None if numbers is None else set(numbers)
+        if exact:
+            known = exact if isinstance(exact, Mapping) else {"numbers": exact, "shapes": None}  # of an earlier version
+            optimizer._compressor.exact, optimizer._compressor.shapes = set(known["numbers"]), known["shapes"]
         return optimizer
 
 
@@ -617,12 +620,15 @@ def check_one(found: Mapping[str, Any]) -> None:
         )
 
 
+def held_optimizers(model: Any) -> list[Any]:
+    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds: see ``optimizers_of``."""
+    return [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+
+
 def flush_all(model: Any) -> None:
-    """``flush`` of each optimizer that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds.
-    Collective."""
-    for layer in model._flatten_layers():
-        for optimizer in optimizers_of(layer).values():
-            optimizer.flush()
+    """``flush`` of each of ``held_optimizers``. Collective."""
+    for optimizer in held_optimizers(model):
+        optimizer.flush()
 
 
 def DistributedOptimizer(

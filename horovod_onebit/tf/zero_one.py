@@ -23,7 +23,7 @@ from horovod_onebit.rules.local import COUNT
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.tf.compressor import Compressor, Now, Progress, Values, changed_alone
-from horovod_onebit.tf.graph import assign, flat_view
+from horovod_onebit.tf.graph import assign, flat_view, path_of
 from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import Adapter
 from horovod_onebit.tf.wrapping import Wrapping
@@ -91,7 +91,7 @@ class ZeroOneSteps(Compressor):
         would not bring together; alike on all workers."""
         lacking = [i for i in self.departed if i not in indices]
         if lacking:
-            name = self.optimizer._trainable_variables[lacking[0]].path
+            name = path_of(self.optimizer._trainable_variables[lacking[0]])
             raise ConfigurationError(
                 f"the step lacks {name!r}, which local steps have moved since the last exchange: call "
                 "optimizer.flush() on all workers before what is trained changes in the middle of an interval (or "

@@ -238,6 +238,17 @@ def test_plain_tf_variables_in_rounds():
     onebit.check_replicas(optimizer)
 
 
+def test_small_plain_tf_variables_beside_those_of_keras():
+    """As the coefficient of an equation, beside the network that solves it."""
+    model, coefficient = build(), tf.Variable(0.0, name="coefficient")
+    variables = [*model.trainable_variables, coefficient]
+    optimizer = wrap(keras.optimizers.SGD(0.1), warmup_steps=2)
+    for _ in range(4):
+        optimizer.apply([tf.fill(v.shape, RANK + 1.0) for v in variables], variables)
+    onebit.check_replicas(optimizer)
+    assert coefficient.numpy() == pytest.approx(-0.4 * (SIZE + 1) / 2, rel=1e-5)
+
+
 def test_every_optimizer_of_keras_can_be_loaded_by_its_name():
     """Of a model that another process saved, with ``Local``."""
     for name in ("RMSprop", "Adafactor", "Muon", "Nadam"):

@@ -302,6 +302,26 @@ def test_every_way_to_set_the_state_is_followed(how):
     assert optimizer.phase is Phase.COMPRESSED
 
 
+@pytest.mark.parametrize(
+    "arguments", [{"recipe": "exact"}, {"schedule": onebit.Gradients()}], ids=["exact", "few bits"]
+)
+@pytest.mark.parametrize("graph", [False, True])
+def test_an_optimizer_that_takes_its_own_steps_may_be_reset(arguments, graph):
+    """As the moments of a plain one are, without its count of steps."""
+    model, optimizer = build(), onebit.DistributedOptimizer(OPTIMIZERS["adam"](), **arguments)
+    train(model, optimizer, 12, graph=graph)
+    zero(optimizer.variables[2:])
+    other, plain = twin(model, optimizer)
+    assert int(plain.iterations) == 12
+    train(model, optimizer, 4, start=12, graph=graph)
+    step = plain_step(other, plain)
+    for number in range(12, 16):
+        step(*map(tf.constant, batch(number)))
+    np.testing.assert_allclose(weights(model), weights(other), rtol=1e-4, atol=1e-6)
+    assert optimizer.phase is Phase.WARMUP
+    onebit.check_replicas(optimizer)
+
+
 @pytest.mark.parametrize("name", ["adam", "lamb"])
 def test_iterations_that_are_set_are_followed(name):
     model, optimizer = made("one bit", name)

@@ -15,6 +15,7 @@ from horovod.tensorflow.functions import broadcast_object
 
 import horovod_onebit.tf as onebit
 from horovod_onebit import ConfigurationError, DesyncError, NonFiniteError, Recipe, UnsupportedError
+from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tf import collectives as onebit_collectives
 from horovod_onebit.tf import elastic
 from horovod_onebit.tf.collectives import Errand
@@ -108,6 +109,29 @@ def test_a_variable_without_gradient_and_sparse_gradients():
     assert (np.asarray(unused) == 1).all()
 
 
+def test_residuals_that_travel_where_gradients_are_none_in_turn_are_counted(monkeypatch):
+    """As with losses that take turns, each with a head of its own."""
+    shared, *heads = (keras.Variable(np.zeros((64, 64), np.float32)) for _ in range(3))
+    recipe = Recipe(exchange="two_stage", warmup="exact")
+    optimizer = wrap(keras.optimizers.SGD(0.1), warmup_steps=1, recipe=recipe)
+    elements, allreduce = [], optimizer._compressor.collectives.allreduce
+
+    def counted(array, name):
+        elements.append(array.size if ".residuals." in name else 0)
+        return allreduce(array, name)
+
+    monkeypatch.setattr(optimizer._compressor.collectives, "allreduce", counted)
+    sent = []
+    for step, head in enumerate([0, 1, 1, 0, 0]):
+        grads = [tf.random.normal((64, 64), seed=step + RANK) if v in (0, head + 1) else None for v in range(3)]
+        elements.clear()
+        optimizer.apply(grads, [shared, *heads])
+        sent.append((optimizer.stats(norms=False).step_bytes_sent, sum(elements)))
+    assert sent[2] == sent[4] == (sent[2][0], 0)
+    assert sent[3][1] >= 2 * 64 * 64
+    assert sent[3][0] == sent[2][0] + allreduce_bytes(4 * sent[3][1], SIZE)
+
+
 @pytest.mark.parametrize("graph", [False, True])
 def test_a_last_pass_without_gradients_of_those_before_is_refused(graph):
     """Nothing of the refused step is in the next one, whose last pass has all."""
@@ -143,6 +167,21 @@ def test_gradients_of_what_is_frozen_within_a_group_of_passes_are_dropped():
         variables[0].trainable = False
     for i, (variable, old) in enumerate(zip(variables, before, strict=True)):
         np.testing.assert_allclose(old - np.array(variable), 0 if i == 0 else 4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("how", ["passes", "0/1"])
+def test_plain_tf_variables_that_a_step_lacks_are_named(how):
+    variables = [tf.Variable(np.zeros((64, 64), np.float32), name=name) for name in ("first", "second")]
+    plain = keras.optimizers.Adam(1e-3)
+    if how == "passes":
+        optimizer, steps = wrap(plain, backward_passes_per_step=2), 1
+    else:  # the third one is a local one
+        optimizer, steps = onebit.DistributedOptimizer(plain, schedule=onebit.ZeroOne(1, 1, 1, 4)), 3
+    grads = [tf.ones((64, 64)) for _ in variables]
+    for _ in range(steps):
+        optimizer.apply(grads, variables)
+    with pytest.raises(ConfigurationError, match=r"second(:0: no gradient|:0', which local steps have moved)"):
+        optimizer.apply([grads[0], None], variables)
 
 
 def test_gradients_alone_want_an_optimizer_that_is_built():

@@ -154,6 +154,52 @@ def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpo
         elastic.KerasState(model, g_opt)
 
 
+class AsInTheGuide(keras.Model):
+    """As in Keras's guides, ``compile`` has an optimizer for each part, and Keras knows none of them."""
+
+    def __init__(self):
+        super().__init__()
+        self.discriminator, self.generator = build(seed=RANK), build(seed=2 + RANK)
+
+    def compile(self, d_optimizer, g_optimizer, **others):
+        super().compile(**others)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def train_step(self, data):
+        parts = (self.discriminator, self.d_optimizer), (self.generator, self.g_optimizer)
+        for part, optimizer in parts:
+            grads, loss = gradients(part, *data)
+            optimizer.apply_gradients(zip(grads, part.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("others", [{}, {"optimizer": None}], ids=["rmsprop", "none"])
+def test_a_model_that_was_compiled_with_none_of_its_optimizers(others):
+    schedule = onebit.Local(every=8, doubling=0)
+    model = AsInTheGuide()
+    optimizers = [local(keras.optimizers.Adam(1e-3), schedule), local(keras.optimizers.SGD(0.1), schedule)]
+    model.compile(*optimizers, run_eagerly=True, **others)
+    equal = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: assert_replicas_equal(model))
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback(), equal]
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    model.fit(x, y, batch_size=16, epochs=2, shuffle=False, verbose=0, callbacks=callbacks)
+    assert_replicas_equal(model)
+    assert [int(optimizer.iterations) for optimizer in optimizers] == [10, 10]
+
+
+@pytest.mark.parametrize("several", [True, False], ids=["multi optimizer", "plain"])
+def test_what_cannot_be_flushed_is_an_error_before_the_first_step(several):
+    model, plain = build(), keras.optimizers.SGD(0.1)
+    if several:
+        model.held = local(keras.optimizers.SGD(0.1))
+        plain = keras.optimizers.MultiOptimizer(keras.optimizers.OptimizerMap(plain))
+    model.compile(optimizer=plain, loss=LOSS, run_eagerly=True)
+    before = keras_common.weights(model)
+    with pytest.raises(ConfigurationError, match="is a MultiOptimizer" if several else "is SGD; expected what"):
+        model.fit(*batch(0), verbose=0, callbacks=[onebit.callbacks.FlushCallback()])
+    np.testing.assert_array_equal(keras_common.weights(model), before)
+
+
 @pytest.mark.parametrize("recipe", [Recipe(exchange="two_stage", block_size=64), "paper"])
 def test_every_recipe(recipe):
     model, optimizer = build(), local(keras.optimizers.Adam(3e-3), SHORT, recipe=recipe)

@@ -461,6 +461,29 @@ def test_variables_that_the_user_keeps_exact(tmp_path):
             wrap(OPTIMIZERS["adam"](), exact=bad).build(model.trainable_variables)
 
 
+def test_variables_that_stay_exact_are_looked_for_in_another_model():
+    """In the same model under other names, as Keras loads it, they are known."""
+
+    def kernels(*names):
+        layers = [keras.layers.Dense(64, use_bias=False, name=name) for name in names]
+        return keras.Sequential([keras.layers.Input((64,)), *layers]).trainable_variables
+
+    def compressed(*names):
+        other = type(optimizer).from_config(optimizer.get_config())
+        other.build(kernels(*names))
+        again = type(other).from_config(other.get_config())
+        again.build(kernels(*names))
+        for one in (other, again):
+            yield [i for i in range(len(names)) if one._compressor.compressible(one._trainable_variables[i])]
+
+    optimizer = wrap(OPTIMIZERS["adam"](), exact=["*head*"])
+    optimizer.build(kernels("body", "head"))
+    assert list(compressed("body", "head")) == list(compressed("a", "b")) == [[0], [0]]
+    assert list(compressed("stem", "body", "head")) == [[0, 1], [0, 1]]
+    with pytest.raises(ConfigurationError, match=r"exact: '\*head\*' matches no parameter"):
+        list(compressed("stem", "body", "last"))
+
+
 @pytest.mark.parametrize("scaled", [False, True])
 def test_copies_have_state_or_are_refused(scaled):
     plain = OPTIMIZERS["adamw"]()
