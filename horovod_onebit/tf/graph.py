@@ -10,7 +10,8 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from contextvars import ContextVar
+from typing import Any, ClassVar
 
 import keras
 import numpy as np
@@ -90,7 +91,7 @@ class HostFunctions:
     function itself, and not the optimizer, kept what it does.
     """
 
-    current: HostFunctions | None = None
+    current: ClassVar[ContextVar[HostFunctions | None]] = ContextVar("current", default=None)
 
     def __init__(self) -> None:
         self._works: list[Callable[..., Any]] = []
@@ -98,11 +99,11 @@ class HostFunctions:
     @contextlib.contextmanager
     def keep(self) -> Iterator[None]:
         """Those that are made in here are kept by this."""
-        before, HostFunctions.current = HostFunctions.current, self
+        before = self.current.set(self)
         try:
             yield
         finally:
-            HostFunctions.current = before
+            self.current.reset(before)
 
     def made(self, work: Callable[..., Any]) -> Callable[..., Any]:
         """What calls ``work``, and does not keep it."""
@@ -113,7 +114,7 @@ class HostFunctions:
 
 def host_function(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
     """``tf.py_function``; ``work`` is kept by the ``HostFunctions`` of now, if there are any."""
-    keeper = HostFunctions.current
+    keeper = HostFunctions.current.get()
     return tf.py_function(work if keeper is None else keeper.made(work), list(inputs), dtypes)
 
 

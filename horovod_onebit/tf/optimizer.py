@@ -86,7 +86,8 @@ class _DistributedOptimizer(_Wrapped):
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         with told(self._wrapping.process_set):
             pairs = self._checked_pairs(grads, trainable_variables)
-        with self._compressor.host_functions.keep(), once_there(pairs[-1][0]):  # the first gradient of the backward pass, during which messages leave
+        first = pairs[-1][0]  # of the backward pass, during which messages leave
+        with self._compressor.host_functions.keep(), once_there(first):
             self.prepare_step()
             if not self._wrapping.process_set.included():
                 super().apply([g for g, _ in pairs], [v for _, v in pairs])
