@@ -344,6 +344,27 @@ def test_a_plain_optimizer_that_went_on_is_wrapped():
     assert_replicas_equal(again)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, onebit.LAMB])
+def test_a_state_that_was_saved_by_the_plain_optimizer_within_warms_up_from_the_right_moments(kind):
+    model, named = Net(), lambda model: list(model.named_parameters())
+    plain = kind(model.parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, named(model), warmup_steps=5)
+    train(model, optimizer, 60)
+    saved, again = copy.deepcopy(plain.state_dict()), Net()
+    resumed = wrap(again, kind, warmup_steps=5)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    assert resumed.phase is Phase.WARMUP
+    rewrapped = onebit.DistributedOptimizer(plain, named(model), warmup_steps=5)  # whose state is the same
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        expected, found = rewrapped.state[p], resumed.state[q]
+        assert expected.keys() == found.keys()
+        assert all(value is None or torch.equal(value, found[key]) for key, value in expected.items())
+    train(again, resumed, 8)
+    assert resumed.phase is Phase.COMPRESSED
+    assert_replicas_equal(again)
+
+
 def test_states_of_formats_that_nothing_reads_are_refused():
     optimizer = wrap(Net(), warmup_steps=5)
     state = copy.deepcopy(optimizer.state_dict())
