@@ -317,6 +317,7 @@ class _DistributedOptimizer:
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
+        self._compressor.share()
         self._gradients.automatic = True
         own = self.param_groups[0].pop(STATE_KEY, None)
         self._compressor.load(own, state_dict, keep_feedback=keep_feedback or same)
@@ -474,6 +475,7 @@ def DistributedOptimizer(
         options |= {"overlap": overlap, "adapter": adapter, "warmup": warmup}
         wrapped._compressor = Compressor(wrapped, arguments, **options)
     compressor = wrapped._compressor
+    compressor.wraps(optimizer)
     compressor.parameters.expect(others)
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     run(compressor.check_groups())

@@ -752,6 +752,32 @@ def test_a_scheduler_made_before_wrapping_survives_a_load():
     assert plain.state is optimizer.state
 
 
+@pytest.mark.parametrize(
+    ("alone", "schedule"), [(False, None), (True, None), (False, onebit.Local(every=2, doubling=0))]
+)
+def test_a_state_that_is_loaded_into_the_plain_optimizer_after_wrapping_is_an_error(alone, schedule):
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), schedule=schedule)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    if RANK == 0 or not alone:
+        plain.load_state_dict(state)
+    error = ConfigurationError if RANK == 0 or not alone else DesyncError
+    with pytest.raises(error, match="load into what DistributedOptimizer returned"):
+        train(model, optimizer, 1, start=2)
+    optimizer.load_state_dict(state)  # which both have then
+    assert plain.param_groups is optimizer.param_groups
+    assert plain.state is optimizer.state
+    train(model, optimizer, 1, start=2)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    optimizer.param_groups = list(optimizer.param_groups)  # and the plain one keeps its own
+    train(model, optimizer, 3, start=3)
+    assert_replicas_equal(model)
+
+
 def test_what_a_load_may_not_bring_in():
     model = Net()
     other = torch.optim.AdamW(model.parameters(), amsgrad=True)
