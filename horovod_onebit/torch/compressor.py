@@ -62,6 +62,7 @@ class Steps(RunState):
         self._gave_residuals: int | None = None  # step count at which residuals were last loaded
         self._plain: Callable[[], Any] = lambda: None  # the optimizer that was wrapped, while somebody has it
         self._plains_groups = 0  # the id of its groups
+        self.told_by_scaler: dict[str, Any] = {}  # for the time of a step; see ``optimizer``
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded

@@ -35,12 +35,33 @@ from horovod_onebit.torch.transport import Average, Compression, choose
 from horovod_onebit.warmup import Phase
 
 
+class _ToldByScaler:
+    """An attribute that ``GradScaler`` sets for the time of a step. It is kept where proxies look, too, that imitate our
+    class (those of Lightning and Fabric): they have our attributes, and ``GradScaler`` sets it on them."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        told = {} if optimizer is None else optimizer._compressor.told_by_scaler
+        if self._name not in told:
+            raise AttributeError(self._name)
+        return told[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        optimizer._compressor.told_by_scaler[self._name] = value
+
+    def __delete__(self, optimizer: Any) -> None:
+        del optimizer._compressor.told_by_scaler[self._name]
+
+
 class _DistributedOptimizer:
     """Mixed into the wrapped optimizer's class; the methods that users call."""
 
     param_groups: list[dict[str, Any]]
     state: Any
     _compressor: Compressor
+    grad_scale, found_inf = _ToldByScaler(), _ToldByScaler()
 
     @property
     def _gradients(self) -> hooks.Gradients:
@@ -156,11 +177,11 @@ class _DistributedOptimizer:
         """GradScaler, if one is used, stores ``grad_scale`` and ``found_inf`` on the optimizer during a step; they are
         hidden here, so that the wrapped optimizer does not unscale a second time. After an error GradScaler would
         leave them, and multiply by them in the next step: they are put back only after a step without one."""
-        names = ("grad_scale", "found_inf")
-        left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
-        scale = left.get("grad_scale")
-        yield Scaling(bool(left), None if scale is None else float(scale), bool(left.get("found_inf", False)))
-        self.__dict__.update(left)
+        compressor = self._compressor
+        told, compressor.told_by_scaler = compressor.told_by_scaler, {}
+        scale = told.get("grad_scale")
+        yield Scaling(bool(told), None if scale is None else float(scale), bool(told.get("found_inf", False)))
+        compressor.told_by_scaler = told
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
