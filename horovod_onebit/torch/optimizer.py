@@ -131,16 +131,20 @@ class _DistributedOptimizer:
         return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
 
     @untraced
-    def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Reset gradients, with the wrapped optimizer's own arguments (``set_to_none``); not between ``backward()`` and
-        ``step()``, when they are being exchanged."""
+    def zero_grad(self, set_to_none: bool | None = None, **options: Any) -> None:
+        """Reset gradients, with the wrapped optimizer's own arguments; not between ``backward()`` and ``step()``, when
+        they are being exchanged."""
         if self._gradients.where is Where.LOCAL:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._gradients.where = Where.NOWHERE
-        super().zero_grad(*args, **options)  # type: ignore[misc]
+        reset = super().zero_grad  # type: ignore[misc]
+        # accelerate gives True wherever the argument has a name: that is for optimizers that know it.
+        if set_to_none is not None and (not set_to_none or "set_to_none" in signature(reset).parameters):
+            options["set_to_none"] = set_to_none
+        reset(**options)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
