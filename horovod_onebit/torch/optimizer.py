@@ -36,8 +36,8 @@ from horovod_onebit.warmup import Phase
 
 
 class _ToldByScaler:
-    """An attribute that ``GradScaler`` sets for the time of a step. It is kept where proxies look, too, that imitate our
-    class (those of Lightning and Fabric): they have our attributes, and ``GradScaler`` sets it on them."""
+    """An attribute that ``GradScaler`` sets for the time of a step. It may set it on a proxy that imitates our class
+    (those of Lightning and Fabric), and that has our attributes: it is kept where both look."""
 
     def __set_name__(self, owner: type, name: str) -> None:
         self._name = name
@@ -500,12 +500,11 @@ def DistributedOptimizer(
         options |= {"overlap": overlap, "adapter": adapter, "warmup": warmup}
         wrapped._compressor = Compressor(wrapped, arguments, **options)
     compressor = wrapped._compressor
-    compressor.wraps(optimizer)
     compressor.parameters.expect(others)
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     run(compressor.check_groups())
     compressor.parameters.lineage = lineage
-    _wrappers[optimizer] = weakref.ref(wrapped)
+    _share(optimizer, wrapped)
     averaging.switch_off(model, wrapped, speaks=transport.world[0] == 0)
     return wrapped
 
@@ -517,6 +516,12 @@ REPLACED = {"step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 """Methods that somebody may have replaced in one optimizer."""
 _wrappers: Any = weakref.WeakKeyDictionary()
 """Plain optimizer -> what wraps it now, and shares its state."""
+
+
+def _share(optimizer: torch.optim.Optimizer, wrapped: _DistributedOptimizer) -> None:
+    """``wrapped`` has the groups and the state of the plain ``optimizer`` from now on."""
+    _wrappers[optimizer] = weakref.ref(wrapped)
+    wrapped._compressor.wraps(optimizer)
 
 
 def _check_flushed(optimizer: torch.optim.Optimizer) -> None:

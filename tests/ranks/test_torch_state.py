@@ -791,6 +791,58 @@ def test_what_a_load_may_not_bring_in():
     assert len(optimizer.param_groups) == 0
 
 
+class Packed(torch.Tensor):
+    """Stands for another tensor, as a quantized state does: it has no memory of its own, and no slices."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(function(args[0].inner))
+        raise NotImplementedError(function)
+
+
+class Packs(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                momentum = self.state[p].setdefault("momentum", Packed(torch.zeros_like(p))).inner
+                p -= 1e-3 * momentum.mul_(0.9).add_(p.grad)
+
+
+@pytest.mark.parametrize("arguments", [{"recipe": "exact"}, {"schedule": onebit.Gradients()}])
+def test_a_state_of_tensors_that_stand_for_others(arguments):
+    model, again = Net(), Net()
+    optimizer, resumed = (
+        onebit.DistributedOptimizer(Packs(net.parameters()), list(net.named_parameters()), **arguments)
+        for net in (model, again)
+    )
+    train(model, optimizer, 3)
+    optimizer.check_replicas()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(again, resumed, 3, start=3)
+    error = UnsupportedError if RANK == 0 else DesyncError
+    for broadcast in (resumed, Packs(again.parameters())):
+        broadcast.state[again.first.weight]["momentum"] = resumed.state[again.first.weight]["momentum"]
+        with pytest.raises(error, match="state has Packed"):
+            onebit.broadcast_optimizer_state(broadcast)
+    train(again, resumed, 2, start=6)
+    train(model, optimizer, 5, start=3)
+    assert torch.equal(weights(model), weights(again))
+    assert_replicas_equal(again)
+
+
 @pytest.mark.parametrize("refused", ["exact", "complex"])
 @pytest.mark.parametrize("schedule", [None, onebit.Local(every=2, doubling=0)])
 def test_a_group_that_was_refused_is_added_in_another_form(refused, schedule):
