@@ -187,8 +187,8 @@ def read_agreement(total: NDArray, size: int) -> Verdict:
             "workers, in the same order (a GradScaler's step calls synchronize())"
         )
     found.compare(AGREEMENT)
-    sent = found.fields["replicas"]
-    _compare({"replicas": sent[sent != 0]}, {"replicas": REPLICAS})
+    ranks = found.where("replicas")
+    _compare({"replicas": found.fields["replicas"][ranks]}, {"replicas": REPLICAS}, ranks=ranks)
     says = found.fields["finite"]
     return Verdict(
         bool((says != Finite.NO).all()),
@@ -280,14 +280,18 @@ def _drifted(what: str, checksums: Sequence[str]) -> list[str]:
 
 
 def _compare(
-    fields: Mapping[str, NDArray[np.uint64]], meaning: Mapping[str, str], error: type[DesyncError] = Mismatch
+    fields: Mapping[str, NDArray[np.uint64]],
+    meaning: Mapping[str, str],
+    error: type[DesyncError] = Mismatch,
+    ranks: Sequence[int] | None = None,
 ) -> None:
-    """Compare what all workers have said with what worker 0, or the first of some, has."""
+    """Compare what workers have said with what the first of them has; ``ranks`` are theirs, if they are not all."""
     for field, text in meaning.items():
-        differ = np.flatnonzero(fields[field] != fields[field][:1])
-        if differ.size:
+        said = fields[field]
+        names = range(said.size) if ranks is None else ranks
+        if differ := [rank for rank, same in zip(names, said == said[:1], strict=True) if not same]:
             raise error(
-                f"{text} differs between workers: {workers(differ.tolist())} from worker 0. All workers must "
+                f"{text} differs between workers: {workers(differ)} from worker {names[0]}. All workers must "
                 "build the same model, optimizer and recipe, and load the same state (broadcast it with "
                 "horovod_onebit's broadcast_optimizer_state)"
             )

@@ -103,7 +103,8 @@ class Stats:
         coded_parameters: elements whose gradients travel in few bits (0 once they travel as one bit).
         bytes_sent, bytes_received: gradients' bytes of this worker, in all.
         step_bytes_sent, step_bytes_received: of the last step.
-        ratio_to_fp32: bytes of a float32 ring allreduce divided by the bytes that the last step sent.
+        ratio_to_fp32: bytes of a float32 ring allreduce divided by the bytes that the last step sent; 0 if that sent
+            something else (0/1 Adam's ``flush``).
         encode_seconds, exchange_seconds, decode_seconds: of the last step; exchange is time spent waiting.
         error_norm, momentum_norm: Euclidean norms of the error feedback and of the momentum, in the space that is
             compressed (in update space: of what it would add to the weights), over the compressed tensors.
@@ -136,7 +137,9 @@ class Stats:
 
     def __str__(self) -> str:
         ms = [1e3 * t for t in (self.encode_seconds, self.exchange_seconds, self.decode_seconds)]
-        share = f", {100 / self.ratio_to_fp32:.1f} % of float32's" if self.step_bytes_sent else ""
+        share = (
+            f", {100 / self.ratio_to_fp32:.1f} % of float32's" if self.step_bytes_sent and self.ratio_to_fp32 else ""
+        )
         coded = f"{self.coded_parameters:,} in few bits; " if self.coded_parameters else ""
         return (
             f"step {self.step} ({self.phase}, {self.skipped_steps} skipped): "

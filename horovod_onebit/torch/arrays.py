@@ -48,6 +48,13 @@ def gradient_of(p: torch.Tensor) -> torch.Tensor:
     return p.grad
 
 
+def has_bytes(value: Any) -> bool:
+    """Whether ``value`` is a tensor whose bytes can be looked at: it is in memory, dense, and of no class that stands
+    for other tensors (a quantized state)."""
+    own = isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
+    return own and value.layout is torch.strided and not value.is_meta
+
+
 def is_dense(p: torch.Tensor) -> bool:
     """Whether ``p`` fills its memory without gaps or overlap, in whatever order of dimensions."""
     expected = 1

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import logging
 import math
+import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -18,7 +19,7 @@ from horovod_onebit.averages import mean_norms
 from horovod_onebit.coded import codes, own_recipe
 from horovod_onebit.driver import Driver
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import NonFiniteError, some
+from horovod_onebit.errors import ConfigurationError, NonFiniteError, some
 from horovod_onebit.handshake import Finite, Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
@@ -59,12 +60,32 @@ class Steps(RunState):
         self._checked_averaging = False
         self.loaded_at: int | None = None  # step count at which another state than the current one was last loaded
         self._gave_residuals: int | None = None  # step count at which residuals were last loaded
+        self._plain: Callable[[], Any] = lambda: None  # the optimizer that was wrapped, while somebody has it
+        self._plains_groups = 0  # the id of its groups
+        self.told_by_scaler: dict[str, Any] = {}  # for the time of a step; see ``optimizer``
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
         averaging.know(parameters)
         compared = str(self._check_replicas_every)
         self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
+
+    def wraps(self, plain: torch.optim.Optimizer) -> None:
+        """``plain`` is what was wrapped: its groups and state are shared."""
+        self._plain, self._plains_groups = weakref.ref(plain), id(vars(plain).get("param_groups"))
+
+    @property
+    def _has_parted(self) -> bool:
+        """Whether the plain optimizer has other groups now than it had, and than the wrapped one has."""
+        plain = self._plain()
+        known = self._plains_groups, id(self.parameters.optimizer.param_groups)
+        return plain is not None and id(vars(plain).get("param_groups")) not in known
+
+    def share(self) -> None:
+        """A state was loaded: the plain optimizer has it, too, whatever it had."""
+        if self._has_parted:
+            plain, optimizer = self._plain(), self.parameters.optimizer
+            plain.param_groups, plain.state = optimizer.param_groups, optimizer.state
 
     def check_averaging(self) -> None:
         """In the first step, when the model is complete, raise if its gradients are averaged already. Local."""
@@ -112,6 +133,11 @@ class Steps(RunState):
     def check_groups(self) -> Task[None]:
         """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective as
         ``end_apart`` is."""
+        if self._has_parted:
+            raise ConfigurationError(
+                "the plain optimizer that was wrapped has loaded a state, or got other groups, by itself, and this one "
+                "does not have them: load into what DistributedOptimizer returned, or wrap the plain one again"
+            )
         if self.engine.workers_changed:
             self.fold()
             self.leave_world()

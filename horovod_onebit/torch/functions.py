@@ -14,10 +14,11 @@ from typing import Any
 import torch
 
 from horovod_onebit import checks
-from horovod_onebit.errors import ConfigurationError, workers
+from horovod_onebit.errors import ConfigurationError, UnsupportedError, workers
 from horovod_onebit.handshake import ask
 from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import meet, meeting
+from horovod_onebit.torch.arrays import has_bytes
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.optimizer import _DistributedOptimizer, unwrapped
 from horovod_onebit.torch.transport import Transport, choose
@@ -49,6 +50,8 @@ def broadcast_optimizer_state(
     Works for any ``torch.optim`` optimizer whose state is made of tensors, numbers and plain containers. Takes no
     hidden step. ``root_rank`` is a rank of the whole world; ``process_set`` or ``process_group`` are the workers that
     take part, all by default. ``model`` is accepted, because Horovod's has it, and without effect.
+
+    Raises ``UnsupportedError`` for a state of quantized or sparse tensors; the others get a ``DesyncError``.
     """
     if isinstance(process_set, torch.nn.Module):  # Horovod's third argument
         process_set = None
@@ -69,13 +72,16 @@ def broadcast_optimizer_state(
         ours._compressor.cancel()
     else:
         meet("broadcast_optimizer_state", transport)
-    if ours is not None:
-        ours._parameters.drop_made_state()
     is_root = transport.world[0] == root_rank
-    loaded = ours is not None and ours._compressor.just_loaded
-    state = optimizer.state_dict() if is_root else {}
     tensors: list[torch.Tensor] = []
-    structure, loaded = transport.broadcast_object((_take_out(state, tensors), loaded), root_rank, "onebit.state")
+    with meeting("broadcast_optimizer_state", transport):
+        if ours is not None:
+            ours._parameters.drop_made_state()
+        loaded = ours is not None and ours._compressor.just_loaded
+        state = optimizer.state_dict() if is_root else {}
+        structure = _take_out(state, tensors)
+        _check_bytes(tensors)
+    structure, loaded = transport.broadcast_object((structure, loaded), root_rank, "onebit.state")
     mine = [len(group["params"]) for group in optimizer.param_groups]
     sent = [len(group["params"]) for group in structure["param_groups"]]
     others = run(ask(transport.collectives(), "onebit.state.groups", other=mine != sent)).where("other")
@@ -167,6 +173,17 @@ def _words(tensor: torch.Tensor) -> torch.Tensor:
     if data.numel() % 4:
         return data
     return (data.clone() if data.storage_offset() % 4 else data).view(torch.int32)
+
+
+def _check_bytes(tensors: Sequence[torch.Tensor]) -> None:
+    """Raise ``UnsupportedError`` if some of the ``tensors`` of a state cannot be sent. Local."""
+    for value in tensors:
+        if not has_bytes(value):
+            about = f"{type(value).__name__} ({value.dtype}, {value.layout}, {value.device})"
+            raise UnsupportedError(
+                f"broadcast_optimizer_state: the state has {about}; expected dense tensors in memory. Load the same "
+                "state on all workers instead"
+            )
 
 
 def _take_out(value: Any, tensors: list[torch.Tensor]) -> Any:

@@ -180,6 +180,8 @@ class Gradients(Watches):
         self._watched = self._parameters.in_order(self._watched)
         if len({p.device for p in self._watched if p.is_cuda}) > 1:  # a hook may run for another GPU than a kernel
             self.send_late("parameters are on several GPUs", averages=True)
+        for p in parameters:  # one that was unfrozen has had a backward pass without the hook
+            self._densify(p)
 
     def forget(self, parameters: set[torch.Tensor]) -> None:
         """Stop watching ``parameters``, which were taken out of the optimizer."""
@@ -209,8 +211,7 @@ class Gradients(Watches):
                 "Increase backward_passes_per_step to accumulate gradients locally. If another optimizer takes the "
                 "steps now, delete this one before: del optimizer; gc.collect()"
             )
-        if p.grad is not None and p.grad.is_sparse:
-            self._densify(p)
+        self._densify(p)
         self._watched[p] = left
         if self.where is not Where.LOCAL:
             if self._parameters.adopt() and self.coded is not None:
@@ -255,8 +256,7 @@ class Gradients(Watches):
         return self.coded is None or not self._arguments.transport.in_order
 
     def _densify(self, p: torch.Tensor) -> None:
-        assert p.grad is not None
-        if not self._arguments.sparse_as_dense:
+        if p.grad is not None and p.grad.is_sparse and not self._arguments.sparse_as_dense:
             raise UnsupportedError(
                 f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
                 "DistributedOptimizer, or build the embedding with sparse=False"

@@ -31,7 +31,7 @@ from horovod_onebit.schedule import Local
 from horovod_onebit.tasks import Task, run
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
-from horovod_onebit.torch.arrays import Binding
+from horovod_onebit.torch.arrays import Binding, has_bytes
 from horovod_onebit.torch.compressor import Steps
 from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, densify, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
@@ -118,7 +118,7 @@ class LocalParameters(Parameters):
         return Phase.COMPRESSED
 
     def trained(self) -> list[torch.Tensor]:
-        return [p for p in self.ordered() if p.requires_grad]
+        return list(dict.fromkeys(p for p in self.ordered() if p.requires_grad))  # a group may have one twice
 
     def lost(self) -> bool:
         """Whether parameters that are bound were taken out of the groups."""
@@ -715,7 +715,7 @@ class LocalSteps(Steps):
         """After a lost round: what the wrapped optimizer keeps must not carry NaN into the next one."""
         for state in plain.entries_of(self.parameters.optimizer.state):
             for value in state.values():
-                if isinstance(value, torch.Tensor) and value.is_floating_point():
+                if has_bytes(value) and value.is_floating_point():
                     value.nan_to_num_(nan=0.0, posinf=0.0, neginf=0.0)
 
     # -- other calls ----------------------------------------------------------------------------------------------

@@ -35,12 +35,33 @@ from horovod_onebit.torch.transport import Average, Compression, choose
 from horovod_onebit.warmup import Phase
 
 
+class _ToldByScaler:
+    """An attribute that ``GradScaler`` sets for the time of a step. It may set it on a proxy that imitates our class
+    (those of Lightning and Fabric), and that has our attributes: it is kept where both look."""
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, optimizer: Any, owner: type) -> Any:
+        told = {} if optimizer is None else optimizer._compressor.told_by_scaler
+        if self._name not in told:
+            raise AttributeError(self._name)
+        return told[self._name]
+
+    def __set__(self, optimizer: Any, value: Any) -> None:
+        optimizer._compressor.told_by_scaler[self._name] = value
+
+    def __delete__(self, optimizer: Any) -> None:
+        del optimizer._compressor.told_by_scaler[self._name]
+
+
 class _DistributedOptimizer:
     """Mixed into the wrapped optimizer's class; the methods that users call."""
 
     param_groups: list[dict[str, Any]]
     state: Any
     _compressor: Compressor
+    grad_scale, found_inf = _ToldByScaler(), _ToldByScaler()
 
     @property
     def _gradients(self) -> hooks.Gradients:
@@ -110,16 +131,20 @@ class _DistributedOptimizer:
         return float(torch.nn.utils.clip_grad_norm_([p for g in self.param_groups for p in g["params"]], max_norm))
 
     @untraced
-    def zero_grad(self, *args: Any, **options: Any) -> None:
-        """Reset gradients, with the wrapped optimizer's own arguments (``set_to_none``); not between ``backward()`` and
-        ``step()``, when they are being exchanged."""
+    def zero_grad(self, set_to_none: bool | None = None, **options: Any) -> None:
+        """Reset gradients, with the wrapped optimizer's own arguments; not between ``backward()`` and ``step()``, when
+        they are being exchanged."""
         if self._gradients.where is Where.LOCAL:
             raise AssertionError(
                 "optimizer.zero_grad() was called after loss.backward() but before optimizer.step() or "
                 "optimizer.synchronize(). This is prohibited as it can cause a race condition."
             )
         self._gradients.where = Where.NOWHERE
-        super().zero_grad(*args, **options)  # type: ignore[misc]
+        reset = super().zero_grad  # type: ignore[misc]
+        # accelerate gives True wherever the argument has a name: that is for optimizers that know it.
+        if set_to_none is not None and (not set_to_none or "set_to_none" in signature(reset).parameters):
+            options["set_to_none"] = set_to_none
+        reset(**options)
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -156,11 +181,11 @@ class _DistributedOptimizer:
         """GradScaler, if one is used, stores ``grad_scale`` and ``found_inf`` on the optimizer during a step; they are
         hidden here, so that the wrapped optimizer does not unscale a second time. After an error GradScaler would
         leave them, and multiply by them in the next step: they are put back only after a step without one."""
-        names = ("grad_scale", "found_inf")
-        left: dict[str, Any] = {key: self.__dict__.pop(key) for key in names if key in self.__dict__}
-        scale = left.get("grad_scale")
-        yield Scaling(bool(left), None if scale is None else float(scale), bool(left.get("found_inf", False)))
-        self.__dict__.update(left)
+        compressor = self._compressor
+        told, compressor.told_by_scaler = compressor.told_by_scaler, {}
+        scale = told.get("grad_scale")
+        yield Scaling(bool(told), None if scale is None else float(scale), bool(told.get("found_inf", False)))
+        compressor.told_by_scaler = told
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
@@ -317,6 +342,7 @@ class _DistributedOptimizer:
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
+        self._compressor.share()
         self._gradients.automatic = True
         own = self.param_groups[0].pop(STATE_KEY, None)
         self._compressor.load(own, state_dict, keep_feedback=keep_feedback or same)
@@ -478,7 +504,7 @@ def DistributedOptimizer(
     lineage = compressor.parameters.digest(optimizer.state_dict()) if optimizer.state else ""
     run(compressor.check_groups())
     compressor.parameters.lineage = lineage
-    _wrappers[optimizer] = weakref.ref(wrapped)
+    _share(optimizer, wrapped)
     averaging.switch_off(model, wrapped, speaks=transport.world[0] == 0)
     return wrapped
 
@@ -490,6 +516,12 @@ REPLACED = {"step", "zero_grad", "state_dict", "load_state_dict", "add_param_gro
 """Methods that somebody may have replaced in one optimizer."""
 _wrappers: Any = weakref.WeakKeyDictionary()
 """Plain optimizer -> what wraps it now, and shares its state."""
+
+
+def _share(optimizer: torch.optim.Optimizer, wrapped: _DistributedOptimizer) -> None:
+    """``wrapped`` has the groups and the state of the plain ``optimizer`` from now on."""
+    _wrappers[optimizer] = weakref.ref(wrapped)
+    wrapped._compressor.wraps(optimizer)
 
 
 def _check_flushed(optimizer: torch.optim.Optimizer) -> None:

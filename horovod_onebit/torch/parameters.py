@@ -28,7 +28,7 @@ from horovod_onebit.run_state import counts
 from horovod_onebit.schedule import EXACT, Sends, Stepwise
 from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import UNNAMED, names_in
-from horovod_onebit.torch.arrays import Binding, Placement, nonzero
+from horovod_onebit.torch.arrays import Binding, Placement, has_bytes, nonzero
 from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.plain import COMMON_STEPS, FROZEN_KEYS, OWN_KEYS, VARIANCE_BETA2, VARIANCE_STEPS, Marks
 from horovod_onebit.torch.private import add_to_all
@@ -693,7 +693,7 @@ class Parameters:
             for key, value in own.items():
                 if isinstance(value, int):
                     found[key] = value
-                elif isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_meta:
+                elif has_bytes(value):
                     data = value.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
                     found[f"{key}#{len(found)}" if key in found else key] = replicas.checksum(data.numpy())
         return found
@@ -711,7 +711,7 @@ class Parameters:
         found.update(repr(own).encode())
         for position, kept in sorted(state_dict["state"].items(), key=lambda item: str(item[0])):
             for key, value in sorted(kept.items()) if isinstance(kept, dict) else [("", kept)]:
-                if isinstance(value, torch.Tensor) and value.numel() and key not in self.adapter.local_keys:
+                if has_bytes(value) and value.numel() and key not in self.adapter.local_keys:
                     flat = value.detach().reshape(-1)
                     sample = flat[:: max(1, flat.numel() // SAMPLE)].to("cpu", torch.float64)
                     found.update(f"{position} {key}".encode() + sample.numpy().tobytes())
@@ -797,6 +797,9 @@ class Parameters:
         self._marks.clear()
         self._find_never()
         self.changed()
+        for group, _, p in self.enumerated():
+            if own is None and self.seen(p) is not None:  # the wrapped optimizer has saved it, as it is within ours
+                self._take_back(group, p)
         for state in plain.entries_of(self.optimizer.state):
             for key in FROZEN_KEYS:
                 state.pop(key, None)

@@ -17,7 +17,7 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import horovod_onebit.torch as onebit
 from horovod_onebit.recipe import PRESETS
-from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, wrap
+from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, weights, wrap
 from tests.ranks.world import needs_horovod, world
 
 TINY = dataclasses.replace(PRESETS["robust"], min_compressed_size=64, bucket_size=4096)
@@ -247,3 +247,58 @@ def test_an_optimizer_around_ours(tmp_path):
     backward(model, STEPS)
     optimizer.step()
     assert_replicas_equal(model)
+
+
+class Copying:
+    """As Lightning's LightningOptimizer: of the class of what is in it, with a copy of its attributes."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.__class__ = type("Copying", (self.__class__, type(optimizer)), {})
+        self.__dict__.update(vars(optimizer))
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+class Asking:
+    """As Fabric's _FabricOptimizer: of the class of what is in it, which it asks for its attributes."""
+
+    def __init__(self, optimizer):
+        self.optimizer = optimizer
+        self.__class__ = type("Asking", (self.__class__, type(optimizer)), {})
+
+    def __getattr__(self, name):
+        return getattr(self.optimizer, name)
+
+    def step(self, closure=None):
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("proxy", [Copying, Asking])
+@pytest.mark.parametrize("schedule", [None, onebit.Local(every=2, doubling=0)])
+def test_a_grad_scaler_steps_an_optimizer_that_imitates_ours(schedule, proxy):
+    found = []
+    for around in (lambda optimizer: optimizer, proxy):
+        model = Net()
+        plain = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
+        arguments = {"warmup_steps": WARMUP, "recipe": TINY} if schedule is None else {"schedule": schedule}
+        ours = onebit.DistributedOptimizer(plain, list(model.named_parameters()), **arguments)
+        optimizer, scaler = around(ours), torch.amp.GradScaler("cpu", init_scale=256.0)
+        for step in range(STEPS + 1):
+            optimizer.zero_grad()
+            x, y = batch(step)
+            loss = scaler.scale(cross_entropy(model(x), y))
+            (loss * float("inf") if step in (2, 8) and RANK == 1 else loss).backward()
+            if step % 2:
+                scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            assert not hasattr(ours, "grad_scale")
+            assert not hasattr(optimizer, "found_inf")
+        found.append((weights(model), scaler.get_scale(), ours.stats().skipped_steps))
+        assert_replicas_equal(model)
+    (expected, *more), (got, *same) = found
+    assert more == same
+    assert schedule is not None or more == [64.0, 2]
+    assert torch.equal(expected, got)

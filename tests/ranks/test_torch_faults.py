@@ -443,6 +443,30 @@ def test_sparse_gradients():
             assert_replicas_equal(embedding)
 
 
+@pytest.mark.parametrize("warmup_steps", [2, 100])
+@pytest.mark.parametrize("dense", [True, False])
+def test_sparse_gradients_of_an_embedding_that_is_unfrozen(dense, warmup_steps):
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(100, 30, sparse=True), torch.nn.Linear(30, 40))
+    model[0].weight.requires_grad_(False)
+    named, before = list(model.named_parameters()), model[0].weight.detach().clone()
+    optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
+    wrapping = {"warmup_steps": warmup_steps, "sparse_as_dense": dense}
+    optimizer = onebit.DistributedOptimizer(optimizer, named, **wrapping)
+    for step in range(8):
+        optimizer.zero_grad()
+        model[0].weight.requires_grad_(step >= 4)
+        model(torch.tensor([1, 2, 3 + RANK])).square().sum().backward()
+        if step == 4 and not dense:
+            with pytest.raises(UnsupportedError, match="sparse_as_dense=True"):
+                optimizer.step()
+            break
+        optimizer.step()
+    moved = (model[0].weight != before).detach().any(1)
+    assert moved.nonzero().flatten().tolist() == (list(range(1, SIZE + 3)) if dense else [])
+    assert_replicas_equal(model)
+
+
 def test_the_collectives_are_what_they_say():
     every = collectives()
     own = np.full(3, RANK, np.uint8)

@@ -975,6 +975,20 @@ def test_a_parameter_that_is_taken_out_in_the_middle_of_a_round(schedule):
     assert stats.compressed_parameters == without.compressed_parameters
 
 
+@pytest.mark.filterwarnings("ignore:optimizer contains a parameter group with duplicate")
+def test_a_parameter_that_a_group_lists_twice_has_rounds_as_others_do():
+    sent = []
+    for twice in (False, True):
+        model = Net()
+        plain = torch.optim.SGD([*model.parameters(), *([model.first.weight] if twice else [])], lr=1e-3)
+        schedule, named = onebit.Local(every=4, doubling=0), list(model.named_parameters())
+        optimizer = onebit.DistributedOptimizer(plain, named, schedule=schedule)
+        train(model, optimizer, 16)
+        sent.append(optimizer.stats().bytes_sent)
+        assert_replicas_equal(model)
+    assert sent[0] == sent[1] > 0
+
+
 def test_replicas_are_checked_after_rounds():
     model = Net()
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0), wrapping={"check_replicas_every": 6})

@@ -3,6 +3,7 @@ not: copied, pickled, or traced by a compiler."""
 
 import copy
 import gc
+import inspect
 import pickle
 import sys
 import threading
@@ -451,16 +452,36 @@ def test_gradients_travel_in_one_order_whichever_parameter_a_worker_has_seen_fir
     assert_replicas_equal(model)
 
 
-def test_an_optimizer_whose_zero_grad_takes_no_arguments():
-    class Mine(torch.optim.SGD):
-        def zero_grad(self):
-            super().zero_grad()
+class Resets(torch.optim.SGD):
+    def zero_grad(self):
+        super().zero_grad()
 
+
+@pytest.mark.parametrize("how", ["nothing", "position", "name", "accelerate"])
+@pytest.mark.parametrize("kind", [torch.optim.SGD, Resets])
+def test_arguments_of_zero_grad(kind, how):
+    """That of accelerate looks for the name of the argument, and gives True if it is there."""
     model = Net()
-    optimizer = onebit.DistributedOptimizer(Mine(model.parameters(), lr=0.1), model.named_parameters(), recipe="exact")
+    plain = kind(model.parameters(), lr=0.1)
+    optimizer = onebit.DistributedOptimizer(plain, model.named_parameters(), recipe="exact")
+    assert "set_to_none" in inspect.signature(optimizer.zero_grad).parameters
+    calls = {
+        "nothing": optimizer.zero_grad,
+        "position": lambda: optimizer.zero_grad(False),
+        "name": lambda: optimizer.zero_grad(set_to_none=False),
+        "accelerate": lambda: optimizer.zero_grad(set_to_none=True),
+    }
+    takes = kind is torch.optim.SGD or how in ("nothing", "accelerate")
     for step in range(3):
-        optimizer.zero_grad()
         x, y = batch(step)
         cross_entropy(model(x), y).backward()
         optimizer.step()
+        if takes:
+            calls[how]()
+    if not takes:
+        with pytest.raises(TypeError):
+            calls[how]()
+    grads = [p.grad for p in model.parameters() if p.requires_grad]
+    assert all(grad is None for grad in grads) == (how in ("nothing", "accelerate"))
+    assert not takes or not any(grad.any() for grad in grads if grad is not None)
     assert_replicas_equal(model)

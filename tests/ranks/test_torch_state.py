@@ -344,6 +344,27 @@ def test_a_plain_optimizer_that_went_on_is_wrapped():
     assert_replicas_equal(again)
 
 
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, onebit.LAMB])
+def test_a_state_that_was_saved_by_the_plain_optimizer_within_warms_up_from_the_right_moments(kind):
+    model, named = Net(), lambda model: list(model.named_parameters())
+    plain = kind(model.parameters(), lr=1e-3)
+    optimizer = onebit.DistributedOptimizer(plain, named(model), warmup_steps=5)
+    train(model, optimizer, 60)
+    saved, again = copy.deepcopy(plain.state_dict()), Net()
+    resumed = wrap(again, kind, warmup_steps=5)
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(saved)
+    assert resumed.phase is Phase.WARMUP
+    rewrapped = onebit.DistributedOptimizer(plain, named(model), warmup_steps=5)  # whose state is the same
+    for p, q in zip(model.parameters(), again.parameters(), strict=True):
+        expected, found = rewrapped.state[p], resumed.state[q]
+        assert expected.keys() == found.keys()
+        assert all(value is None or torch.equal(value, found[key]) for key, value in expected.items())
+    train(again, resumed, 8)
+    assert resumed.phase is Phase.COMPRESSED
+    assert_replicas_equal(again)
+
+
 def test_states_of_formats_that_nothing_reads_are_refused():
     optimizer = wrap(Net(), warmup_steps=5)
     state = copy.deepcopy(optimizer.state_dict())
@@ -731,6 +752,32 @@ def test_a_scheduler_made_before_wrapping_survives_a_load():
     assert plain.state is optimizer.state
 
 
+@pytest.mark.parametrize(
+    ("alone", "schedule"), [(False, None), (True, None), (False, onebit.Local(every=2, doubling=0))]
+)
+def test_a_state_that_is_loaded_into_the_plain_optimizer_after_wrapping_is_an_error(alone, schedule):
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    scheduler = torch.optim.lr_scheduler.StepLR(plain, 1, gamma=0.5)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), schedule=schedule)
+    train(model, optimizer, 2)
+    state = copy.deepcopy(optimizer.state_dict())
+    if RANK == 0 or not alone:
+        plain.load_state_dict(state)
+    error = ConfigurationError if RANK == 0 or not alone else DesyncError
+    with pytest.raises(error, match="load into what DistributedOptimizer returned"):
+        train(model, optimizer, 1, start=2)
+    optimizer.load_state_dict(state)  # which both have then
+    assert plain.param_groups is optimizer.param_groups
+    assert plain.state is optimizer.state
+    train(model, optimizer, 1, start=2)
+    scheduler.step()
+    assert optimizer.param_groups[0]["lr"] == 5e-4
+    optimizer.param_groups = list(optimizer.param_groups)  # and the plain one keeps its own
+    train(model, optimizer, 3, start=3)
+    assert_replicas_equal(model)
+
+
 def test_what_a_load_may_not_bring_in():
     model = Net()
     other = torch.optim.AdamW(model.parameters(), amsgrad=True)
@@ -742,6 +789,58 @@ def test_what_a_load_may_not_bring_in():
             optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3, dtype=torch.complex64))]})
     optimizer.param_groups.pop()
     assert len(optimizer.param_groups) == 0
+
+
+class Packed(torch.Tensor):
+    """Stands for another tensor, as a quantized state does: it has no memory of its own, and no slices."""
+
+    @staticmethod
+    def __new__(cls, inner):
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype, device=inner.device)
+
+    def __init__(self, inner):
+        self.inner = inner
+
+    @classmethod
+    def __torch_dispatch__(cls, function, types, args=(), kwargs=None):
+        if function in (torch.ops.aten.detach.default, torch.ops.aten.clone.default):
+            return cls(function(args[0].inner))
+        raise NotImplementedError(function)
+
+
+class Packs(torch.optim.Optimizer):
+    def __init__(self, parameters):
+        super().__init__(parameters, {"lr": 1e-3})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for p in self.param_groups[0]["params"]:
+            if p.grad is not None:
+                momentum = self.state[p].setdefault("momentum", Packed(torch.zeros_like(p))).inner
+                p -= 1e-3 * momentum.mul_(0.9).add_(p.grad)
+
+
+@pytest.mark.parametrize("arguments", [{"recipe": "exact"}, {"schedule": onebit.Gradients()}])
+def test_a_state_of_tensors_that_stand_for_others(arguments):
+    model, again = Net(), Net()
+    optimizer, resumed = (
+        onebit.DistributedOptimizer(Packs(net.parameters()), list(net.named_parameters()), **arguments)
+        for net in (model, again)
+    )
+    train(model, optimizer, 3)
+    optimizer.check_replicas()
+    again.load_state_dict(model.state_dict())
+    resumed.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    train(again, resumed, 3, start=3)
+    error = UnsupportedError if RANK == 0 else DesyncError
+    for broadcast in (resumed, Packs(again.parameters())):
+        broadcast.state[again.first.weight]["momentum"] = resumed.state[again.first.weight]["momentum"]
+        with pytest.raises(error, match="state has Packed"):
+            onebit.broadcast_optimizer_state(broadcast)
+    train(again, resumed, 2, start=6)
+    train(model, optimizer, 5, start=3)
+    assert torch.equal(weights(model), weights(again))
+    assert_replicas_equal(again)
 
 
 @pytest.mark.parametrize("refused", ["exact", "complex"])

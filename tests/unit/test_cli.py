@@ -1,5 +1,6 @@
 """The command line: every command answers a person and a program, and says what is wrong with a question."""
 
+import dataclasses
 import json
 import math
 
@@ -39,6 +40,12 @@ def report_file(tmp_path):
     collector.add({"layer": np.random.default_rng(0).standard_normal(2000)})
     collector.report().save(tmp_path / "report.json")
     return tmp_path / "report.json"
+
+
+@pytest.mark.parametrize(("ratio", "text"), [(20.0, "5 bytes sent, 5.0 % of float32's;"), (0.0, "5 bytes sent; ")])
+def test_what_a_run_has_cost_as_text(ratio, text):
+    """After ``flush()`` of 0/1 Adam nothing was sent last that float32 gradients would have sent, too."""
+    assert text in str(dataclasses.replace(Optimizer().stats(), ratio_to_fp32=ratio))
 
 
 PLAN = ["plan", "--parameters", "110M", "--workers", "16", "--link", "10gbit", "--compute-ms", "250"]

@@ -76,6 +76,12 @@ def test_what_an_agreement_says():
     assert verdict.edited == (1,)
 
 
+def test_of_replicas_that_some_workers_compare_those_that_differ_are_named():
+    rows = [handshake.agreement(i, 4, replicas=said) for i, said in enumerate((0, "x", 0, "y"))]
+    with pytest.raises(Mismatch, match="differs between workers: worker 3 from worker 1"):
+        handshake.read_agreement(np.sum(rows, axis=0, dtype=np.int32), 4)
+
+
 def test_facts_that_are_too_many_are_compared_by_a_digest(monkeypatch):
     monkeypatch.setattr(handshake, "MOST_FACTS", 30)
 
