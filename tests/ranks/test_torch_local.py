@@ -995,7 +995,7 @@ def test_replicas_are_checked_after_rounds():
     train(model, optimizer, 24)
     if RANK == 0:
         model.frozen.data[0, 0] = 3.0
-    with pytest.raises(DesyncError, match="frozen on worker"):
+    with pytest.raises(DesyncError, match="frozen of worker"):
         optimizer.check_replicas()
 
 
