@@ -16,6 +16,7 @@ import numpy as np
 
 from horovod_onebit.averages import all_finite, own_share, second_moments
 from horovod_onebit.engine import Engine, Plan
+from horovod_onebit.errors import workers
 from horovod_onebit.handshake import STEP, Answers, Verdict, ask
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rounds import Rounds
@@ -435,15 +436,15 @@ class Driver:
         answers = yield from ask(engine.collectives, f"{name}.usable", **said)
         if answers.any("unusable") or answers.any("infinite"):
             rounds.freezing.put_off()
-            if (workers := answers.where("infinite")) and not self._has_warned:
+            if (found := answers.where("infinite")) and not self._has_warned:
                 self._has_warned = True
-                text = "Adam's second moments are not frozen yet: workers %s have NaN or Inf in theirs"
-                engine.say(logging.WARNING, f"{text}. Until they are, each step ends a round", workers)
+                text = "Adam's second moments are not frozen yet: there are NaN or Inf in those of %s"
+                engine.say(logging.WARNING, f"{text}. Until they are, each step ends a round", workers(found))
             return
-        found = yield from second_moments(
+        common = yield from second_moments(
             values, gradients, own, engine.recipe.block_size_for, engine.collectives, name, engine.traffic
         )
-        for m, second in zip(moments, found, strict=True):
+        for m, second in zip(moments, common, strict=True):
             face.freeze(m.of, second * np.float32(1 - m.beta2**m.count))
         face.unbind()
 

@@ -8,6 +8,7 @@ them here.
 from __future__ import annotations
 
 import contextlib
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,9 @@ from horovod_onebit.checks import matching
 from horovod_onebit.coded import CodedMean, codes, own_recipe
 from horovod_onebit.driver import Driver, Prepares, Together
 from horovod_onebit.engine import Engine, Plan
-from horovod_onebit.errors import ConfigurationError, DesyncError
+from horovod_onebit.errors import ConfigurationError, DesyncError, workers
 from horovod_onebit.feedback import kind
-from horovod_onebit.handshake import Verdict, workers
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels import reference
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rest import Moves
@@ -278,8 +279,12 @@ class Compressor(RunState):
         shapes = [list(v.shape) for v in variables]
         if self.exact is None or self.shapes not in (None, shapes):
             names = [(path_of(v), v.name) for v in variables]
-            found = matching("exact", patterns, [name for both in names for name in both])
+            other = self.exact is not None  # fewer are trained now, perhaps
+            found = matching("exact", patterns, [name for both in names for name in both], all_match=not other)
             self.exact = {i for i, both in enumerate(names) if not found.isdisjoint(both)}
+            if other and not self.exact:
+                text = "exact=%s matches none of the variables that are trained now, which are not those of before"
+                self.engine.say(logging.WARNING, text, list(patterns))
         self.shapes = shapes
 
     def is_compressed(self, variable: Any) -> bool:

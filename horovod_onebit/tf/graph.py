@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -19,7 +19,7 @@ import tensorflow as tf
 from tensorflow.core.framework.attr_value_pb2 import AttrValue
 
 from horovod_onebit.checks import check_version
-from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tasks import Task
 from horovod_onebit.tf.collectives import NOTHING, Errand, HorovodCollectives, Round, view
 from horovod_onebit.tf.place import Place
@@ -87,8 +87,8 @@ def adopt(array: np.ndarray) -> Any:
 class HostFunctions:
     """What host functions do; they work as long as this lives.
 
-    TensorFlow keeps a host function as long as the process runs. It would keep an optimizer with its state, too, if the
-    function itself, and not the optimizer, kept what it does.
+    TensorFlow keeps a host function when the graph that calls it is gone, until its session is cleared or the program
+    ends. It would keep an optimizer with its state, too, if the function, and not the optimizer, kept what it does.
     """
 
     current: ClassVar[ContextVar[HostFunctions | None]] = ContextVar("current", default=None)
@@ -109,7 +109,16 @@ class HostFunctions:
         """What calls ``work``, and does not keep it."""
         self._works.append(work)
         number, me = len(self._works) - 1, weakref.ref(self)
-        return lambda *values: me()._works[number](*values)  # type: ignore[union-attr]
+
+        def call(*values: Any) -> Any:
+            if (keeper := me()) is None:
+                raise ConfigurationError(
+                    "this function of TensorFlow was traced with an optimizer that is gone: trace it anew with the one "
+                    "that is used now, or keep the other"
+                )
+            return keeper._works[number](*values)
+
+        return call
 
 
 def host_function(work: Callable[..., Any], inputs: Sequence[Any], dtypes: Any) -> Any:
@@ -256,16 +265,15 @@ _order: list[Any] = []
 
 
 @contextlib.contextmanager
-def once_there(tensor: Any) -> Iterator[None]:
-    """In a graph, what is in here begins when ``tensor`` has been computed.
+def with_a_batch() -> Iterator[None]:
+    """In the graph of a ``fit``, what is in here begins when there is a batch.
 
-    When a dataset of unknown length has ended, Keras runs the step once more, without a batch. TensorFlow then does all
-    in it that needs none: it would count a step, and meet workers that have a batch.
+    When a dataset of unknown length has ended, Keras runs the step once more, without one. TensorFlow then does all in
+    it that needs none: it would count a step, and meet workers that have a batch.
     """
-    if tf.executing_eagerly():
-        yield
-        return
-    with tf.control_dependencies([tf.identity(tensor)]):
+    batches = [] if tf.executing_eagerly() else [v["data"] for name, v in _keras_frames() if name == "one_step_on_data"]
+    tensors = [t for t in tf.nest.flatten(batches, expand_composites=True) if tf.is_symbolic_tensor(t)]
+    with tf.control_dependencies([tf.identity(t) for t in tensors[:1]]):
         yield
 
 
@@ -289,17 +297,22 @@ def in_order() -> Iterator[None]:
         _order[0].assign_add(1, read_value=False)
 
 
-def keras_callers() -> Iterator[tuple[str, Any]]:
-    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
-    there, as in ``fit``."""
+def _keras_frames() -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """The names of Keras's functions on the stack, the innermost first, and their variables."""
     frame = sys._getframe(1)
     while frame is not None:
         # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
         if frame.f_globals.get("__name__", "").startswith("keras."):
-            variables = frame.f_locals
-            yield frame.f_code.co_name, variables.get("self")
-            yield frame.f_code.co_name, variables.get("callbacks")
+            yield frame.f_code.co_name, frame.f_locals
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def keras_callers() -> Iterator[tuple[str, Any]]:
+    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
+    there, as in ``fit``."""
+    for name, variables in _keras_frames():
+        yield name, variables.get("self")
+        yield name, variables.get("callbacks")
 
 
 def callback_lists() -> Iterator[Sequence[Any]]:

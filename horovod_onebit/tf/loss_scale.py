@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.tf.graph import host_call, in_order, outside
+from horovod_onebit.tf.graph import host_call, in_order, outside, with_a_batch
 from horovod_onebit.tf.lineage import give, lineage_of
 from horovod_onebit.tf.meeting import all_finite
 
@@ -86,7 +86,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)
-        with self._compressor.host_functions.keep():
+        with self._compressor.host_functions.keep(), with_a_batch():
             self.inner_optimizer.prepare_step()
             if self._wrapping.local is not None:
                 self._apply_alone(list(grads), trainable_variables)

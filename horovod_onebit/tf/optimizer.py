@@ -32,10 +32,10 @@ from horovod_onebit.tf.graph import (
     host_value,
     in_order,
     keras_callers,
-    once_there,
     outside,
     path_of,
     run_independently,
+    with_a_batch,
 )
 from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
@@ -86,8 +86,7 @@ class _DistributedOptimizer(_Wrapped):
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
         with told(self._wrapping.process_set):
             pairs = self._checked_pairs(grads, trainable_variables)
-        first = pairs[-1][0]  # of the backward pass, during which messages leave
-        with self._compressor.host_functions.keep(), once_there(first):
+        with self._compressor.host_functions.keep(), with_a_batch():
             self.prepare_step()
             if not self._wrapping.process_set.included():
                 super().apply([g for g, _ in pairs], [v for _, v in pairs])

@@ -15,8 +15,8 @@ from typing import Any
 import numpy as np
 
 from horovod_onebit.averages import all_finite
-from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.handshake import Verdict, workers
+from horovod_onebit.errors import ConfigurationError, workers
+from horovod_onebit.handshake import Verdict
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
 from horovod_onebit.rules.local import COUNT

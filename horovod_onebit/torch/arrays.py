@@ -52,7 +52,7 @@ def has_bytes(value: Any) -> bool:
     """Whether ``value`` is a tensor whose bytes can be looked at: it is in memory, dense, and of no class that stands
     for other tensors (a quantized state)."""
     own = isinstance(value, torch.Tensor) and type(value).__torch_dispatch__ is torch.Tensor.__torch_dispatch__
-    return own and value.layout is torch.strided and not value.is_meta
+    return own and value.layout is torch.strided and not (value.is_meta or value.is_quantized or value.is_nested)
 
 
 def is_dense(p: torch.Tensor) -> bool:

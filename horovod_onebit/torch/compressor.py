@@ -75,7 +75,7 @@ class Steps(RunState):
         self._plain, self._plains_groups = weakref.ref(plain), id(vars(plain).get("param_groups"))
 
     @property
-    def _has_parted(self) -> bool:
+    def has_parted(self) -> bool:
         """Whether the plain optimizer has other groups now than it had, and than the wrapped one has."""
         plain = self._plain()
         known = self._plains_groups, id(self.parameters.optimizer.param_groups)
@@ -83,7 +83,7 @@ class Steps(RunState):
 
     def share(self) -> None:
         """A state was loaded: the plain optimizer has it, too, whatever it had."""
-        if self._has_parted:
+        if self.has_parted:
             plain, optimizer = self._plain(), self.parameters.optimizer
             plain.param_groups, plain.state = optimizer.param_groups, optimizer.state
 
@@ -133,7 +133,7 @@ class Steps(RunState):
     def check_groups(self) -> Task[None]:
         """Take notice of parameters that are new, newly trained, or gone, and of other workers. Collective as
         ``end_apart`` is."""
-        if self._has_parted:
+        if self.has_parted:
             raise ConfigurationError(
                 "the plain optimizer that was wrapped has loaded a state, or got other groups, by itself, and this one "
                 "does not have them: load into what DistributedOptimizer returned, or wrap the plain one again"
@@ -146,6 +146,10 @@ class Steps(RunState):
             self._checked_averaging = False  # DistributedDataParallel is made anew then
         self.adopt()
         yield from self.end_apart()
+        self.forget_gone()
+
+    def forget_gone(self) -> None:
+        """Let go of parameters that are in no group any more. Local."""
         if gone := self.parameters.forget_gone():
             self.gradients.forget(gone)
             self.parameters.let_go(gone)
@@ -202,7 +206,7 @@ class Steps(RunState):
     # -- other workers ------------------------------------------------------------------------------------------------
 
     def fold(self) -> None:
-        """Before the workers change: what was moved since the last exchange becomes residuals. Local."""
+        """Before the workers change: what local steps have moved since the last exchange becomes residuals. Local."""
 
     def leave_world(self) -> None:
         super().leave_world()

@@ -20,7 +20,7 @@ from horovod_onebit.tasks import run
 from horovod_onebit.torch.agreement import meet, meeting
 from horovod_onebit.torch.arrays import has_bytes
 from horovod_onebit.torch.collectives import outside_inference
-from horovod_onebit.torch.optimizer import _DistributedOptimizer, unwrapped
+from horovod_onebit.torch.optimizer import _DistributedOptimizer, unwrapped, wrapper_of
 from horovod_onebit.torch.transport import Transport, choose
 
 LARGEST = 2**30
@@ -55,7 +55,7 @@ def broadcast_optimizer_state(
     """
     if isinstance(process_set, torch.nn.Module):  # Horovod's third argument
         process_set = None
-    optimizer = unwrapped(optimizer)
+    optimizer = wrapper_of(unwrapped(optimizer))  # which would not know what a plain one loads
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise ConfigurationError(f"optimizer is {type(optimizer).__name__}; expected a torch.optim optimizer")
     ours = optimizer if isinstance(optimizer, _DistributedOptimizer) else None

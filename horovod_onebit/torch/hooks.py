@@ -256,7 +256,9 @@ class Gradients(Watches):
         return self.coded is None or not self._arguments.transport.in_order
 
     def _densify(self, p: torch.Tensor) -> None:
-        if p.grad is not None and p.grad.is_sparse and not self._arguments.sparse_as_dense:
+        if p.grad is None or not p.grad.is_sparse:
+            return
+        if not self._arguments.sparse_as_dense:
             raise UnsupportedError(
                 f"parameter {self._parameters.names[p]!r} has a sparse gradient: pass sparse_as_dense=True to "
                 "DistributedOptimizer, or build the embedding with sparse=False"

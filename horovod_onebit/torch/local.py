@@ -118,7 +118,7 @@ class LocalParameters(Parameters):
         return Phase.COMPRESSED
 
     def trained(self) -> list[torch.Tensor]:
-        return list(dict.fromkeys(p for p in self.ordered() if p.requires_grad))  # a group may have one twice
+        return list({id(p): p for p in self.ordered() if p.requires_grad}.values())  # a group may have one twice
 
     def lost(self) -> bool:
         """Whether parameters that are bound were taken out of the groups."""

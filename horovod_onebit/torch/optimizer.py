@@ -6,6 +6,7 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
+from functools import cache
 from inspect import Parameter, signature
 from typing import Any
 
@@ -33,6 +34,12 @@ from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
 from horovod_onebit.torch.rules import Adapter, AnyAdapter, adapter_for, check_parameter
 from horovod_onebit.torch.transport import Average, Compression, choose
 from horovod_onebit.warmup import Phase
+
+
+@cache
+def _takes(function: Callable[..., Any], name: str) -> bool:
+    """Whether ``function`` has an argument of this name."""
+    return name in signature(function).parameters
 
 
 class _ToldByScaler:
@@ -142,7 +149,7 @@ class _DistributedOptimizer:
         self._gradients.where = Where.NOWHERE
         reset = super().zero_grad  # type: ignore[misc]
         # accelerate gives True wherever the argument has a name: that is for optimizers that know it.
-        if set_to_none is not None and (not set_to_none or "set_to_none" in signature(reset).parameters):
+        if set_to_none is not None and (not set_to_none or _takes(reset.__func__, "set_to_none")):
             options["set_to_none"] = set_to_none
         reset(**options)
 
@@ -217,6 +224,7 @@ class _DistributedOptimizer:
             run(self._compressor.check_groups())
         except (ConfigurationError, UnsupportedError):
             self.param_groups.pop()
+            self._compressor.forget_gone()
             raise
 
     @property
@@ -522,6 +530,12 @@ def _share(optimizer: torch.optim.Optimizer, wrapped: _DistributedOptimizer) -> 
     """``wrapped`` has the groups and the state of the plain ``optimizer`` from now on."""
     _wrappers[optimizer] = weakref.ref(wrapped)
     wrapped._compressor.wraps(optimizer)
+
+
+def wrapper_of(optimizer: Any) -> Any:
+    """What wraps the plain ``optimizer`` and shares its state now, or else ``optimizer``."""
+    wrapped: Any = _wrappers[optimizer]() if optimizer in _wrappers else None
+    return optimizer if wrapped is None or wrapped._compressor.has_parted else wrapped
 
 
 def _check_flushed(optimizer: torch.optim.Optimizer) -> None:
