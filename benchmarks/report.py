@@ -55,12 +55,12 @@ The networks are linear layers of one width, trained by AdamW. "no communication
 at once, each alone; the time is that of the slowest host, as it is for all methods. One bit can be faster than that on
 a fast link: it takes AdamW's step in its own kernel. One core computes that sooner than PyTorch's default
 implementation, with which all other methods of these tables were measured; PyTorch's `fused=True` is as fast ([the
-codec](#the-codec)), and today the benchmark takes it. Over Gloo, PowerSGD crashes with more than one bucket, so it has
-one. Three and four hosts share two cores.
+codec](#the-codec)), and [the tables below](#training-with-pytorchs-fused-adamw) have it. Over Gloo, PowerSGD crashes
+with more than one bucket, so it has one. Three and four hosts share two cores.
 
 {trainings}
 
-{keras}## Local steps
+{fused}{keras}## Local steps
 
 On {local_machine} (`python -m benchmarks.link --local`). `onebit local 8` is `schedule=Local()`, with one exchange for
 8 steps, after the second moments were frozen; before that, rounds have 4 steps, and the second moments travel once, 8
@@ -124,6 +124,15 @@ memory, and that of the sums within a host, which need NCCL in Horovod, from the
 {ahead}
 """
 
+FUSED = """## Training with PyTorch's fused AdamW
+
+All methods but one bit take their steps by `torch.optim.AdamW(fused=True)`, which takes as long as our kernel, so that
+what differs is communication (`python -m benchmarks.link --json benchmarks/results/link_fused.json`). The machine is
+another than that of the tables above: compare within a table.
+
+{trainings}
+
+"""
 KERAS = """## Training with Keras 3
 
 The same model and links on {machine}, by TensorFlow with one core a host (`python -m benchmarks.link --framework tf`).
@@ -342,6 +351,11 @@ def trainings(results: dict[str, Any]) -> str:
     return "\n\n".join(parts)
 
 
+def fused() -> str:
+    """The section on PyTorch's fastest AdamW; nothing as long as nothing was measured with it."""
+    return FUSED.format(trainings=trainings(load("link_fused")["results"])) if there("link_fused") else ""
+
+
 def keras() -> str:
     """The section on Keras; nothing as long as nothing was measured."""
     if not there("keras"):
@@ -468,6 +482,7 @@ def main() -> None:
         machine=link["machine"],
         exchanges=exchanges(link["results"]),
         trainings=trainings(link["results"]),
+        fused=fused(),
         keras=keras(),
         local_machine=found["machine"],
         local_steps=local_steps(found["results"]),

@@ -778,6 +778,18 @@ def test_a_state_that_is_loaded_into_the_plain_optimizer_after_wrapping_is_an_er
     assert_replicas_equal(model)
 
 
+def test_a_broadcast_of_the_plain_optimizer_is_one_of_what_wraps_it():
+    model = Net()
+    plain = torch.optim.AdamW(model.parameters(), lr=1e-3 * (1 + RANK))
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), warmup_steps=2)
+    onebit.broadcast_parameters(model.state_dict(), root_rank=0)
+    onebit.broadcast_optimizer_state(plain, root_rank=0)
+    train(model, optimizer, 4)
+    assert plain.param_groups is optimizer.param_groups
+    assert optimizer.param_groups[0]["lr"] == 1e-3
+    assert_replicas_equal(model)
+
+
 def test_what_a_load_may_not_bring_in():
     model = Net()
     other = torch.optim.AdamW(model.parameters(), amsgrad=True)
