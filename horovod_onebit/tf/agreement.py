@@ -126,7 +126,7 @@ class Agreement:
             raise ConfigurationError(
                 f"{names}: no gradient in the last of the {optimizer._wrapping.backward_passes_per_step} backward "
                 "passes of a step, and one in a pass before; expected the last pass to have all. Pass zeros where "
-                "there is no gradient, as tape.gradient(..., unconnected_gradients='zero') does; this gradient is "
+                "there is no gradient, keras.ops.zeros_like(variable); this gradient is "
                 "dropped"
             )
 

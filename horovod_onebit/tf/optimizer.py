@@ -539,7 +539,7 @@ class _DistributedOptimizer(_Wrapped):
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
         compressor, exact = self._compressor, None
-        if compressor.exact:
+        if compressor.exact is not None and self._wrapping.exact:
             exact = {"numbers": sorted(compressor.exact), "shapes": compressor.shapes}
         return self.wrapped_config() | {PACKAGE: self._wrapping.to_config() | {EXACT: exact}}
 

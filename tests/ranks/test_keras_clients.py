@@ -709,7 +709,8 @@ class OneHead(keras.Model):
         with tf.GradientTape() as tape:
             loss = self.compute_loss(y=data[1], y_pred=self(data[0]))
         variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables, unconnected_gradients="zero"), variables)
+        grads = zip(tape.gradient(loss, variables), variables, strict=True)
+        self.optimizer.apply([keras.ops.zeros_like(v) if g is None else g for g, v in grads], variables)
         return {"loss": loss}
 
 
