@@ -127,8 +127,9 @@ memory, and that of the sums within a host, which need NCCL in Horovod, from the
 FUSED = """## Training with PyTorch's fused AdamW
 
 All methods but one bit take their steps by `torch.optim.AdamW(fused=True)`, which takes as long as our kernel, so that
-what differs is communication (`python -m benchmarks.link --json benchmarks/results/link_fused.json`). The machine is
-another than that of the tables above: compare within a table.
+what differs is communication (`python -m benchmarks.link --json benchmarks/results/link_fused.json`; 25 M parameters
+at 1 and 10 Gbit/s with fewer methods, `--ways`, for 260 and 180 `--seconds`). The machine is another than that of the
+tables above: compare within a table.
 
 {trainings}
 
