@@ -532,15 +532,21 @@ def _share(optimizer: torch.optim.Optimizer, wrapped: _DistributedOptimizer) -> 
     wrapped._compressor.wraps(optimizer)
 
 
+def _last_wrapper(optimizer: Any) -> _DistributedOptimizer | None:
+    """What the plain ``optimizer`` was last wrapped as; None if it was not, or that is gone."""
+    found: _DistributedOptimizer | None = _wrappers[optimizer]() if optimizer in _wrappers else None
+    return found
+
+
 def wrapper_of(optimizer: Any) -> Any:
     """What wraps the plain ``optimizer`` and shares its state now, or else ``optimizer``."""
-    wrapped: Any = _wrappers[optimizer]() if optimizer in _wrappers else None
+    wrapped = _last_wrapper(optimizer)
     return optimizer if wrapped is None or wrapped._compressor.has_parted else wrapped
 
 
 def _check_flushed(optimizer: torch.optim.Optimizer) -> None:
     """Raise if another wrapper of ``optimizer`` has taken local steps that were not exchanged. Alike on all workers."""
-    before = _wrappers[optimizer]() if optimizer in _wrappers else None
+    before = _last_wrapper(optimizer)
     if before is not None and before._compressor.pending:
         raise ConfigurationError(
             "this optimizer was wrapped before, and its workers' weights differ after local steps: call flush() on "

@@ -797,9 +797,10 @@ class Parameters:
         self._marks.clear()
         self._find_never()
         self.changed()
-        for group, _, p in self.enumerated():
-            if own is None and self.seen(p) is not None:  # the wrapped optimizer has saved it, as it is within ours
-                self._take_back(group, p)
+        if own is None:  # the wrapped optimizer has saved it, perhaps as it is within ours
+            for group, _, p in self.enumerated():
+                if self.seen(p) is not None:
+                    self._take_back(group, p)
         for state in plain.entries_of(self.optimizer.state):
             for key in FROZEN_KEYS:
                 state.pop(key, None)
