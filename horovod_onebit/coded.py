@@ -23,7 +23,7 @@ from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Sends
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import EXACT_FIRST, FixedWarmup, Warmup
-from horovod_onebit.world import Weighing
+from horovod_onebit.world import ResidualLayout
 
 CODECS = {"two_bit": "logistic_two", "three_bit": "logistic_three", "four_bit": "logistic_four"}
 """By the recipe's ``warmup``."""
@@ -68,7 +68,7 @@ class _Engine(Engine):
         self.cancel(restore=False)
         self.discard_servers()
         self.tensors, self._messages = [], []
-        self.layout = self.weighing = None
+        self.layout = self.residual_layout = None
         self.exchange = exchange.find("direct")(self.context, self.collectives, self.feedback, [], 0)
 
 
@@ -234,7 +234,7 @@ class CodedMean:
         host = self.engine.context.kernels.host
         units = {name: np.array(host(tensor.variance)) for name, tensor in self._tensors.items()}
         seen = {name: [t.variance_steps, *map(float, _starts(t))] for name, t in self._tensors.items()}
-        sent = {} if self.engine.weighing is not None else {"divisor": None}
+        sent = {} if self.engine.residual_layout is not None else {"divisor": None}
         return {"units": units, "seen": seen, **self.engine.residuals(), **sent}
 
     def load(self, saved: Learned | None) -> None:
@@ -250,7 +250,7 @@ class CodedMean:
             _starts(tensor)[:] = starts
         for name, values in saved["feedback"].items():
             self.engine.feedback.put(name, values)
-        self.engine.weigh(Weighing.saved(saved))
+        self.engine.residuals_replaced(ResidualLayout.saved(saved))
 
     def check(self, saved: Learned | None, sizes: Mapping[str, int]) -> None:
         """Raise ``ConfigurationError`` unless ``load`` can take over ``saved``. ``sizes``: of all gradients that there

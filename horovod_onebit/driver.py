@@ -106,7 +106,7 @@ class Together(Compresses, Protocol):
         beta2; None if the optimizer has none. Local."""
         ...
 
-    def mature(self) -> None:
+    def start_compression(self) -> None:
         """A step was taken: compress whatever has had its warm-up. Local."""
         ...
 
@@ -274,7 +274,7 @@ class Driver:
                 face.steps += 1
                 if exact and warmup.wants(face.steps):
                     self._observe(face.power())
-                face.mature()
+                face.start_compression()
             yield from face.over(taken=taken)
             return taken
         finally:

@@ -38,7 +38,7 @@ from horovod_onebit.rules import Context, Rule, Tensor, finish_step, largest_sca
 from horovod_onebit.schedule import Sends
 from horovod_onebit.stats import Stats, Times, Traffic, allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
-from horovod_onebit.world import Residuals, Weighing, total_residuals
+from horovod_onebit.world import ResidualLayout, Residuals, total_residuals
 
 logger = logging.getLogger("horovod_onebit")
 
@@ -212,6 +212,7 @@ class Engine:
         self.collectives = collectives
         self._lane = lane
         self.name = name
+        self._identity = f"{name} {recipe}"
         self.subject = "gradients"  # of which messages are made, in what is said of NaN
         self.context = Context(backend(kernels), recipe, collectives.size)
         self.feedback = ErrorFeedback(self.context.kernels)
@@ -221,7 +222,7 @@ class Engine:
         self.exchanges = 0
         self.skipped = 0
         self.layout: Layout | None = None
-        self.weighing: Weighing | None = None  # of the residuals, where it is known
+        self.residual_layout: ResidualLayout | None = None  # where it is known
         self.tensors: list[Tensor] = []
         self._messages: list[wire.Message] = []
         self._bytes: list[tuple[int, int]] = []  # of each message: those that leave, and what float32 would need
@@ -281,7 +282,7 @@ class Engine:
 
     def _take_exchange(self, way: type[Exchange], layout: Layout) -> Task[None]:
         """Go on with another exchange; if residuals mean something else to it, redistribute them. Collective."""
-        before, left = self.weighing, self.residuals() if self.weighing is not None else {}
+        before, left = self.residual_layout, self.residuals() if self.residual_layout is not None else {}
         if before is not None:  # of the same names, and perhaps of other sizes
             self.discard_servers()
         over = self._lane if self._lane is not None and way.of_all else self.collectives
@@ -291,13 +292,13 @@ class Engine:
             for name in (name for name in left.get("feedback", {}) if name.startswith(SERVER_PREFIX)):
                 self.feedback.put(name, left["feedback"][name])
             raise
-        self.weighing, self.layout = Weighing.of(self.exchange, layout.tensors), layout
+        self.residual_layout, self.layout = ResidualLayout.of(self.exchange, layout.tensors), layout
         if before is None:
-            if self.weighing.encodes is not None:
+            if self.residual_layout.encodes is not None:
                 self._keep_own(self.feedback.state_dict())
             return
         sizes = {name: len(one) for name, one in left["feedback"].items() if not name.startswith(SERVER_PREFIX)}
-        changed, alike = yield from self._compare(before != self.weighing, sizes)
+        changed, alike = yield from self._compare(before != self.residual_layout, sizes)
         if changed:
             yield from self.redistribute(left, sizes if alike else {spec.name: spec.size for spec in layout.tensors})
         else:
@@ -307,7 +308,7 @@ class Engine:
     def _compare(self, changed: bool, sizes: Mapping[str, int]) -> Task[tuple[bool, bool]]:
         """Whether something has changed for some worker, and whether all have residuals of the same ``sizes``."""
         names = repr(sorted(sizes.items()))
-        answers = yield from ask(self.collectives, f"{self.name}.weighing", changed=changed, sizes=names)
+        answers = yield from ask(self.collectives, f"{self.name}.residual_layout", changed=changed, sizes=names)
         return answers.any("changed"), answers.same("sizes")
 
     def discard_servers(self) -> None:
@@ -323,14 +324,14 @@ class Engine:
 
     def residuals(self) -> Residuals:
         """Those of this worker now. The arrays are copies."""
-        weighing = self.weighing or Weighing(self.context.workers, {})
-        return {"feedback": self.feedback.state_dict(), **weighing._asdict()}
+        residual_layout = self.residual_layout or ResidualLayout(self.context.workers, {})
+        return {"feedback": self.feedback.state_dict(), **residual_layout._asdict()}
 
-    def weigh(self, weighing: Weighing | None) -> None:
-        """Declare that the residuals were replaced by others, laid out as ``weighing`` says; None if each worker has
-        the total of all. Call it on all workers; the next ``prepare`` redistributes them if the new layout weighs
-        otherwise. Local."""
-        self.weighing, self.layout = weighing, None
+    def residuals_replaced(self, residual_layout: ResidualLayout | None) -> None:
+        """Declare that the residuals were replaced by others, laid out as ``residual_layout`` says; None if each worker
+        has the total of all. Call it on all workers; the next ``prepare`` redistributes them if they are laid out
+        otherwise then. Local."""
+        self.residual_layout, self.layout = residual_layout, None
 
     @property
     def workers_changed(self) -> bool:
@@ -367,11 +368,11 @@ class Engine:
     def _keep_own(self, residuals: Mapping[str, Array]) -> None:
         """Keep what this worker encodes of ``residuals``, which all have alike; others of its host encode the rest."""
         kept = dict(residuals)
-        if self.layout is not None and self.weighing is not None and self.weighing.encodes is not None:
+        if self.layout is not None and self.residual_layout is not None and self.residual_layout.encodes is not None:
             encoded = {spec.name for spec in self.layout.tensors}
-            share = np.float32(self.weighing.divisor / self.context.workers)  # of what nobody encodes now
+            share = np.float32(self.residual_layout.divisor / self.context.workers)  # of what nobody encodes now
             kept = {name: np.zeros_like(one) if name in encoded else one * share for name, one in residuals.items()}
-            for name, start, stop in self.weighing.encodes:
+            for name, start, stop in self.residual_layout.encodes:
                 if name in kept:
                     kept[name][start:stop] = residuals[name][start:stop]
         for name, residual in kept.items():
@@ -416,7 +417,7 @@ class Engine:
         return handshake.agreement(
             self.collectives.rank,
             self.collectives.size,
-            setup=f"{self.name} {self.recipe} {setup} {self.generation}",
+            setup=f"{self._identity} {setup} {self.generation}",
             options=options,
             step=self.exchanges,
             early=self.under_way,
@@ -576,7 +577,7 @@ class Engine:
         """Bring all workers to the same weights, exactly, after local steps. Collective."""
         waiting = list[tuple[int, Handle]]()
         for index, tensor in enumerate(self.tensors):
-            moved = rules[index].pending(tensor, self.context)
+            moved = rules[index].moved_alone(tensor, self.context)
             if moved is not None:
                 handle = self.collectives.allreduce(moved, f"{self.name}.flush.{index}")
                 start(handle)
@@ -601,10 +602,11 @@ class Engine:
         yield from self.travel(self._sent)
         self.rollback()
 
-    def cancel(self, *, by_all: bool = False, restore: bool = True) -> None:
+    def cancel(self, *, by_all: bool = False, restore: bool = True, averages: bool = False) -> None:
         """Take back what was sent and has not arrived: all workers do so together (``by_all``), or this one alone.
-        Without ``restore`` residuals stay as encoding has left them: they are replaced, or not wanted. Local."""
-        self._generation.cancelled(by_all=by_all, under_way=self.under_way)
+        Without ``restore`` residuals stay as encoding has left them: they are replaced, or not wanted. ``averages``:
+        exact ones are under way, too, which the caller drops. Local."""
+        self._generation.cancelled(by_all=by_all, under_way=self.under_way or averages)
         if restore:
             self.rollback()
         else:
@@ -612,7 +614,7 @@ class Engine:
 
     def forget_world(self) -> None:
         """There are other workers now (Horovod was restarted): lay out and shake hands again. Local."""
-        self.layout, self.weighing, self._sent = None, None, {}
+        self.layout, self.residual_layout, self._sent = None, None, {}
         self._generation.reset()
         self.context = Context(self.context.kernels, self.recipe, self.collectives.size)
 

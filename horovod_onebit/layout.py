@@ -78,7 +78,7 @@ class Bucket:
         return np.concatenate(found) if found else np.zeros(0, np.intp)
 
     @cached_property
-    def elsewhere(self) -> dict[Any, Any]:
+    def device_words(self) -> dict[Any, Any]:
         """Copies of ``wire.checked_words`` in the memory of GPUs, by device: made once for each bucket."""
         return {}
 

@@ -109,8 +109,8 @@ class NumpyOptimizer(Defaults, RunState):
         self.engine = Engine(recipe, collectives, kernels=kernels)
         self._stepwise = isinstance(schedule, Stepwise)
         self._schedule, after = schedule, None if isinstance(schedule, Gradients) else schedule
-        self.kind = kind(recipe.space, divides=isinstance(rule, Adam), schedule=after)
-        self.steps, self._mature, self._bound = 0, False, False
+        self.kind = kind(recipe.space, divides=rule.has_variance, schedule=after)
+        self.steps, self._compresses, self._bound = 0, False, False
         self.driver = Driver(self.engine, self, warmup, after)
         self.weights = dict(weights)
         self._tensors = [self._tensor(name, array) for name, array in weights.items()]
@@ -120,7 +120,7 @@ class NumpyOptimizer(Defaults, RunState):
         self._large = [t for t in self._tensors if t.name in large]
         self._small = [t for t in self._tensors if t.name not in large]
         if codes(recipe, warmup) and self._large:
-            self.coded = CodedMean(self.engine, divides=isinstance(rule, Adam), kernels=kernels)
+            self.coded = CodedMean(self.engine, divides=rule.has_variance, kernels=kernels)
         rounds = self.driver.rounds
         has_momentum = rounds is not None and rounds.rule.momentum
         self._round_momenta = {t.name: np.zeros_like(t.weight) for t in self._tensors} if has_momentum else {}
@@ -188,9 +188,8 @@ class NumpyOptimizer(Defaults, RunState):
 
     def flush(self) -> None:
         """After local steps, bring all workers to the same weights. Collective."""
+        run(self._meet("flush"))
         if self.pending:
-            if self.driver.rounds is None:
-                run(self._meet("flush"))
             run(self.driver.flush())
 
     def _flat(self, grads: Mapping[str, Array]) -> dict[str, Array]:
@@ -211,7 +210,6 @@ class NumpyOptimizer(Defaults, RunState):
 
     @property
     def pending(self) -> bool:
-        """Whether workers' weights differ, after local steps; alike on all."""
         if self.driver.rounds is not None:
             return self._bound and bool(self.driver.rounds.under_way)
         return self._stepwise and any(t.layer is not None and t.layer[COUNT] for t in self._large)
@@ -260,7 +258,7 @@ class NumpyOptimizer(Defaults, RunState):
             "rule": self.rule.name,
             "schedule": str(self._schedule and text_of(self._schedule)),
             "steps": self.steps,
-            "compresses": self._mature,
+            "compresses": self._compresses,
             "beta2": self._beta2,
             "taken": {tensor.name: [tensor.step, tensor.variance_steps] for tensor in self._tensors},
         }
@@ -304,7 +302,7 @@ class NumpyOptimizer(Defaults, RunState):
         self.steps = counts["steps"]
         for tensor in self._tensors:
             tensor.step, tensor.variance_steps = counts["taken"][tensor.name]
-        self._bound, self._mature = False, counts["compresses"]
+        self._bound, self._compresses = False, counts["compresses"]
         for tensor in self._large if self.driver.rounds is None else self._tensors:
             tensor.beta2 = counts["beta2"]
 
@@ -379,9 +377,9 @@ class NumpyOptimizer(Defaults, RunState):
         squares = math.fsum(float(np.square(one, dtype=np.float64).sum()) for one in variances)
         return unbiased(math.sqrt(squares), self.rule.beta2, self.steps), self.rule.beta2
 
-    def mature(self) -> None:
-        if not self._mature and self.phase is Phase.COMPRESSED:
-            self._mature = True
+    def start_compression(self) -> None:
+        if not self._compresses and self.phase is Phase.COMPRESSED:
+            self._compresses = True
             for tensor in self._large:
                 tensor.beta2 = self.rule.beta2 if isinstance(self.rule, Adam) else None
                 self._rule(Sends.MEAN).begin(tensor, self.engine.context)

@@ -287,7 +287,7 @@ class Rounds:
             self._under_way = None
         host, write = self.engine.context.kernels.host, self.engine.context.kernels.write
         moved = self._moved(self.tensors, [1.0] * len(self.tensors))
-        alone = self.engine.weighing is None or self.engine.weighing.encodes is None
+        alone = self.engine.residual_layout is None or self.engine.residual_layout.encodes is None
         keeps = alone and all_finite(moved)
         for rule, tensor, residual in zip(self._rules, self.tensors, moved, strict=True):
             if keeps:

@@ -10,7 +10,7 @@ from horovod_onebit.engine import Engine
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.tasks import Task
 from horovod_onebit.warmup import Warmup
-from horovod_onebit.world import Residuals, Weighing
+from horovod_onebit.world import ResidualLayout, Residuals
 
 
 def counts(engine: Engine, warmup: Warmup) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class RunState:
         kind: of the residuals, as ``horovod_onebit.feedback.kind`` says.
         coded: averages gradients of the warm-up in few bits, a ``CodedMean`` or what wraps it; None if they are
             averaged exactly.
-        what: what the residuals belong to, as error messages call it ("tensors", "arrays", "variables").
+        what: what the residuals belong to, as error messages call it ("parameters", "arrays", "variables").
         left: the residuals of a world of other workers, until they are redistributed.
     """
 
@@ -46,6 +46,11 @@ class RunState:
     coded: Any = None
     what = "tensors"
     left: Residuals | None = None
+
+    @property
+    def pending(self) -> bool:
+        """Whether workers' weights differ now, after steps that each has taken alone; alike on all."""
+        return False
 
     def sizes(self) -> Mapping[str, int]:
         """The number of elements of all that may have residuals, by name."""
@@ -69,7 +74,7 @@ class RunState:
         """Continue from what ``residuals`` gave, perhaps in a world of another size. Local; on all workers alike."""
         self.engine.discard_servers()
         self.load_feedback(saved["feedback"])
-        self.weigh(Weighing.saved(saved))
+        self.residuals_replaced(ResidualLayout.saved(saved))
         if self.coded is not None:
             self.coded.load(saved["gradients"])
         self.left = None  # older than what was saved
@@ -91,6 +96,6 @@ class RunState:
         """Take over this worker's residuals, which ``ErrorFeedback.state_dict`` gave. Raises as its ``check``."""
         self.engine.feedback.load_state_dict(feedback, self.sizes(), self.what)
 
-    def weigh(self, weighing: Weighing | None) -> None:
+    def residuals_replaced(self, residual_layout: ResidualLayout | None) -> None:
         """The residuals were replaced: see ``Engine.weigh``."""
-        self.engine.weigh(weighing)
+        self.engine.residuals_replaced(residual_layout)

@@ -82,7 +82,7 @@ class Stamp:
 class Message:
     """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
-    With a ``twin`` (see ``kernels.reference.twin``) the kernels write on the device, and the message arrives later;
+    With a ``twin`` (see ``kernels.cuda.Twin``) the kernels write on the device, and the message arrives later;
     ``stays`` says that it leaves from where the kernels write it, so that no more of it arrives here than the scales.
 
     Attributes:

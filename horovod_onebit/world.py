@@ -14,11 +14,11 @@ from horovod_onebit.layout import Bucket, TensorSpec
 
 Place = tuple[str, int, int]
 Residuals = dict[str, Any]
-"""Those of one worker: ``feedback``, by name, and the fields of its ``Weighing``. Checkpoints and elastic have besides
-``gradients``, what was learned of gradients in few bits: ``coded.Learned``."""
+"""Those of one worker: ``feedback``, by name, and the fields of its ``ResidualLayout``. Checkpoints and elastic have
+besides ``gradients``, what was learned of gradients in few bits: ``coded.Learned``."""
 
 
-class Weighing(NamedTuple):
+class ResidualLayout(NamedTuple):
     """What a worker's residuals mean to the weights.
 
     Attributes:
@@ -32,7 +32,7 @@ class Weighing(NamedTuple):
     encodes: list[Place] | None = None
 
     @classmethod
-    def of(cls, exchange: Exchange, tensors: Sequence[TensorSpec]) -> Weighing:
+    def of(cls, exchange: Exchange, tensors: Sequence[TensorSpec]) -> ResidualLayout:
         """What residuals mean to ``exchange``, whose buckets are of ``tensors``."""
 
         def places(buckets: Sequence[Bucket]) -> list[Place]:
@@ -43,7 +43,7 @@ class Weighing(NamedTuple):
         return cls(exchange.compressors, served, None if own is None else places(own))
 
     @classmethod
-    def saved(cls, one: Residuals) -> Weighing | None:
+    def saved(cls, one: Residuals) -> ResidualLayout | None:
         """That of ``one``; None if each residual is the total of all."""
         return None if one["divisor"] is None else cls(one["divisor"], one["served"], one["encodes"])
 

@@ -23,9 +23,10 @@ from horovod_onebit.wire import Gathered, Message, Stamp
 
 
 class Collectives(Protocol):
-    """What a world of workers offers. Every call is collective and named: all workers call it with the same name.
+    """What a world of workers offers. What has a name is collective: all workers call it with the same one.
 
-    The names keep two collectives from being paired when workers submit them in different order.
+    The names keep two collectives from being paired when workers submit them in different order. Keras's have none
+    within a graph, which orders them.
     """
 
     @property

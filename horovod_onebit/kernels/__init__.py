@@ -1,4 +1,4 @@
-"""The only place where numbers are crunched: pure functions over flat float32 arrays.
+"""The loops over elements: functions of flat float32 arrays, which write in place.
 
 ``reference`` (NumPy) is the specification, ``cpu`` (Numba) is what runs, ``cuda`` (Numba CUDA) is for arrays in the
 memory of a GPU; the modules have the same functions with the same arguments, so a module is a backend.

@@ -64,14 +64,6 @@ batch = nullcontext
 """Calls within do not depend on each other, and their results are there at its end: for those who launch."""
 
 
-def twin(size: int, scales: int) -> Any:
-    """A message of ``size`` bytes for tensors on a device, which arrives some time after it was encoded.
-
-    Its attributes are those of ``cuda.Twin``; None where tensors are in host memory.
-    """
-    return None
-
-
 def host(array: Array) -> Array:
     """``array`` in host memory, for reading: itself, or a copy of what is on a device."""
     return array

@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
+from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.formulas import TINY, Formula, of_innovation, resting
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
@@ -145,6 +146,8 @@ class Rule:
     lr: float
     encodes_gradients: ClassVar[bool] = True
     """Whether a message of several workers' mean gradient is as good as a message of each."""
+    has_variance: ClassVar[bool] = False
+    """Whether the optimizer divides by a second moment of each element."""
 
     @property
     def paced(self) -> bool:
@@ -221,13 +224,13 @@ class Rule:
         """A step of this worker alone, for rules that have such steps."""
         raise NotImplementedError
 
-    def pending(self, tensor: Tensor, context: Context) -> Array | None:
+    def moved_alone(self, tensor: Tensor, context: Context) -> Array | None:
         """What local steps have moved since the last exchange, in host memory. Returns None, on every worker, if there
         were no local steps."""
         return None
 
     def settle(self, tensor: Tensor, mean: Array, context: Context) -> None:
-        """Take over the ``mean`` of what all workers have ``pending``."""
+        """Take over the ``mean`` of what all workers have ``moved_alone``."""
 
     def exact_step(self, tensor: Tensor, grad: Array, context: Context) -> None:
         """Take step number ``tensor.step + 1`` with the exact mean gradient, and count it."""
@@ -296,6 +299,18 @@ class Wraps:
     fixed: Mapping[str, Any] = field(default_factory=dict)
     requires: Mapping[str, Any] = field(default_factory=dict)
     also: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        if self.rule.has_variance != (self.variance is not None):
+            raise ConfigurationError(
+                f"{self.rule.__name__}.has_variance is {self.rule.has_variance}, and variance={self.variance!r}: "
+                "expected the key of the second moment where the rule divides by one, and None elsewhere"
+            )
+
+    @property
+    def divides(self) -> bool:
+        """Whether the optimizer divides by a second moment of each element."""
+        return self.rule.has_variance
 
     @property
     def module(self) -> str:

@@ -20,7 +20,7 @@ weight decay goes straight to w; L2 decay goes into g_i.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 
@@ -140,6 +140,7 @@ class Adam(Rule):
     decoupled: bool = True
     grad_scale: float = 1.0
     name: str = "adam"
+    has_variance: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         for field, low, high in (("beta1", 0, 1), ("beta2", 0, 1), ("lr", 0, np.inf), ("eps", 0, np.inf)):

@@ -179,7 +179,7 @@ class ZeroOneAdam(Adam):
         kernels.move(local_of_moving if update_space else local, p, tensor.arrays(grad))
         count(tensor, p.step, p.decay)
 
-    def pending(self, tensor: Tensor, context: Context) -> Array | None:
+    def moved_alone(self, tensor: Tensor, context: Context) -> Array | None:
         if tensor.layer is None or tensor.anchor is None or tensor.layer[COUNT] == 0:
             return None
         host = context.kernels.host

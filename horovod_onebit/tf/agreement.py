@@ -159,7 +159,7 @@ class Agreement:
         if every is False:
             return {}
         starts = not warm and not counts["compressed"] and counts["steps"] > 0
-        if not compressor.together:
+        if compressor.pending:
             return {}
         apart, compressor.apart = compressor.apart, 0
         ended, self.fit_ended = self.fit_ended, False

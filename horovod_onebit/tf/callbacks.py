@@ -388,7 +388,7 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         self.due |= self.every.passed(batch)
-        if self.due and check_ours(self.model.optimizer)._compressor.together:
+        if self.due and not check_ours(self.model.optimizer)._compressor.pending:
             self.due = False
             check_replicas(self.model.optimizer)
 

@@ -250,11 +250,6 @@ class Compressor(RunState):
         """That train together; 0 on a worker that does not."""
         return self.process_set.size() if self.process_set.included() else 0
 
-    @property
-    def together(self) -> bool:
-        """Whether all workers have the same weights now; alike on all."""
-        return True
-
     def flush(self) -> None:
         """All workers have the same weights after each step."""
 
@@ -618,7 +613,7 @@ class Compressor(RunState):
 
     def awakened(self, seconds: Mapping[int, Array]) -> None:
         """See ``driver.Compresses``."""
-        late = self._late() if self.together else []  # or weights differ, as they may with 0/1 Adam
+        late = self._late() if not self.pending else []  # or weights differ, as they may with 0/1 Adam
         if late:
             seen = np.array(self.optimizer._seen.value)
             seen[[self.indices[number] for number in late]] = 0

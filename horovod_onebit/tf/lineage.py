@@ -56,7 +56,7 @@ def take_over(optimizer: Any, wrapped: Any) -> None:
     last, source = lineage.last, optimizer
     attributes, variables = dict(optimizer.__dict__), list(optimizer._variables)
     if last is not None and last.built:
-        if not last._compressor.together:
+        if last._compressor.pending:
             raise ConfigurationError(
                 "this optimizer was wrapped before, and the workers have taken local steps that they have not "
                 "exchanged yet: call flush() of that DistributedOptimizer on all workers, then wrap the plain one again"

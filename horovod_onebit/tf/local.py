@@ -40,6 +40,7 @@ from horovod_onebit.tf.graph import (
     in_rounds,
     path_of,
 )
+from horovod_onebit.tf.meeting import announce
 from horovod_onebit.tf.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.tf.wrapping import Wrapping
 from horovod_onebit.warmup import NEVER, AfterRise
@@ -131,8 +132,8 @@ class LocalSteps(Defaults, Compressor):
         return Driver(self.engine, self, warmup, wrapping.after_warmup)
 
     @property
-    def together(self) -> bool:
-        return not self.rounds.under_way or self.engine.layout is None
+    def pending(self) -> bool:
+        return self.rounds.under_way and self.engine.layout is not None
 
     def begun(self, indices: tuple[int, ...]) -> bool:
         """Whether the variables ``indices`` are in a round, and nobody has set them since the last exchange."""
@@ -438,12 +439,15 @@ class LocalSteps(Defaults, Compressor):
     def flush(self) -> None:
         """End the round now: all workers have the same weights then. Collective; eager."""
         self.settle()
-        if self.rounds.under_way and self.engine.layout is not None:
+        if self.engine.layout is None:
+            return
+        announce("flush", self.process_set, f"{self.engine.name}, {self.of_round}")
+        if self.pending:
             _exchange(self.optimizer, self.indices, self.bound())
 
     def fold(self) -> None:
         """Before the workers change: go back to the round's beginning; residuals are what was moved since. Local."""
-        if self.rounds.under_way and self.engine.layout is not None:
+        if self.pending:
             self._pull(_flat(self.bound()))
             self.rounds.fold()
             _put(self.bound(), [tf.constant(tensor.weight) for tensor in self.tensors])
@@ -471,6 +475,12 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         host_call(steps.rounds.skip)
         optimizer._iterations.assign_add(1)  # or learning rates that follow it would part
 
+    def end() -> None:
+        _exchange(optimizer, indices, variables)
+        if steps.adapter.adam is not None:
+            freezes = host_value(lambda: steps.rounds.freezes, [], tf.bool)
+            cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs], finite))
+
     with in_order():
         cond(host_value(begun, [], tf.bool), lambda: None, begin)
         finite = tf.reduce_all([tf.reduce_all(tf.math.is_finite(g)) for g, _ in pairs])
@@ -483,10 +493,7 @@ def take_step(optimizer: Any, pairs: Sequence[tuple[Any, Any]], own_step: Callab
         count = tf.convert_to_tensor(optimizer._compressed_steps.value)
         with tf.control_dependencies(filter(None, [taken])):  # or the exchange, in its branch, might begin before
             ends = host_value(steps.stepped, [count, rate, number], tf.bool)
-        cond(ends, lambda: _exchange(optimizer, indices, variables))
-        if steps.adapter.adam is not None:
-            freezes = host_value(lambda _: steps.rounds.freezes, [count], tf.bool)
-            cond(freezes, lambda: _freeze(optimizer, indices, number, [g for g, _ in pairs], finite))
+        cond(ends, end)
 
 
 def _step(optimizer: Any, variables: Sequence[Any], own_step: Callable[[], None]) -> None:

@@ -343,7 +343,7 @@ class _DistributedOptimizer(_Wrapped):
             if self._compressor.is_compressed(v) and v.constraint is not None:
                 v.assign(v.constraint(v))
         if self._averages_itself:
-            cond(host_value(lambda: self._compressor.together, [], tf.bool), self._average_weights)
+            cond(host_value(lambda: not self._compressor.pending, [], tf.bool), self._average_weights)
 
     @contextlib.contextmanager
     def _without(self, *options: str) -> Iterator[None]:
@@ -489,11 +489,12 @@ class _DistributedOptimizer(_Wrapped):
     def flush(self) -> None:
         """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise. Raises
-        ``ConfigurationError`` then if ``SwapEMAWeights`` has put moving averages in place of the weights.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, at most a small message
+        otherwise. Raises ``DesyncError`` on all workers if they have not taken as many steps of a round, and
+        ``ConfigurationError`` if weights differ and ``SwapEMAWeights`` has put moving averages in their place.
         """
         if self._wrapping.process_set.included():
-            if self.use_ema and not self._compressor.together:
+            if self.use_ema and self._compressor.pending:
                 with told(self._wrapping.process_set):
                     _check_swapped()
             self._compressor.flush()

@@ -26,7 +26,7 @@ def plain_optimizer(optimizer: Any) -> Any:
     """
     inner = check_ours(optimizer)
     inner._compressor.check_built()
-    if not inner._compressor.together:
+    if inner._compressor.pending:
         raise ConfigurationError(
             "the workers have taken local steps that they have not exchanged yet: call optimizer.flush() on all "
             "workers before plain_optimizer(optimizer)"

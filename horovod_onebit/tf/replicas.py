@@ -26,9 +26,9 @@ def check_replicas(optimizer: Any) -> None:
     with told(optimizer._wrapping.process_set):
         optimizer._compressor.check_built()
     compressor, wrapping = optimizer._compressor, optimizer._wrapping
-    engine, together = compressor.engine, compressor.together
-    announce("check of replicas", wrapping.process_set, f"{engine.name} {together}")
-    if not together:
+    engine, pending = compressor.engine, compressor.pending
+    announce("check of replicas", wrapping.process_set, f"{engine.name} {pending}")
+    if pending:
         raise ConfigurationError(
             "replicas were to be compared after a local step, when workers' weights differ: call optimizer.flush() "
             "before, on all workers"

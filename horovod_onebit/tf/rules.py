@@ -79,8 +79,8 @@ class Adapter:
 
     @property
     def divides(self) -> bool:
-        """Whether the optimizer divides by a second moment of each element."""
-        return self.wraps.variance is not None
+        """See ``Wraps.divides``."""
+        return self.wraps.divides
 
     @property
     def moments(self) -> Adapter | None:

@@ -208,13 +208,13 @@ class ZeroOneSteps(Compressor):
         return tuple(np.flatnonzero(np.array(self.optimizer._counted.value)[:, COUNT]).tolist())
 
     @property
-    def together(self) -> bool:
-        return not self.departed
+    def pending(self) -> bool:
+        return bool(self.departed)
 
     def flush(self) -> None:
         """Bring all workers to the same weights, exactly, if the last step was a local one. Collective then; eager."""
         self.settle()
-        indices = self.departed
+        indices = self.departed  # alike on all: the workers meet in each step
         if indices:
             announce("flush", self.process_set, f"{self.engine.name} {int(self.optimizer._tried.value)} {indices}")
             run(self._flush(indices))

@@ -39,9 +39,9 @@ class Gathered:
 
     def words(self, rows: int, bucket: Bucket) -> NDArray[np.int32]:
         device = self._gathered.device
-        if device not in bucket.elsewhere:
-            bucket.elsewhere[device] = torch.from_numpy(checked_words(bucket)).to(device)
-        found = self._gathered.view(torch.int32).view(rows, -1).index_select(1, bucket.elsewhere[device])
+        if device not in bucket.device_words:
+            bucket.device_words[device] = torch.from_numpy(checked_words(bucket)).to(device)
+        found = self._gathered.view(torch.int32).view(rows, -1).index_select(1, bucket.device_words[device])
         return found.cpu().numpy()
 
     def rows(self, rows: int) -> Any:

@@ -117,11 +117,6 @@ class Steps(RunState):
         return self.parameters.learning_rate
 
     @property
-    def pending(self) -> bool:
-        """Whether workers' weights differ, after local steps; alike on all."""
-        raise NotImplementedError
-
-    @property
     def phase(self) -> Phase:
         self.adopt()
         return self.parameters.phase
@@ -494,10 +489,10 @@ class Compressor(Steps):
     def power(self) -> tuple[float, float] | None:
         return self.parameters.power()
 
-    def mature(self) -> None:
-        self.parameters.mature()
+    def start_compression(self) -> None:
+        self.parameters.start_compression()
         if self.parameters.just_started:
-            self.gradients.start_compression(self.parameters.bindings)
+            self.gradients.end_averages(self.parameters.bindings)
 
     def over(self, *, taken: bool) -> Task[None]:
         if self._now.compresses and not taken:

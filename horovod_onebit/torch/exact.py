@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from horovod_onebit.engine import Engine, Generation
+from horovod_onebit.engine import Engine
 from horovod_onebit.exchange import Lane
 from horovod_onebit.stats import allreduce_bytes
 from horovod_onebit.tasks import Handle, Task, start
@@ -30,14 +30,12 @@ class ByName:
     """The exact means of one ``DistributedOptimizer``, as Horovod's own takes them.
 
     A step is ``begin`` at the first gradient, ``computed`` for each one that is final, and ``start`` for all when the
-    workers have agreed. ``exact`` are the parameters that it is about. ``generation``, in names of collectives, is
-    another one after what has left was dropped.
+    workers have agreed. ``exact`` are the parameters that it is about. The engine's generation, in names of
+    collectives, is another one after what has left was dropped.
     """
 
-    def __init__(
-        self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str], generation: Generation
-    ) -> None:
-        self._arguments, self._engine, self._names, self._generation = arguments, engine, names, generation
+    def __init__(self, arguments: Arguments, engine: Engine, names: dict[torch.Tensor, str]) -> None:
+        self._arguments, self._engine, self._names = arguments, engine, names
         self._started: dict[Any, Started] = {}
 
     @property
@@ -76,7 +74,7 @@ class ByName:
 
     def _start(self, p: torch.Tensor, *, in_place: bool) -> None:
         if p not in self._started:
-            name = f"{self._generation.text}.{self._names[p]}"
+            name = f"{self._engine.generation}.{self._names[p]}"
             self._started[p] = self.allreduce(gradient_of(p).contiguous(), name, in_place=in_place)
 
     def _arrive(self) -> Task[None]:
@@ -100,7 +98,7 @@ class ByName:
             flat = _flat(group)
             if loss_scale is not None:
                 flat *= 1.0 / loss_scale
-            started.append((group, self.allreduce(flat, f"exact.{self._generation.text}.{number}", whole=whole)))
+            started.append((group, self.allreduce(flat, f"exact.{self._engine.generation}.{number}", whole=whole)))
         return self._store(started)
 
     def _store(self, started: Sequence[tuple[Sequence[torch.Tensor], Started]]) -> Task[bool]:
@@ -156,7 +154,7 @@ class InOrder(ByName):
 
     def begin(self, exact: Callable[[], Sequence[torch.Tensor]]) -> None:
         if self._missing is None:
-            ready = self._lane is not None and self._lane.generation == self._generation.text
+            ready = self._lane is not None and self._lane.generation == self._engine.generation
             may = ready and _layout(exact()) == self._last
             self._missing = [len(group) for group in self._groups] if may else []
 
@@ -179,7 +177,7 @@ class InOrder(ByName):
 
     def start(self, exact: Sequence[torch.Tensor]) -> Task[None]:
         if self._lane is not None:
-            self._lane.renew(self._generation.text)
+            self._lane.renew(self._engine.generation)
         if not self.begun:
             self._last, self._groups = _layout(exact), list(_fused(exact))[::-1]
             self._of = {p: number for number, group in enumerate(self._groups) for p in group}
@@ -192,7 +190,7 @@ class InOrder(ByName):
         """The next group does."""
         number = len(self._started)
         flat = _flat(self._groups[number])
-        self._started[number] = self.allreduce(flat, f"means.{self._generation.text}.{number}", lane=self._lane)
+        self._started[number] = self.allreduce(flat, f"means.{self._engine.generation}.{number}", lane=self._lane)
         start(self._started[number][0])
 
     def _arrive(self) -> Task[None]:

@@ -28,7 +28,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from horovod_onebit.checks import whole
 from horovod_onebit.coded import codes
-from horovod_onebit.engine import Engine, Generation, Plan
+from horovod_onebit.engine import Engine, Plan
 from horovod_onebit.errors import ConfigurationError, UnsupportedError, some
 from horovod_onebit.handshake import Finite
 from horovod_onebit.rules import Rule
@@ -153,8 +153,7 @@ class Gradients(Watches):
         self.passes = arguments.backward_passes_per_step
         self._lock = threading.Lock()
         self._watched: dict[torch.Tensor, int] = {}  # the passes that are left
-        self._generation = Generation()  # of averages
-        self.means = exact.means(arguments, engine, parameters.names, self._generation)
+        self.means = exact.means(arguments, engine, parameters.names)
         self._sends_early = overlap
         self._averages_early = overlap
         self._marks: dict[torch.Tensor, _Mark] = {}
@@ -378,15 +377,10 @@ class Gradients(Watches):
 
     # -- what all workers compare ---------------------------------------------------------------------------------
 
-    @property
-    def generation(self) -> str:
-        """In the names of averages; the same on all workers after each step that all of them refuse."""
-        return self._generation.text
-
     def describe(self) -> str:
         """Arguments that must be the same on all workers."""
         coded = "" if self.coded is None else f"{self.coded.describe()} {self.coded.generation}"
-        return f"{self._described} {self.passes} {self.generation} {coded}"
+        return f"{self._described} {self.passes} {coded}"
 
     def arguments(self) -> dict[str, object]:
         """Arguments that ``describe`` is made of, by name."""
@@ -396,7 +390,7 @@ class Gradients(Watches):
         """What else ``describe`` is made of."""
         coded = {} if self.coded is None else self.coded.describe()
         seen = {f"averages of the gradient of {name} before": count for name, count in coded.items() if count}
-        return {"steps given up": self.generation, **seen}
+        return {"steps given up": self._engine.generation, **seen}
 
     def fingerprint(self) -> str:
         """Of every averaged gradient: they must be the same on all workers."""
@@ -442,8 +436,7 @@ class Gradients(Watches):
 
     @torch.no_grad()
     def _cancel(self, *, by_all: bool, restore: bool) -> None:
-        self._generation.cancelled(by_all=by_all, under_way=self.means.begun)
-        self._engine.cancel(by_all=by_all, restore=restore)
+        self._engine.cancel(by_all=by_all, restore=restore, averages=self.means.begun)
         if self.coded is not None:
             self.coded.cancel(by_all=by_all)
         self._lose_overwritten()
@@ -463,10 +456,9 @@ class Gradients(Watches):
 
     def forget_world(self) -> None:
         """Horovod was restarted: nothing is under way."""
-        self._generation.reset()
         self._clear()
 
-    def start_compression(self, parameters: Iterable[torch.Tensor]) -> None:
+    def end_averages(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are averaged no more."""
         self.means.rest()
         self._forget_coded(parameters)

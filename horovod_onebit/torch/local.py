@@ -40,7 +40,7 @@ from horovod_onebit.torch.private import add_to_all, untraced
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import AdamAdapter, Adapter, AnyAdapter, adapter_for
 from horovod_onebit.warmup import NEVER, AfterRise, Phase, Warmup
-from horovod_onebit.world import Weighing
+from horovod_onebit.world import ResidualLayout
 
 MOMENTUM, ANCHOR, SENT = "onebit_momentum", "onebit_anchor", "onebit_sent"
 """What rounds keep of a parameter; in a ``state_dict``, the momentum is beside the wrapped optimizer's own state."""
@@ -722,7 +722,11 @@ class LocalSteps(Steps):
 
     def flush(self) -> Task[None]:
         """End the round now: all workers have the same weights then. Collective."""
-        if self.included and self.parameters.bindings and self.rounds.under_way:
+        if not self.included or self.engine.layout is None:
+            return
+        length = self.rounds.length if self.pending else 0
+        yield from self.agreement.meet("flush", f"{self.engine.name}, {length} steps of this round")
+        if self.pending:
             self.adopt()
             self.parameters.begin_again(self.parameters.edited())
             yield from self.driver.flush()
@@ -753,8 +757,8 @@ class LocalSteps(Steps):
 
     # -- other workers --------------------------------------------------------------------------------------------
 
-    def weigh(self, weighing: Weighing | None) -> None:
-        super().weigh(weighing)
+    def residuals_replaced(self, residual_layout: ResidualLayout | None) -> None:
+        super().residuals_replaced(residual_layout)
         self.parameters.unbind()
 
     def fold(self) -> None:

@@ -258,8 +258,9 @@ class _DistributedOptimizer:
     def flush(self) -> None:
         """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights, to be saved say. Collective.
 
-        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, nothing otherwise, as with all
-        other algorithms.
+        Costs one exchange (an exact one for 0/1 Adam) if the last step was a local one, and a small message otherwise;
+        nothing with all other algorithms. Raises ``DesyncError`` on all workers if they have not taken as many steps of
+        a round.
         """
         self._compressor.agreement.check()
         with torch.no_grad():

@@ -293,7 +293,7 @@ class Parameters:
 
     # -- compressed ones ------------------------------------------------------------------------------------------
 
-    def mature(self) -> None:
+    def start_compression(self) -> None:
         """Compress, from the next step on, every parameter whose warm-up is over."""
         ready = {id(p) for p in self.exact() if self.compressible(p) and self._is_ready(p)}
         found = [(group, p) for group, _, p in self.enumerated() if id(p) in ready] if ready else []
@@ -586,7 +586,7 @@ class Parameters:
         key = self.adapter.variance_key
         if key is None or self.warmup.steps >= FOREVER:
             return set()
-        unmet = [p for p in exact if self._is_unmet(p) and self.compressible(p)]
+        unmet = [p for p in exact if self.compressible(p) and self._is_unmet(p)]
         # A second moment may have seen gradients of a plain optimizer, or of an earlier warm-up.
         before = [None if self.exact_steps[p] else self.optimizer.state.get(p, {}).get(key) for p in unmet]
         known = nonzero([*before, *(p.grad for p in unmet)])
@@ -839,7 +839,7 @@ class Parameters:
         unstarted = set(progress.unstarted)
         self.unstarted |= {p for _, position, p in self.enumerated() if position in unstarted}
         self._load_moments(progress, seen)
-        self.mature()
+        self.start_compression()
 
     def _by_position(self, numbers: Sequence[Number]) -> dict[torch.Tensor, Number]:
         """A number for each parameter; 0 for those that were added since."""

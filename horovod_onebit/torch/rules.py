@@ -45,8 +45,8 @@ class Adapter:
 
     @property
     def divides(self) -> bool:
-        """Whether the optimizer divides by a second moment of each element."""
-        return self.variance_key is not None
+        """See ``Wraps.divides``."""
+        return self.wraps.divides
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""

@@ -129,7 +129,7 @@ def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpo
     found = []
 
     def look(epoch, logs):
-        found.append(model.optimizer._compressor.together and g_opt._compressor.together)
+        found.append(not model.optimizer._compressor.pending and not g_opt._compressor.pending)
         assert_replicas_equal(model)
 
     x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
@@ -278,9 +278,9 @@ def test_constraints_hold_after_each_round(constraint, norm, eager):
         train(model, optimizer, 1, start=step, eager=eager)
         if step == 13:
             optimizer.flush()
-        if optimizer._compressor.together and step != SHORT.freeze - 1:
+        if not optimizer._compressor.pending and step != SHORT.freeze - 1:
             assert optimizer._compressor.begun(optimizer._compressor.indices)
-        if optimizer._compressor.together:
+        if not optimizer._compressor.pending:
             for kernel in map(np.array, kernels):
                 assert kernel.min() >= 0 if norm is None else np.allclose(np.linalg.norm(kernel, axis=0), norm)
             assert_replicas_equal(model)
@@ -464,6 +464,22 @@ def test_frozen_moments_that_one_worker_alone_has_set_are_named():
     text = "whether somebody has set frozen second moments differs between workers: False on worker 0, True on worker 1"
     with pytest.raises(DesyncError, match=text):
         train(model, optimizer, 8, start=24, eager=True)
+
+
+def test_a_flush_after_other_numbers_of_steps_is_an_error_on_all():
+    """Worker 0 is at the end of a round, where it has nothing to bring together."""
+    model, optimizer = build(), local(keras.optimizers.Adam(1e-3), onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 4, eager=True)
+    optimizer.flush()
+    if RANK:
+        train(model, optimizer, 1, start=4, eager=True)
+    text = r"flush \(.*, 0 steps of this round\) on worker 0, .*, 1 steps of this round"
+    with pytest.raises(DesyncError, match=text):
+        optimizer.flush()
+    if RANK == 0:
+        train(model, optimizer, 1, start=4, eager=True)
+    optimizer.flush()
+    assert_replicas_equal(model)
 
 
 def test_the_weights_are_those_of_numpy_with_momentum_of_the_rounds():

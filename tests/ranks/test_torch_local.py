@@ -622,6 +622,23 @@ def test_a_worker_that_misses_a_step_is_told(schedule):
         steps_and_flush()
 
 
+def test_a_flush_after_other_numbers_of_steps_is_an_error_on_all():
+    """Worker 0 is at the end of a round, where it has nothing to bring together."""
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, doubling=0))
+    train(model, optimizer, 4)
+    optimizer.flush()
+    if RANK:
+        train(model, optimizer, 1, start=4)
+    text = r"flush \(.*, 0 steps of this round\) on worker 0, .*, 1 steps of this round"
+    with pytest.raises(DesyncError, match=text):
+        optimizer.flush()
+    if RANK == 0:
+        train(model, optimizer, 1, start=4)
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
 def test_weights_that_were_set_between_rounds_are_where_the_next_one_begins():
     model = Net()
     optimizer = local(model, schedule=onebit.Local(every=4, doubling=0), lr=0.0, weight_decay=0.0)

@@ -35,7 +35,7 @@ from horovod_onebit.schedule import Gradients, Local, Sends, ZeroOne
 from horovod_onebit.stats import Traffic
 from horovod_onebit.tasks import run
 from horovod_onebit.warmup import Phase
-from horovod_onebit.world import Weighing, total_residuals
+from horovod_onebit.world import ResidualLayout, total_residuals
 from tests.unit.test_run_state import broken
 
 f32 = np.float32
@@ -335,7 +335,7 @@ def test_what_is_owed_is_kept_when_the_exchange_changes(since, to, between, monk
         engine = optimizer.engine
         before, tensors, rules = engine.residuals(), engine.tensors, [optimizer.rule] * len(engine.tensors)
         engine.recipe = dataclasses.replace(engine.recipe, exchange=to)
-        engine.weigh(Weighing.saved(before))
+        engine.residuals_replaced(ResidualLayout.saved(before))
         run(engine.prepare(tensors, rules))
         return before, engine.residuals()
 
@@ -392,7 +392,7 @@ def test_all_that_is_sent_may_be_written_to(exchange, monkeypatch):
 
     monkeypatch.setattr(simulation.SimulatedCollectives, "_start", checked)
     simulation.run(worker, 4, workers_per_host=2)
-    assert "onebit.weighing" in names
+    assert "onebit.residual_layout" in names
 
 
 def test_what_servers_owe_to_a_tensor_that_was_removed_is_forgotten():
@@ -788,6 +788,20 @@ def test_the_papers_recipe_diverges_on_spread_elements_and_the_fix_ends_far_off(
 
 def test_without_error_feedback_compression_is_worse():
     assert final_loss(BLOCKS, "flat", feedback=False) > 3 * final_loss(BLOCKS, "flat")
+
+
+def test_a_flush_after_other_numbers_of_steps_is_an_error_on_all():
+    """Some workers may be at the end of a round, where they have nothing to bring together."""
+
+    def worker(collectives):
+        weights, grads = {"a": np.ones(9000, f32)}, {"a": np.ones(9000, f32)}
+        optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=collectives, schedule=Local(every=4))
+        for _ in range(4 + collectives.rank):
+            optimizer.step(grads)
+        with pytest.raises(DesyncError, match=r"number of steps taken differs between workers: 4 on worker 0, 5 on"):
+            optimizer.flush()
+
+    simulation.run(worker, 2, timeout=20)
 
 
 OTHER = {"table": np.ones((40, 41), f32), "bias": np.ones(40, f32)}

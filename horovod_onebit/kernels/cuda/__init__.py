@@ -396,7 +396,7 @@ def _pinned(size: int, kind: Any) -> Any:
 
 
 def twin(size: int, blocks: int) -> Twin:
-    """See ``reference.twin``."""
+    """A message of ``size`` bytes for tensors on the device, which arrives some time after it was encoded."""
     return Twin(size, blocks)
 
 
