@@ -86,7 +86,7 @@ class Together(Compresses, Protocol):
 
     @property
     def learning_rate(self) -> float:
-        """The largest one, of now."""
+        """The one of now; where groups have their own, their mean."""
         ...
 
     def announce(self) -> Task[None]:
@@ -142,7 +142,7 @@ class Alone(Protocol):
 
     Attributes:
         steps: as in ``Together``.
-        learning_rate: of the step that is taken, the largest one.
+        learning_rate: of the step that is taken; where groups have their own, their mean.
     """
 
     @property

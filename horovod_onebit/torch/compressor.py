@@ -113,7 +113,7 @@ class Steps(RunState):
 
     @property
     def learning_rate(self) -> float:
-        """The largest of the groups'."""
+        """See ``Parameters.learning_rate``."""
         return self.parameters.learning_rate
 
     @property
@@ -393,6 +393,7 @@ class Compressor(Steps):
     def announce(self) -> Task[None]:
         now = self._now
         yield from self.check_groups()
+        self.parameters.check_trained()
         self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         self.parameters.refresh()

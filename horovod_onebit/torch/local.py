@@ -624,6 +624,8 @@ class LocalSteps(Steps):
 
     def follow(self) -> Task[bool]:
         yield from self.check_groups()
+        with self.agreement.told("step"):
+            self.parameters.check_trained()
         self.gradients.check_owned(self.parameters.names)
         self.check_averaging()
         parameters = self.parameters

@@ -68,6 +68,8 @@ class _DistributedOptimizer:
     param_groups: list[dict[str, Any]]
     state: Any
     _compressor: Compressor
+    _kind: Any  # the wrapped optimizer's class
+    _within = False  # whether its own step is under way
     grad_scale, found_inf = _ToldByScaler(), _ToldByScaler()
 
     @property
@@ -156,6 +158,8 @@ class _DistributedOptimizer:
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
+        if self._within:
+            return self._inherited_step(closure)
         if isinstance(self._parameters.adapter, AnyAdapter) and called_by(MAKE_STATE, __name__):
             return self._init_state_by_a_step()
         self._parameters.drop_made_state()
@@ -215,7 +219,15 @@ class _DistributedOptimizer:
         function = step.__func__
         while getattr(function, "hooked", False):
             function = function.__wrapped__
-        return function(self) if closure is None else function(self, closure)
+        self._within = True
+        try:
+            return function(self) if closure is None else function(self, closure)
+        finally:
+            self._within = False
+
+    def _inherited_step(self, closure: Callable[[], Any] | None) -> Any:
+        """What the wrapped optimizer's step means by ``super(type(self), self).step``, as detectron2 writes it."""
+        return super(self._kind, self).step(closure)  # type: ignore[misc]
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
@@ -338,6 +350,7 @@ class _DistributedOptimizer:
         # Trainers that move state between devices load what they have just saved.
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
+        inner = [(one, one.param_groups is groups, one.state is state) for one in within(self)]
         super().load_state_dict(state_dict)  # type: ignore[misc]
         for entries in entries_of(self.state):  # those of a state that was copied in inference mode cannot be changed
             copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
@@ -351,6 +364,11 @@ class _DistributedOptimizer:
         state.clear()
         state.update(self.state)
         self.param_groups, self.state = groups, state
+        for one, shares_groups, shares_state in inner:
+            if shares_groups:
+                one.param_groups = groups
+            if shares_state:
+                one.state = state
         self._compressor.share()
         self._gradients.automatic = True
         own = self.param_groups[0].pop(STATE_KEY, None)
@@ -375,6 +393,8 @@ class _LocalOptimizer(_DistributedOptimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """A step of this worker alone; collective if it is the last one of a round."""
+        if self._within:
+            return self._inherited_step(closure)
         if not self._participates:
             return self._exact_step(closure)
         if called_by(MAKE_STATE, __name__):
@@ -382,6 +402,28 @@ class _LocalOptimizer(_DistributedOptimizer):
         self._parameters.drop_made_state()
         with self._scaling() as scaling, self._compressor.agreement.told("step"):
             return self._compressor.step(self._exact_step, closure, scaling)
+
+
+OWNER = "_onebit_owner"
+"""What an optimizer within another one, as those of Lookahead and SAM, knows the ``DistributedOptimizer`` by."""
+
+
+def within(optimizer: Any) -> list[torch.optim.Optimizer]:
+    """The optimizers in attributes of ``optimizer``, which take steps for it."""
+    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+
+
+def _check_owner(inner: torch.optim.Optimizer, *_: Any) -> None:
+    """Before each step of ``inner``: gradients of which the ``DistributedOptimizer`` around it knows nothing are this
+    worker's alone."""
+    owner = getattr(inner, OWNER)()
+    if owner is not None and owner._participates and not (owner._within or owner._gradients.where.settled):
+        name = type(inner).__name__
+        raise ConfigurationError(
+            f"{name}, which {type(owner).__name__} has within, took a step of its own, of gradients that are this "
+            "worker's alone: take steps by step(closure) of what DistributedOptimizer returned, or call its "
+            "synchronize() before (recipe='exact', or Gradients())"
+        )
 
 
 def unwrapped(optimizer: Any) -> Any:
@@ -584,12 +626,16 @@ def _check_supported(
 def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     """An instance of a subclass of ``optimizer``'s class that shares its state, groups, defaults and hooks."""
     kind = type(optimizer)
-    cls = type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": kind.__doc__})
+    cls = type(kind.__name__, (mixin, kind), {"__module__": __name__, "__doc__": kind.__doc__, "_kind": kind})
     wrapped: Any = object.__new__(cls)
     # A learning-rate scheduler made earlier leaves its own "step" in the instance, bound to the old optimizer.
     skip = {*REPLACED, "_step_supports_amp_scaling"}
     wrapped.__dict__.update({key: value for key, value in optimizer.__dict__.items() if key not in skip})
     wrapped._patch_step_function()
+    for one in within(wrapped):
+        if not hasattr(one, OWNER):
+            one.register_step_pre_hook(_check_owner)
+        setattr(one, OWNER, weakref.ref(wrapped))
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         # That scheduler asks the old optimizer, and would warn that `optimizer.step()` was never called.
         optimizer._opt_called = True  # type: ignore[attr-defined]

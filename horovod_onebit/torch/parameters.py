@@ -553,9 +553,18 @@ class Parameters:
 
     def forget_frozen(self) -> None:
         """Gradients of parameters that were frozen since the backward pass: they are this worker's alone."""
-        for p in self.exact_steps:
+        for p in self.ordered():
             if not p.requires_grad:
                 p.grad = None
+
+    def check_trained(self) -> None:
+        """Raise if nothing is trained in this step, and there are gradients: the plain optimizer would step. Local."""
+        here = self.ordered()
+        if not any(p.requires_grad for p in here) and any(nonzero([p.grad for p in here])):
+            raise ConfigurationError(
+                "all parameters are frozen when step() is called, and have gradients, which would neither be averaged "
+                "nor taken: call requires_grad_(False) after step()"
+            )
 
     def start_momentum(self) -> None:
         """Before an exact step: the wrapped optimizer's first step treats no momentum and zeros differently."""
@@ -620,9 +629,12 @@ class Parameters:
 
     @property
     def learning_rate(self) -> float:
-        """The largest of the groups'."""
-        rates = [group["lr"] for group in self.optimizer.param_groups if group.get("lr") is not None]
-        return max(map(float, rates), default=0.0)
+        """The mean of those of the groups, each of which may have a schedule of its own: it rises as long as one does
+        and the others stay. Groups in which nothing is compressed count if there are no others."""
+        groups = [group for group in self.optimizer.param_groups if group.get("lr") is not None]
+        sent = [group for group in groups if any(map(self.compressible, group["params"]))]
+        rates = [float(group["lr"]) for group in sent or groups]
+        return sum(rates) / len(rates) if rates else 0.0
 
     def power(self) -> tuple[float, float] | None:
         """See ``driver.Together``."""

@@ -16,7 +16,9 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_
 
 import horovod_onebit.torch as onebit
+from horovod_onebit import ConfigurationError
 from horovod_onebit.recipe import PRESETS
+from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, weights, wrap
 from tests.ranks.world import needs_horovod, world
 
@@ -302,3 +304,182 @@ def test_a_grad_scaler_steps_an_optimizer_that_imitates_ours(schedule, proxy):
     assert more == same
     assert schedule is not None or more == [64.0, 2]
     assert torch.equal(expected, got)
+
+
+# -- optimizers and loops of other libraries, written out -------------------------------------------------------------
+
+
+class Lookahead(torch.optim.Optimizer):
+    """As that of timm: the optimizer within takes the steps, and makes the groups anew where it loads."""
+
+    def __init__(self, base):
+        self._base_optimizer, self.defaults = base, base.defaults
+        self.param_groups, self.state = base.param_groups, base.state
+        self._optimizer_step_pre_hooks, self._optimizer_step_post_hooks = {}, {}
+
+    def step(self, closure=None):
+        return self._base_optimizer.step(closure)
+
+    def state_dict(self):
+        return self._base_optimizer.state_dict()
+
+    def load_state_dict(self, state_dict):
+        self._base_optimizer.load_state_dict(state_dict)
+        self.param_groups, self.state = self._base_optimizer.param_groups, self._base_optimizer.state
+
+
+class SAM(torch.optim.Optimizer):
+    """Sharpness-aware minimization as its users write it: two calls, or ``step`` with a closure."""
+
+    def __init__(self, params, **options):
+        super().__init__(params, options)
+        self.base_optimizer = torch.optim.SGD(self.param_groups, **options)
+        self.param_groups = self.base_optimizer.param_groups
+
+    @torch.no_grad()
+    def first_step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if p.grad is not None):
+            self.state[p]["before"] = p.detach().clone()
+            p.add_(0.05 * p.grad)
+
+    @torch.no_grad()
+    def second_step(self):
+        for p in (p for group in self.param_groups for p in group["params"] if "before" in self.state[p]):
+            p.copy_(self.state[p].pop("before"))
+        self.base_optimizer.step()
+
+    def step(self, closure=None):
+        with torch.enable_grad():
+            closure()
+        self.first_step()
+        self.zero_grad()
+        with torch.enable_grad():
+            closure()
+        self.second_step()
+
+
+EXACT, LOCAL = {"recipe": "exact"}, {"schedule": onebit.Local(every=2, doubling=0)}
+
+
+def twice(model, optimizer, step, between=lambda: None):
+    """A step by two calls."""
+    optimizer.zero_grad()
+    for part in (optimizer.first_step, optimizer.second_step):
+        backward(model, step)
+        between()
+        part()
+        optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("how", [EXACT, LOCAL, {"schedule": onebit.Gradients()}])
+@pytest.mark.parametrize("where", ["broadcast", "loaded"])
+def test_an_optimizer_within_another_one_follows_the_groups_that_are_shown(how, where):
+    model = Net(seed=RANK)
+    optimizer = onebit.DistributedOptimizer(Lookahead(torch.optim.AdamW(model.parameters(), lr=1e-2)), **how)
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 0.7**step)
+    if where == "broadcast":
+        onebit.broadcast_optimizer_state(optimizer, root_rank=0)
+    else:
+        optimizer.load_state_dict(optimizer.state_dict())
+    world.broadcast_parameters(model.state_dict(), root_rank=0)
+    for step in range(8):
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+    optimizer.flush()
+    within = optimizer._base_optimizer
+    assert within.param_groups[0]["lr"] == optimizer.param_groups[0]["lr"] == pytest.approx(1e-2 * 0.7**8)
+    assert within.state is optimizer.state
+    assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", [EXACT, LOCAL])
+def test_steps_of_an_optimizer_within_another_one_are_not_taken_alone(how):
+    model = Net()
+    optimizer = onebit.DistributedOptimizer(SAM(model.parameters(), lr=0.05), **how)
+    if how is EXACT:
+        twice(model, optimizer, 0, optimizer.synchronize)
+    else:
+
+        def closure():
+            optimizer.zero_grad()
+            loss = cross_entropy(model(batch(0)[0]), batch(0)[1])
+            loss.backward()
+            return loss
+
+        for _ in range(2):
+            optimizer.step(closure)
+    assert_replicas_equal(model)
+    optimizer.zero_grad()
+    backward(model, 1)
+    with pytest.raises(ConfigurationError, match="SGD, which SAM has within, took a step of its own"):
+        optimizer.second_step()
+    again = onebit.DistributedOptimizer(SAM(Net().parameters(), lr=0.05), **EXACT)
+    again.zero_grad()
+
+
+class Clipped(torch.optim.AdamW):
+    """As detectron2 makes them of any class: ``super`` of the instance's own class."""
+
+    def step(self, closure=None):
+        clip_grad_value_([p for group in self.param_groups for p in group["params"]], 1e-3)
+        return super(type(self), self).step(closure)
+
+
+@pytest.mark.parametrize("how", [EXACT, LOCAL])
+def test_a_step_that_calls_that_of_the_class_above_its_own(how):
+    model, plain_model = Net(), Net()
+    optimizer = onebit.DistributedOptimizer(Clipped(model.parameters(), lr=1e-3, weight_decay=0.0), **how)
+    plain = Clipped(plain_model.parameters(), lr=1e-3, weight_decay=0.0)
+    for step in range(4):
+        for one, steps in ((model, optimizer), (plain_model, plain)):
+            x, y = batch(step, rank=0)  # the same on all workers
+            cross_entropy(one(x), y).backward()
+            steps.step()
+            steps.zero_grad()
+    optimizer.flush()
+    assert_replicas_equal(model)
+    if how is EXACT:
+        torch.testing.assert_close(weights(model), weights(plain_model), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("frozen_at_first", [True, False])
+@pytest.mark.parametrize("how", [{}, EXACT, LOCAL])
+def test_a_module_that_is_frozen_when_step_is_called_is_an_error(how, frozen_at_first):
+    """As in the loops of StyleGAN2 and 3: a module wants gradients for its own losses alone."""
+    model = Net().requires_grad_(not frozen_at_first)
+    optimizer = onebit.DistributedOptimizer(torch.optim.Adam(model.parameters(), lr=1e-3), **how)
+    before = weights(model)
+    model.requires_grad_(True)
+    backward(model, 0)
+    model.requires_grad_(False)
+    with pytest.raises(
+        ConfigurationError, match=r"frozen when step\(\) is called.* call requires_grad_\(False\) after"
+    ):
+        optimizer.step()
+    assert torch.equal(weights(model), before)
+    model.requires_grad_(True)
+    optimizer.step()
+    model.requires_grad_(False)
+    assert not torch.equal(weights(model), before)
+    optimizer.zero_grad()
+    optimizer.step()  # there is nothing to do
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
+def test_the_warmup_ends_when_no_groups_rate_rises():
+    """The rate of new layers stays, and is the largest one; that of the others rises."""
+    model = Net()
+    head = list(model.last.parameters())
+    body = [p for p in model.parameters() if id(p) not in set(map(id, head))]
+    groups = [{"params": head, "lr": 1e-2}, {"params": body, "lr": 1e-5}]
+    optimizer = onebit.DistributedOptimizer(torch.optim.SGD(groups, lr=1e-2, momentum=0.9), recipe=TINY)
+    for step in range(60):
+        optimizer.param_groups[1]["lr"] = 1e-5 * min(step + 1, 40)
+        backward(model, step)
+        optimizer.step()
+        optimizer.zero_grad()
+        assert step >= 40 or optimizer.phase is Phase.WARMUP, step
+    assert optimizer.phase is Phase.COMPRESSED
