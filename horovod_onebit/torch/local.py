@@ -726,9 +726,9 @@ class LocalSteps(Steps):
         """End the round now: all workers have the same weights then. Collective."""
         if not self.included or self.engine.layout is None:
             return
-        length = self.rounds.length if self.pending else 0
-        yield from self.agreement.meet("flush", f"{self.engine.name}, {length} steps of this round")
-        if self.pending:
+        if not self.pending:  # as all workers, or some have taken other steps
+            yield from self.agree("flush", self.driver.said(begins=False) | {"steps of this round": 0})
+        else:
             self.adopt()
             self.parameters.begin_again(self.parameters.edited())
             yield from self.driver.flush()

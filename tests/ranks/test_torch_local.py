@@ -630,8 +630,7 @@ def test_a_flush_after_other_numbers_of_steps_is_an_error_on_all():
     optimizer.flush()
     if RANK:
         train(model, optimizer, 1, start=4)
-    text = r"flush \(.*, 0 steps of this round\) on worker 0, .*, 1 steps of this round"
-    with pytest.raises(DesyncError, match=text):
+    with pytest.raises(DesyncError, match="steps of this round differs between workers: 0 on worker 0, 1 on worker 1"):
         optimizer.flush()
     if RANK == 0:
         train(model, optimizer, 1, start=4)
