@@ -352,7 +352,7 @@ class Driver:
                 rounds.skip()
             face.steps += 1
             if self.stepped(frozen):
-                taken = (yield from self.end_round("step")) and taken
+                taken = (yield from self.end_round("step", flush=rounds.freezes)) and taken
                 if rounds.freezes:
                     yield from self.freeze(usable=taken)
             elif rounds.due:

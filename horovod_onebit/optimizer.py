@@ -427,7 +427,7 @@ class NumpyOptimizer(Defaults, RunState):
 
     @property
     def _frozen(self) -> FrozenAdam:
-        return FrozenAdam(adam=self._adam)
+        return FrozenAdam(delay=self.driver.rounds.schedule.delay, adam=self._adam)
 
     def unbind(self) -> None:
         self._bound = False

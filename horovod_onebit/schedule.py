@@ -158,9 +158,9 @@ class Local:
             copy of the weights, and costs quality: more with each step. 0 waits for the exchange.
         freeze: with Adam and AdamW, how many steps after the learning rate has last risen (with a constant one, after
             the start) the second moment is averaged over the workers, and then kept as it is. The momentum is common
-            from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``). Until
-            then rounds have at most ``FIRST_ROUNDS`` steps. 0: all moments stay each worker's own, as they do with
-            ``momentum``, with ``delay`` and in any other optimizer.
+            from then on, too: each round sets it by what the workers have moved on average (``rules.frozen``); with
+            ``delay`` it stays each worker's own. Until then rounds have at most ``FIRST_ROUNDS`` steps. 0: all moments
+            stay each worker's own, as they do with ``momentum`` and in any other optimizer.
     """
 
     every: int = 8
@@ -191,7 +191,7 @@ class Local:
     @property
     def shares_moments(self) -> bool:
         """Whether Adam's moments become those of all workers."""
-        return self.freeze > 0 and not (self.momentum or self.delay)
+        return self.freeze > 0 and not self.momentum
 
 
 @dataclass(frozen=True)

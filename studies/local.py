@@ -195,6 +195,10 @@ TRIED = {
     "16": Trial("rounds of 16", own(16)),
     "16-hidden-1": Trial("the same, hidden behind 1 step", own(16, delay=1)),
     "16-hidden-16": Trial("hidden behind 16 steps", own(16, delay=16)),
+    "16-common": Trial(f"rounds of 16, moments frozen after {RISE + 400} steps", Local(16)),
+    "16-common-hidden-1": Trial("the same, hidden behind 1 step", Local(16, delay=1)),
+    "16-common-hidden-2": Trial("hidden behind 2 steps", Local(16, delay=2)),
+    "16-common-hidden-4": Trial("hidden behind 4 steps", Local(16, delay=4)),
     **{
         f"4-frozen-{after}": Trial(f"rounds of 4, moments frozen after {RISE + after} steps", Local(4, 0, freeze=after))
         for after in (20, 50, 100, 200, 400)

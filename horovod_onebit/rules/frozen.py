@@ -17,6 +17,8 @@ A round may end early (``flush()``), or its learning rate be smaller than before
 and x with all of them, divided by few rates, would be a momentum that is many times too large. Not all of them is sent
 then: see ``feedback``. Without any learning rate, nothing is known of m, and it is 0.
 
+With a delay, steps have been taken since x was sent, and m is not theirs: it stays each worker's own.
+
 Decoupled weight decay is part of x, and no part of m. Small tensors, which are not compressed, do the same with x
 exactly. Elements of which nothing was known at the freeze have v = 0, and move by k at most: without a clip in the
 recipe, k is the default one.
@@ -58,9 +60,11 @@ class FrozenAdam(Delta):
 
     @property
     def paced(self) -> bool:
-        return True
+        return not self.delay
 
     def motion(self, tensor: Tensor, context: Context) -> Use:
+        if self.delay:
+            return super().motion(tensor, context)
         assert tensor.layer is not None
         values = {"correction": self.adam.correction(tensor), **self.adam.epsilons(context)}
         rates, decay = float(tensor.layer[RATES]), float(tensor.layer[DECAY])

@@ -176,6 +176,7 @@ class LocalParameters(Parameters):
             binding = Binding(self.names[p], p, kept, self.adapter, self.engine.feedback, place)
         else:
             both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
+            adapter.sent_key = self.adapter.sent_key
             binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
         again = before is not None and _is_frozen(before) == _is_frozen(binding)
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
@@ -254,7 +255,8 @@ class LocalParameters(Parameters):
             if members and self.adam is not None:
                 self.adam.check(group)
                 adam: Any = self.adam.rule(group, 1.0)
-                found |= dict.fromkeys([self.names[p] for p in members], FrozenAdam(adam=adam))
+                rule = FrozenAdam(delay=self.local.delay, adam=adam)
+                found |= dict.fromkeys([self.names[p] for p in members], rule)
         return found
 
     def learning_rates(self) -> dict[str, float]:

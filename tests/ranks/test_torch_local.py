@@ -446,6 +446,27 @@ def test_an_optimizer_that_calls_its_closure():
     assert loss_of_all() < start
 
 
+def test_second_moments_are_common_with_a_delay_too():
+    """The freeze ends the exchange that is under way; messages are hidden again after it, and momenta are own."""
+    model = Net()
+    optimizer = local(model, schedule=onebit.Local(every=4, delay=2, freeze=10))
+    train(model, optimizer, 9)
+    assert optimizer._compressor.rounds.hidden
+    train(model, optimizer, 1, start=9)
+    assert optimizer._parameters.seen(model.first.weight) == 10
+    assert not optimizer._compressor.rounds.hidden
+    assert_replicas_equal(model)
+    train(model, optimizer, 9, start=10)
+    train(model, optimizer, 1, start=19)
+    assert optimizer._compressor.rounds.hidden
+    state = optimizer.state[model.first.weight]
+    for key, alike in (("exp_avg_sq", True), ("exp_avg", False)):
+        found = world.allgather(state[key].reshape(1, -1), name=key)
+        assert torch.equal(found[0], found[-1]) == alike
+    optimizer.flush()
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize(
     "recipe", ["robust", Recipe(exchange="two_stage", block_size=64), Recipe(codec="two_bit"), Recipe(bucket_size=4096)]
 )
@@ -866,7 +887,7 @@ def test_a_resumed_run_knows_of_what_rates_its_residuals_are(folder, schedule):
     assert torch.equal(moments(model, optimizer), moments(again, resumed)) or not REPEATABLE
 
 
-@pytest.mark.parametrize(("momentum", "delay"), [(0.0, 0), (0.3, 0), (0.3, 5)])
+@pytest.mark.parametrize(("momentum", "delay"), [(0.0, 0), (0.3, 0), (0.3, 5), (0.0, 5)])
 @pytest.mark.parametrize("steps", [3, 13, 16])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
 def test_a_resumed_run_goes_on_bit_for_bit(folder, kind, steps, momentum, delay):

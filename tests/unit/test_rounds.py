@@ -366,7 +366,7 @@ def test_second_moments_that_one_worker_cannot_use(how, caplog):
 
 
 @pytest.mark.parametrize(
-    "options", [{"momentum": 0.5}, {"delay": 1}, {"freeze": 0}, {"rule": SGD(lr=0.01, momentum=0.9)}]
+    "options", [{"momentum": 0.5}, {"freeze": 0}, {"delay": 1, "freeze": 0}, {"rule": SGD(lr=0.01, momentum=0.9)}]
 )
 def test_moments_stay_each_workers_own(options):
     options = {"every": 4, "doubling": 6, "freeze": 9, "rule": Adam(lr=0.01)} | options
@@ -375,6 +375,30 @@ def test_moments_stay_each_workers_own(options):
     results = simulation.run(functools.partial(train, rule=rule, schedule=schedule), 2)
     assert not any(optimizer.frozen for optimizer, _ in results)
     assert not all((a.momentum == b.momentum).all() for a, b in zip(*(o._tensors for o, _ in results), strict=True))
+
+
+@pytest.mark.parametrize("delay", [1, 3, 4])
+def test_second_moments_are_common_with_a_delay_too(delay):
+    """The freeze ends the exchange that is under way; from then on messages are hidden again, and momenta are own."""
+
+    def worker(collectives):
+        rng = np.random.default_rng(collectives.rank)
+        optimizer, weights = make(collectives, schedule=Local(every=4, delay=delay, freeze=10))
+        frozen, hidden = [], []
+        for _ in range(22):
+            optimizer.step(gradients(weights, rng))
+            frozen.append(optimizer.frozen)
+            hidden.append(optimizer.driver.rounds.hidden)
+        variances = np.concatenate([t.variance for t in optimizer._tensors])
+        momenta = np.concatenate([t.momentum for t in optimizer._tensors])
+        optimizer.flush()
+        return frozen, hidden, variances, momenta, np.concatenate(list(weights.values()))
+
+    results = simulation.run(worker, 3)
+    assert all(frozen == [step >= 10 for step in range(1, 23)] for frozen, *_ in results)
+    assert all(hidden[9] is False and hidden[7] and hidden[11] for _, hidden, *_ in results)
+    for of_all, differ in zip(zip(*results, strict=True), (0, 0, 0, 1, 0), strict=True):
+        assert all(np.array_equal(one, of_all[0]) for one in of_all[1:]) != differ
 
 
 @pytest.mark.parametrize("value", [np.nan, np.inf])
