@@ -689,9 +689,15 @@ def test_what_a_worker_decides_alone_is_an_error_on_all(what, tmp_path):
 
 
 def of_unknown_length(batches):
-    """Batches of so many steps; TensorFlow does not know how many, as of files, filters and generators."""
+    """Batches of so many steps; TensorFlow does not know how many, as of files, filters and generators. One worker
+    sees late that there are no more."""
+
+    def generate():
+        yield from map(batch, range(batches))
+        time.sleep(0.3 * ALONE)
+
     of_types = tf.TensorSpec((16, 32), tf.float32), tf.TensorSpec((16,), tf.int64)
-    return tf.data.Dataset.from_generator(lambda: map(batch, range(batches)), output_signature=of_types)
+    return tf.data.Dataset.from_generator(generate, output_signature=of_types)
 
 
 class OneHead(keras.Model):
@@ -714,7 +720,15 @@ class OneHead(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("make", [build, OneHead])
+class OwnFunction(OneHead):
+    """The function that ``fit`` calls is the user's."""
+
+    def make_train_function(self, force=False):
+        self.train_function = tf.function(lambda iterator: self.train_step(next(iterator)))
+        return self.train_function
+
+
+@pytest.mark.parametrize("make", [build, OneHead, OwnFunction])
 @pytest.mark.parametrize(
     "options",
     [{"warmup_steps": 3}, {"recipe": "exact", "backward_passes_per_step": 2}, {"schedule": onebit.Local(4, freeze=4)}],
@@ -731,6 +745,63 @@ def test_a_dataset_of_unknown_length_trains_as_one_of_known_length(options, make
 
     for found, expected in zip(reached(known=False), reached(known=True), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def within(model, optimizer, how):
+    """A loop's step that fetches its batch within ``tf.function``, as in TensorFlow's guides; the last gradient needs
+    no batch."""
+
+    def apply(grads):
+        grads = [*grads[:-1], tf.zeros(10)]
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    def train(rate, x, y):
+        grads, loss = gradients(model, x, y)
+        apply([g * rate for g in grads])
+        return loss
+
+    nested, apply_nested = tf.function(train), tf.function(apply)
+
+    def branch(iterator):
+        batch = next(iterator)
+        if optimizer.iterations < 99:
+            train(1.0, *batch)
+
+    def summed(iterator):
+        grads = [tf.zeros_like(v) for v in model.trainable_variables]
+        for _ in tf.range(3):
+            more, _ = gradients(model, *next(iterator))
+            grads = [g + m for g, m in zip(grads, more, strict=True)]
+        apply(grads)
+
+    return {
+        "one function": lambda iterator: train(1.0, *next(iterator)),
+        "a nested function": lambda iterator: nested(tf.constant(1.0), *next(iterator)),
+        "gradients go to a nested function": lambda iterator: apply_nested(gradients(model, *next(iterator))[0]),
+        "a branch": branch,
+        "a sum over batches": summed,
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["one function", "a nested function", "gradients go to a nested function", "a branch", "a sum over batches"],
+)
+@pytest.mark.parametrize("options", [{"warmup_steps": 3}, {"schedule": onebit.Local(4, freeze=4)}], ids=str)
+def test_a_loop_whose_function_fetches_the_batch(options, how):
+    model = build()
+    optimizer = onebit.DistributedOptimizer(adamw(), **options)
+    optimizer.build(model.trainable_variables)
+    step, count, steps = tf.function(within(model, optimizer, how)), 0, 1 if how == "a sum over batches" else 3
+    for _ in range(4):
+        iterator = iter(of_unknown_length(3))
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                step(iterator)
+                count += 1
+    optimizer.flush()
+    assert count == int(optimizer.iterations) == optimizer.stats().step == 4 * steps
+    assert_replicas_equal(model)
 
 
 def test_datasets_of_unknown_and_other_lengths_are_an_error_on_all():
