@@ -861,7 +861,7 @@ def test_an_optimizer_that_is_built_within_a_function_of_tensorflow(autograph):
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("how", ["callback", "elastic"])
+@pytest.mark.parametrize("how", ["callback", "elastic", "a loop"])
 def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     x = np.random.default_rng(0).normal(3.0, 2.0, (64, 32)).astype(np.float32)
     keras.utils.set_random_seed(0)
@@ -873,12 +873,46 @@ def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     if how == "callback":
         callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0)]
         model.fit(x, x[:, :10].argmax(1), verbose=0, callbacks=callbacks)
+    elif how == "a loop":
+        model.optimizer.build(model.trainable_variables)
+        onebit.broadcast_variables([*model.variables, *model.optimizer.variables], model=model)
     else:
         model.optimizer.build(model.trainable_variables)
         elastic.KerasState(model).sync()
     found = np.array(norm(x))
     assert abs(found.mean()) < 0.01
     assert found.std() == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["TextVectorization", "IntegerLookup", "Discretization"])
+def test_layers_that_have_adapted_to_other_data_on_each_worker_are_an_error_on_all(kind):
+    layer = {
+        "TextVectorization": lambda: layers.TextVectorization(output_mode="multi_hot"),
+        "IntegerLookup": lambda: layers.IntegerLookup(output_mode="multi_hot"),
+        "Discretization": lambda: layers.Discretization(num_bins=4, output_mode="multi_hot"),
+    }[kind]()
+    first = 8 if ALONE else 0
+    layer.adapt(
+        np.array([f"word{i}" for i in range(first, 64)])
+        if kind == "TextVectorization"
+        else np.arange(first, 64).astype("float32" if kind == "Discretization" else "int64")
+    )
+    inputs = keras.Input((1,), dtype="string" if kind == "TextVectorization" else "int64")
+    model = keras.Model(inputs, layers.Dense(10)(layer(inputs)))
+    model.compile(optimizer=wrap(adamw()), loss=LOSS, jit_compile=False)
+    x = tf.constant([["word9"]] * 8) if kind == "TextVectorization" else np.full((8, 1), 9)
+    with pytest.raises(DesyncError, match=f"layer '{layer.name}' has adapted to .* call adapt"):
+        model.fit(x, np.zeros(8), verbose=0, callbacks=ours())
+
+
+def test_a_plain_optimizer_is_a_warning_on_worker_0(caplog):
+    for optimizer in (keras.optimizers.Adam(1e-3), wrap(adamw())):
+        caplog.clear()
+        model = build()
+        model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+        model.fit(*batch(0), epochs=2, verbose=0, callbacks=ours())
+        said = [record.getMessage() for record in caplog.records if "plain Adam" in record.getMessage()]
+        assert len(said) == (RANK == 0 and type(optimizer) is keras.optimizers.Adam)
 
 
 def test_callbacks_count_batches_where_several_are_one_execution(tmp_path):
@@ -923,7 +957,9 @@ class Apart(keras.Model):
         return {"loss": loss}
 
 
-def test_each_fit_broadcasts():
+@pytest.mark.parametrize("reused", [False, True])
+def test_each_fit_broadcasts(reused):
+    callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
     keras.utils.set_random_seed(0)
     model = Apart()
     model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3), warmup_steps=3))
@@ -931,7 +967,8 @@ def test_each_fit_broadcasts():
         if fit_number and RANK:
             for v in model.trainable_variables:
                 v.assign(keras.ops.zeros_like(v))
-        model.fit(*batch(0), verbose=0, callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
+        again = callback if reused else onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(*batch(0), verbose=0, callbacks=[again])
         assert_replicas_equal(model)
     assert np.abs(np.array(model.trainable_variables[0])).max() > 0.01
 
