@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -13,8 +15,9 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
-from horovod_onebit.errors import ConfigurationError, UnsupportedError
+from horovod_onebit.errors import ConfigurationError, DesyncError, UnsupportedError, workers
 from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
 from horovod_onebit.tf.meeting import announce, told
@@ -24,6 +27,7 @@ from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
 FIRST_EPOCH = ", by initial_epoch or BackupAndRestore, which must be the same on all workers"
+LOOKUPS = (keras.layers.TextVectorization, keras.layers.StringLookup, keras.layers.IntegerLookup)
 DECIDE = (keras.callbacks.EarlyStopping, keras.callbacks.ReduceLROnPlateau)
 """What decides by metrics how the run goes on, which must be the same on all workers."""
 
@@ -33,7 +37,11 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     that it was compiled with, but for the states of random generators (dropout, augmentation), which stay each worker's
     own.
 
-    A model that is built by its first batch gets them once it is built, before that batch's step is taken.
+    A model that is built by its first batch gets them once it is built, before that batch's step is taken. Each ``fit``
+    broadcasts, also with the same callback.
+
+    Vocabularies and ``bin_boundaries`` that layers have adapted are no variables: if they differ, all workers get a
+    ``DesyncError``. Worker 0 warns of a plain optimizer, with which each worker would train alone.
 
     Args:
         root_rank: the worker whose variables all others get.
@@ -45,6 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         self.root_rank = root_rank
         self.device = device
+        self.begun = False
         self.done = False
         self._local: list[Any] = []
         if isinstance(local_variables, (keras.Variable, tf.Variable)):
@@ -79,12 +88,21 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
         cond(tf.convert_to_tensor(self._pending), work)
 
+    def on_train_begin(self, logs: Any = None) -> None:
+        self.done = False  # the callback may have served another fit
+        self.begun = False
+
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        if not self.done:
-            with told(hvd.global_process_set):
-                _check_swaps(self.model)
-            remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
-            announce(f"fit from epoch {epoch + 1}", remark=remark)
+        if self.begun:
+            return
+        self.begun = True
+        with told(hvd.global_process_set):
+            _check_swaps(self.model)
+            adapted = _adapted(self.model)
+        remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
+        announce(f"fit from epoch {epoch + 1}", remark=remark)
+        _check_adapted(adapted)
+        _warn_of_plain(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self.done:
@@ -109,6 +127,56 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             self.model.optimizer._compressor.before_step = None
             self.done = True
             follow_variables(self.model)
+
+
+def _adapted(model: Any) -> dict[str, str]:
+    """A digest, by layer of ``model``, of what layers have adapted and keep in no variable."""
+    layers = list(model._flatten_layers())
+    within = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}  # those of TextVectorization
+    found: dict[str, str] = {}
+    for index, layer in enumerate(layers):
+        if isinstance(layer, keras.layers.Discretization):
+            value: Any = layer.bin_boundaries
+        elif isinstance(layer, LOOKUPS) and id(layer) not in within:
+            value = layer.get_vocabulary()
+        else:
+            continue
+        value = None if value is None else np.asarray(value).tolist()
+        found[f"{index} {layer.name}"] = hashlib.sha256(repr(value).encode()).hexdigest()
+    return found
+
+
+def _check_adapted(own: dict[str, str]) -> None:
+    """Raise ``DesyncError`` on all workers if layers have adapted to different data. Collective."""
+    text = tf.constant(np.frombuffer(json.dumps(own).encode() + b"\0", np.uint8))
+    rows = view(hvd.allgather(text, name="onebit.adapted")).tobytes().split(b"\0")[:-1]
+    found = [json.loads(row) for row in rows]
+    for layer in dict.fromkeys(itertools.chain(*found)):
+        values = [one.get(layer) for one in found]
+        if others := [rank for rank, value in enumerate(values) if value != values[0]]:
+            name = layer.partition(" ")[2]
+            raise DesyncError(
+                f"what the layer {name!r} has adapted to (its vocabulary or bin_boundaries) differs between workers: "
+                f"that of {workers(others)} from that of worker 0. It is no variable and is not broadcast: call "
+                "adapt() with the same data on all workers, or give all of them worker 0's, by set_vocabulary() or "
+                "Discretization(bin_boundaries=...)"
+            )
+
+
+def _warn_of_plain(model: Any) -> None:
+    """Warn on worker 0 if a plain optimizer trains ``model`` on each of several workers alone."""
+    optimizers = [model.optimizer, *getattr(model.optimizer, "optimizers", ())]
+    if hvd.size() == 1 or hvd.rank() or not isinstance(model.optimizer, keras.optimizers.Optimizer):
+        return
+    kinds = [kind for one in optimizers for kind in type(one).__mro__]  # Horovod has a wrapper, too
+    if not held_optimizers(model) and not any(kind.__module__.startswith("horovod") for kind in kinds):
+        logger.warning(
+            "this model was compiled with a plain %s, which averages nothing: each of the %d workers trains a model of "
+            "its own. Compile it with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(); if "
+            "train_step() averages the gradients itself, all is well",
+            type(model.optimizer).__name__,
+            hvd.size(),
+        )
 
 
 def _storage(variable: Any) -> Any:

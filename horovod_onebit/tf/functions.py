@@ -18,7 +18,11 @@ from horovod_onebit.tf.meeting import announce, told
 
 
 def broadcast_variables(
-    variables: Iterable[Any], root_rank: int = 0, process_set: Any = hvd.global_process_set
+    variables: Iterable[Any],
+    root_rank: int = 0,
+    process_set: Any = hvd.global_process_set,
+    *,
+    model: Any = None,
 ) -> None:
     """Give every worker the values of ``root_rank``: Keras variables or ``tf.Variable``, in the same order. Collective.
 
@@ -27,8 +31,15 @@ def broadcast_variables(
     States of random generators stay each worker's own, as in the callback: workers drop different units.
     Raises ``DesyncError`` on all workers if they do not call it together, with as many variables of the same shapes
     and types.
+
+    ``model`` is needed if it has ``Normalization`` layers, which compute with constants that they make of their
+    variables: they make them anew. Not within ``tf.function``; functions of one's own are to be traced afterwards.
     """
     with told(process_set):
+        if model is not None and not (isinstance(model, keras.Model) and tf.executing_eagerly()):
+            raise ConfigurationError(
+                f"model={type(model).__name__}: expected a Keras model, and a call outside of tf.function"
+            )
         checks.root_rank(root_rank, hvd.size(), process_set.ranks)
         listed = list(variables) if isinstance(variables, Iterable) else [variables]
         strange = [type(v).__name__ for v in listed if not isinstance(v, (keras.Variable, tf.Variable))]
@@ -61,6 +72,8 @@ def broadcast_variables(
             received = tf.function(work, autograph=False).get_concrete_function(*specs)(*values)
         for target, value in zip(targets, received, strict=True):
             target.assign(_received(value, target.dtype))
+    if model is not None:
+        follow_variables(model)
 
 
 def replicated(variables: Iterable[Any]) -> list[Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextvars import ContextVar
 from typing import Any, ClassVar
 
@@ -264,17 +264,49 @@ def outside() -> Iterator[None]:
 _order: list[Any] = []
 
 
+FETCHES = {"IteratorGetNext", "IteratorGetNextSync", "OptionalGetValue"}
+"""Operations that fail where there is no batch."""
+CALLS = {"PartitionedCall", "StatefulPartitionedCall", "While", "If", "Case"}
+BRANCHES = {"CondBranchFuncGraph", "WhileBodyFuncGraph"}
+
+
 @contextlib.contextmanager
 def with_a_batch() -> Iterator[None]:
-    """In the graph of a ``fit``, what is in here begins when there is a batch.
+    """In a graph, what is in here begins when there is a batch.
 
-    When a dataset of unknown length has ended, Keras runs the step once more, without one. TensorFlow then does all in
-    it that needs none: it would count a step, and meet workers that have a batch.
+    When a dataset has ended that is read within ``tf.function``, the step runs once more, without a batch: in ``fit``,
+    if the length is unknown, and in loops that call ``next(iterator)`` there. TensorFlow then does all in it that needs
+    none: it would count a step, and meet workers that have a batch.
     """
-    batches = [] if tf.executing_eagerly() else [v["data"] for name, v in _keras_frames() if name == "one_step_on_data"]
-    tensors = [t for t in tf.nest.flatten(batches, expand_composites=True) if tf.is_symbolic_tensor(t)]
-    with tf.control_dependencies([tf.identity(t) for t in tensors[:1]]):
+    found = [] if tf.executing_eagerly() else _batches()
+    # In a branch, only what comes in as a value is waited for.
+    with tf.control_dependencies([tf.identity(t) for t in found if t.dtype not in (tf.resource, tf.variant)]):
         yield
+
+
+def _batches() -> list[Any]:
+    """What is there only with a batch: results of operations that fetch one, and the arguments of the function being
+    traced, each of which could be it."""
+    graph, found = tf.compat.v1.get_default_graph(), list[Any]()
+    while hasattr(graph, "outer_graph"):
+        found += [t for operation in graph.get_operations() if _fetches(operation, graph) for t in operation.outputs]
+        if type(graph).__name__ not in BRANCHES:
+            return found + list(graph.inputs)
+        graph = graph.outer_graph
+    return found
+
+
+def _fetches(operation: Any, graph: Any) -> bool:
+    """Whether ``operation``, or one in a function that it calls, fetches a batch."""
+    kinds, nodes, seen = {operation.type}, [operation.node_def] if operation.type in CALLS else [], set[str]()
+    while nodes:
+        for name in {f.name for a in nodes.pop().attr.values() for f in (a.func, *a.list.func)} - seen - {""}:
+            seen.add(name)
+            body = getattr(graph._get_function(name), "cached_definition", None)
+            inner = [] if body is None else list(body.node_def)
+            kinds |= {node.op for node in inner}
+            nodes += [node for node in inner if node.op in CALLS]
+    return bool(kinds & FETCHES)
 
 
 @contextlib.contextmanager
@@ -297,22 +329,16 @@ def in_order() -> Iterator[None]:
         _order[0].assign_add(1, read_value=False)
 
 
-def _keras_frames() -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The names of Keras's functions on the stack, the innermost first, and their variables."""
+def keras_callers() -> Iterator[tuple[str, Any]]:
+    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
+    there, as in ``fit``."""
     frame = sys._getframe(1)
     while frame is not None:
         # Of Keras's own frames only: reading a frame's variables keeps them, a user's gradients too, until it returns.
         if frame.f_globals.get("__name__", "").startswith("keras."):
-            yield frame.f_code.co_name, frame.f_locals
+            yield frame.f_code.co_name, frame.f_locals.get("self")
+            yield frame.f_code.co_name, frame.f_locals.get("callbacks")
         frame = frame.f_back  # type: ignore[assignment]
-
-
-def keras_callers() -> Iterator[tuple[str, Any]]:
-    """The names of Keras's functions on the stack, the innermost first, and their ``self``; and what is ``callbacks``
-    there, as in ``fit``."""
-    for name, variables in _keras_frames():
-        yield name, variables.get("self")
-        yield name, variables.get("callbacks")
 
 
 def callback_lists() -> Iterator[Sequence[Any]]:

@@ -87,6 +87,9 @@ class _DistributedOptimizer(_Wrapped):
         with told(self._wrapping.process_set):
             pairs = self._checked_pairs(grads, trainable_variables)
         with self._compressor.host_functions.keep(), with_a_batch():
+            if not tf.executing_eagerly():
+                # What a function within uses of its arguments waits for these alone; a gradient may need no batch.
+                pairs = [(tf.identity(g), v) for g, v in pairs]
             self.prepare_step()
             if not self._wrapping.process_set.included():
                 super().apply([g for g, _ in pairs], [v for _, v in pairs])

@@ -689,9 +689,15 @@ def test_what_a_worker_decides_alone_is_an_error_on_all(what, tmp_path):
 
 
 def of_unknown_length(batches):
-    """Batches of so many steps; TensorFlow does not know how many, as of files, filters and generators."""
+    """Batches of so many steps; TensorFlow does not know how many, as of files, filters and generators. One worker
+    sees late that there are no more."""
+
+    def generate():
+        yield from map(batch, range(batches))
+        time.sleep(0.3 * ALONE)
+
     of_types = tf.TensorSpec((16, 32), tf.float32), tf.TensorSpec((16,), tf.int64)
-    return tf.data.Dataset.from_generator(lambda: map(batch, range(batches)), output_signature=of_types)
+    return tf.data.Dataset.from_generator(generate, output_signature=of_types)
 
 
 class OneHead(keras.Model):
@@ -714,7 +720,15 @@ class OneHead(keras.Model):
         return {"loss": loss}
 
 
-@pytest.mark.parametrize("make", [build, OneHead])
+class OwnFunction(OneHead):
+    """The function that ``fit`` calls is the user's."""
+
+    def make_train_function(self, force=False):
+        self.train_function = tf.function(lambda iterator: self.train_step(next(iterator)))
+        return self.train_function
+
+
+@pytest.mark.parametrize("make", [build, OneHead, OwnFunction])
 @pytest.mark.parametrize(
     "options",
     [{"warmup_steps": 3}, {"recipe": "exact", "backward_passes_per_step": 2}, {"schedule": onebit.Local(4, freeze=4)}],
@@ -731,6 +745,63 @@ def test_a_dataset_of_unknown_length_trains_as_one_of_known_length(options, make
 
     for found, expected in zip(reached(known=False), reached(known=True), strict=True):
         np.testing.assert_array_equal(found, expected)
+
+
+def within(model, optimizer, how):
+    """A loop's step that fetches its batch within ``tf.function``, as in TensorFlow's guides; the last gradient needs
+    no batch."""
+
+    def apply(grads):
+        grads = [*grads[:-1], tf.zeros(10)]
+        optimizer.apply_gradients(zip(grads, model.trainable_variables, strict=True))
+
+    def train(rate, x, y):
+        grads, loss = gradients(model, x, y)
+        apply([g * rate for g in grads])
+        return loss
+
+    nested, apply_nested = tf.function(train), tf.function(apply)
+
+    def branch(iterator):
+        batch = next(iterator)
+        if optimizer.iterations < 99:
+            train(1.0, *batch)
+
+    def summed(iterator):
+        grads = [tf.zeros_like(v) for v in model.trainable_variables]
+        for _ in tf.range(3):
+            more, _ = gradients(model, *next(iterator))
+            grads = [g + m for g, m in zip(grads, more, strict=True)]
+        apply(grads)
+
+    return {
+        "one function": lambda iterator: train(1.0, *next(iterator)),
+        "a nested function": lambda iterator: nested(tf.constant(1.0), *next(iterator)),
+        "gradients go to a nested function": lambda iterator: apply_nested(gradients(model, *next(iterator))[0]),
+        "a branch": branch,
+        "a sum over batches": summed,
+    }[how]
+
+
+@pytest.mark.parametrize(
+    "how",
+    ["one function", "a nested function", "gradients go to a nested function", "a branch", "a sum over batches"],
+)
+@pytest.mark.parametrize("options", [{"warmup_steps": 3}, {"schedule": onebit.Local(4, freeze=4)}], ids=str)
+def test_a_loop_whose_function_fetches_the_batch(options, how):
+    model = build()
+    optimizer = onebit.DistributedOptimizer(adamw(), **options)
+    optimizer.build(model.trainable_variables)
+    step, count, steps = tf.function(within(model, optimizer, how)), 0, 1 if how == "a sum over batches" else 3
+    for _ in range(4):
+        iterator = iter(of_unknown_length(3))
+        with contextlib.suppress(tf.errors.OutOfRangeError):
+            while True:
+                step(iterator)
+                count += 1
+    optimizer.flush()
+    assert count == int(optimizer.iterations) == optimizer.stats().step == 4 * steps
+    assert_replicas_equal(model)
 
 
 def test_datasets_of_unknown_and_other_lengths_are_an_error_on_all():
@@ -790,7 +861,7 @@ def test_an_optimizer_that_is_built_within_a_function_of_tensorflow(autograph):
     assert_replicas_equal(model)
 
 
-@pytest.mark.parametrize("how", ["callback", "elastic"])
+@pytest.mark.parametrize("how", ["callback", "elastic", "a loop"])
 def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     x = np.random.default_rng(0).normal(3.0, 2.0, (64, 32)).astype(np.float32)
     keras.utils.set_random_seed(0)
@@ -802,12 +873,46 @@ def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     if how == "callback":
         callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0)]
         model.fit(x, x[:, :10].argmax(1), verbose=0, callbacks=callbacks)
+    elif how == "a loop":
+        model.optimizer.build(model.trainable_variables)
+        onebit.broadcast_variables([*model.variables, *model.optimizer.variables], model=model)
     else:
         model.optimizer.build(model.trainable_variables)
         elastic.KerasState(model).sync()
     found = np.array(norm(x))
     assert abs(found.mean()) < 0.01
     assert found.std() == pytest.approx(1, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["TextVectorization", "IntegerLookup", "Discretization"])
+def test_layers_that_have_adapted_to_other_data_on_each_worker_are_an_error_on_all(kind):
+    layer = {
+        "TextVectorization": lambda: layers.TextVectorization(output_mode="multi_hot"),
+        "IntegerLookup": lambda: layers.IntegerLookup(output_mode="multi_hot"),
+        "Discretization": lambda: layers.Discretization(num_bins=4, output_mode="multi_hot"),
+    }[kind]()
+    first = 8 if ALONE else 0
+    layer.adapt(
+        np.array([f"word{i}" for i in range(first, 64)])
+        if kind == "TextVectorization"
+        else np.arange(first, 64).astype("float32" if kind == "Discretization" else "int64")
+    )
+    inputs = keras.Input((1,), dtype="string" if kind == "TextVectorization" else "int64")
+    model = keras.Model(inputs, layers.Dense(10)(layer(inputs)))
+    model.compile(optimizer=wrap(adamw()), loss=LOSS, jit_compile=False)
+    x = tf.constant([["word9"]] * 8) if kind == "TextVectorization" else np.full((8, 1), 9)
+    with pytest.raises(DesyncError, match=f"layer '{layer.name}' has adapted to .* call adapt"):
+        model.fit(x, np.zeros(8), verbose=0, callbacks=ours())
+
+
+def test_a_plain_optimizer_is_a_warning_on_worker_0(caplog):
+    for optimizer in (keras.optimizers.Adam(1e-3), wrap(adamw())):
+        caplog.clear()
+        model = build()
+        model.compile(optimizer=optimizer, loss=LOSS, jit_compile=False)
+        model.fit(*batch(0), epochs=2, verbose=0, callbacks=ours())
+        said = [record.getMessage() for record in caplog.records if "plain Adam" in record.getMessage()]
+        assert len(said) == (RANK == 0 and type(optimizer) is keras.optimizers.Adam)
 
 
 def test_callbacks_count_batches_where_several_are_one_execution(tmp_path):
@@ -852,7 +957,9 @@ class Apart(keras.Model):
         return {"loss": loss}
 
 
-def test_each_fit_broadcasts():
+@pytest.mark.parametrize("reused", [False, True])
+def test_each_fit_broadcasts(reused):
+    callback = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
     keras.utils.set_random_seed(0)
     model = Apart()
     model.compile(optimizer=wrap(keras.optimizers.Adam(1e-3), warmup_steps=3))
@@ -860,7 +967,8 @@ def test_each_fit_broadcasts():
         if fit_number and RANK:
             for v in model.trainable_variables:
                 v.assign(keras.ops.zeros_like(v))
-        model.fit(*batch(0), verbose=0, callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
+        again = callback if reused else onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+        model.fit(*batch(0), verbose=0, callbacks=[again])
         assert_replicas_equal(model)
     assert np.abs(np.array(model.trainable_variables[0])).max() > 0.01
 
