@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from functools import cache
 from inspect import Parameter, signature
 from typing import Any
@@ -634,7 +634,8 @@ def _instance(optimizer: torch.optim.Optimizer, mixin: type) -> Any:
     wrapped._patch_step_function()
     for one in within(wrapped):
         if not hasattr(one, OWNER):
-            one.register_step_pre_hook(_check_owner)
+            with suppress(AttributeError):  # of a class that has not called that of PyTorch
+                one.register_step_pre_hook(_check_owner)
         setattr(one, OWNER, weakref.ref(wrapped))
     if hasattr(optimizer.step, "_wrapped_by_lr_sched"):
         # That scheduler asks the old optimizer, and would warn that `optimizer.step()` was never called.
