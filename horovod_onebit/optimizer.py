@@ -187,7 +187,9 @@ class NumpyOptimizer(Defaults, RunState):
         self._met = True
 
     def flush(self) -> None:
-        """After local steps, bring all workers to the same weights. Collective."""
+        """After local steps (``Local``, 0/1 Adam), bring all workers to the same weights. Collective."""
+        if self.driver.rounds is None and not self._stepwise:
+            return
         run(self._meet("flush"))
         if self.pending:
             run(self.driver.flush())

@@ -97,5 +97,5 @@ class RunState:
         self.engine.feedback.load_state_dict(feedback, self.sizes(), self.what)
 
     def residuals_replaced(self, residual_layout: ResidualLayout | None) -> None:
-        """The residuals were replaced: see ``Engine.weigh``."""
+        """The residuals were replaced: see ``Engine.residuals_replaced``."""
         self.engine.residuals_replaced(residual_layout)

@@ -308,11 +308,6 @@ class Wraps:
             )
 
     @property
-    def divides(self) -> bool:
-        """Whether the optimizer divides by a second moment of each element."""
-        return self.rule.has_variance
-
-    @property
     def module(self) -> str:
         """That of ``optimizer`` and ``also``; empty if any will do."""
         return self.optimizer.rpartition(".")[0]

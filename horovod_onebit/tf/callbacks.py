@@ -6,6 +6,7 @@ import hashlib
 import itertools
 import json
 import logging
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,10 +18,9 @@ import tensorflow as tf
 from horovod_onebit.checks import number, positive, whole
 from horovod_onebit.errors import ConfigurationError, DesyncError, UnsupportedError, workers
 from horovod_onebit.schedule import Local, ZeroOne
-from horovod_onebit.tf.collectives import view
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
-from horovod_onebit.tf.meeting import announce, told
+from horovod_onebit.tf.meeting import announce, gathered, told
 from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers
 from horovod_onebit.tf.replicas import check_replicas
@@ -136,36 +136,36 @@ def _adapted(model: Any) -> dict[str, str]:
     found: dict[str, str] = {}
     for index, layer in enumerate(layers):
         if isinstance(layer, keras.layers.Discretization):
-            value: Any = layer.bin_boundaries
+            value: Any = np.asarray(layer.bin_boundaries).tolist()
         elif isinstance(layer, LOOKUPS) and id(layer) not in within:
-            value = layer.get_vocabulary()
+            weights = getattr(getattr(layer, "_lookup_layer", layer), "idf_weights_const", None)  # of TF-IDF
+            value = np.asarray(layer.get_vocabulary()).tolist(), np.asarray(weights).tolist()
         else:
             continue
-        value = None if value is None else np.asarray(value).tolist()
-        found[f"{index} {layer.name}"] = hashlib.sha256(repr(value).encode()).hexdigest()
+        name = re.sub(r"_\d+$", "", layer.name)  # the number is that of layers made before in this process
+        found[f"{index} {name}"] = hashlib.sha256(repr(value).encode()).hexdigest()
     return found
 
 
 def _check_adapted(own: dict[str, str]) -> None:
     """Raise ``DesyncError`` on all workers if layers have adapted to different data. Collective."""
-    text = tf.constant(np.frombuffer(json.dumps(own).encode() + b"\0", np.uint8))
-    rows = view(hvd.allgather(text, name="onebit.adapted")).tobytes().split(b"\0")[:-1]
-    found = [json.loads(row) for row in rows]
+    found = [json.loads(row) for row in gathered(json.dumps(own).encode())]
     for layer in dict.fromkeys(itertools.chain(*found)):
         values = [one.get(layer) for one in found]
         if others := [rank for rank, value in enumerate(values) if value != values[0]]:
             name = layer.partition(" ")[2]
             raise DesyncError(
-                f"what the layer {name!r} has adapted to (its vocabulary or bin_boundaries) differs between workers: "
-                f"that of {workers(others)} from that of worker 0. It is no variable and is not broadcast: call "
-                "adapt() with the same data on all workers, or give all of them worker 0's, by set_vocabulary() or "
-                "Discretization(bin_boundaries=...)"
+                f"what the layer {name!r} has adapted to (its vocabulary, IDF weights or bin_boundaries) differs "
+                f"between workers: that of {workers(others)} from that of worker 0. It is no variable and is not "
+                "broadcast: call adapt() with the same data on all workers, or give all of them worker 0's, by "
+                "set_vocabulary() or Discretization(bin_boundaries=...)"
             )
 
 
 def _warn_of_plain(model: Any) -> None:
     """Warn on worker 0 if a plain optimizer trains ``model`` on each of several workers alone."""
-    optimizers = [model.optimizer, *getattr(model.optimizer, "optimizers", ())]
+    around = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    optimizers = [model.optimizer, around, *getattr(around, "optimizers", ())]
     if hvd.size() == 1 or hvd.rank() or not isinstance(model.optimizer, keras.optimizers.Optimizer):
         return
     kinds = [kind for one in optimizers for kind in type(one).__mro__]  # Horovod has a wrapper, too
@@ -463,16 +463,33 @@ class ReplicaCheckCallback(keras.callbacks.Callback):
 
 class FlushCallback(keras.callbacks.Callback):
     """With local steps: all workers have the same weights when they are evaluated, and at the end of each epoch, when
-    other callbacks save them. Put it before those; on all workers. Of a model that keeps optimizers in attributes, all
-    are flushed."""
+    other callbacks save them. Put it before those; on all workers, of which some may have no validation data. Of a
+    model that keeps optimizers in attributes, all are flushed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fits = False
+        self._due = True  # once in an epoch: where there is validation, when it begins, and else at the end
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._fits = self._due = True
         with told(hvd.global_process_set):
             if isinstance(self.model.optimizer, MULTI) or not held_optimizers(self.model):
                 check_ours(self.model.optimizer)
 
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
+        self._due = True
+
+    def on_train_end(self, logs: Any = None) -> None:
+        self._fits = False
+
     def on_test_begin(self, logs: Any = None) -> None:
-        flush_all(self.model)
+        self._flush()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        flush_all(self.model)
+        self._flush()
+
+    def _flush(self) -> None:
+        if self._due or not self._fits:
+            self._due = False
+            flush_all(self.model)

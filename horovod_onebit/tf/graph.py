@@ -278,22 +278,23 @@ def with_a_batch() -> Iterator[None]:
     if the length is unknown, and in loops that call ``next(iterator)`` there. TensorFlow then does all in it that needs
     none: it would count a step, and meet workers that have a batch.
     """
-    found = [] if tf.executing_eagerly() else _batches()
-    # In a branch, only what comes in as a value is waited for.
-    with tf.control_dependencies([tf.identity(t) for t in found if t.dtype not in (tf.resource, tf.variant)]):
+    fetch, found = ([], []) if tf.executing_eagerly() else _batches()
+    # TensorFlow passes no control dependencies into branches: what is waited for there comes in as a value.
+    values = [tf.identity(t) for t in found if t.dtype not in (tf.resource, tf.variant)]
+    with tf.control_dependencies([*fetch, *values]):
         yield
 
 
-def _batches() -> list[Any]:
-    """What is there only with a batch: results of operations that fetch one, and the arguments of the function being
-    traced, each of which could be it."""
-    graph, found = tf.compat.v1.get_default_graph(), list[Any]()
-    while hasattr(graph, "outer_graph"):
-        found += [t for operation in graph.get_operations() if _fetches(operation, graph) for t in operation.outputs]
-        if type(graph).__name__ not in BRANCHES:
-            return found + list(graph.inputs)
+def _batches() -> tuple[list[Any], list[Any]]:
+    """What is there only with a batch: operations of this graph that fetch one; and results of those of the graphs
+    around a branch, and the arguments of the function being traced, each of which could be it. (Where gradients are
+    its arguments, as in a function of a user's own, messages wait for all of them.)"""
+    graph = tf.compat.v1.get_default_graph()
+    fetch, found = [operation for operation in graph.get_operations() if _fetches(operation, graph)], list[Any]()
+    while type(graph).__name__ in BRANCHES:
         graph = graph.outer_graph
-    return found
+        found += [t for operation in graph.get_operations() if _fetches(operation, graph) for t in operation.outputs]
+    return fetch, found + list(getattr(graph, "inputs", ()))
 
 
 def _fetches(operation: Any, graph: Any) -> bool:

@@ -60,7 +60,8 @@ def meet(
             text = str(desync)
             if isinstance(desync, Mismatch):
                 own = facts() if error is None else handshake.said(FAILED, error_text(error))
-                text = handshake.differences(text, _gathered(handshake.packed(own, collectives.size), collectives))
+                rows = gathered(handshake.packed(own, collectives.size), collectives.process_set)
+                text = handshake.differences(text, rows)
             if error is None:
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
         if error is not None:
@@ -78,14 +79,13 @@ def meet(
     return host_value(hear, [gather(said)], tf.bool)
 
 
-def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
+def gathered(own: bytes, process_set: Any = hvd.global_process_set) -> list[bytes]:
     """The texts of all workers, which have no zeros in them, when all of them ask for them. Collective.
 
     It runs in a host function: an eager operation waits on Horovod's thread, and needs none of TensorFlow's.
     """
     with tf.device("/CPU:0"):
         text = tf.constant(np.frombuffer(own + b"\0", np.uint8))
-        process_set = collectives.process_set
         rows = hvd.allgather(text, name=f"{agreement_name(process_set.process_set_id)}.facts", process_set=process_set)
     return view(rows).tobytes().split(b"\0")[:-1]
 

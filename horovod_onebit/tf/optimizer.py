@@ -88,7 +88,7 @@ class _DistributedOptimizer(_Wrapped):
             pairs = self._checked_pairs(grads, trainable_variables)
         with self._compressor.host_functions.keep(), with_a_batch():
             if not tf.executing_eagerly():
-                # What a function within uses of its arguments waits for these alone; a gradient may need no batch.
+                # Within nested functions operations wait for their arguments alone, and a gradient may need no batch.
                 pairs = [(tf.identity(g), v) for g, v in pairs]
             self.prepare_step()
             if not self._wrapping.process_set.included():

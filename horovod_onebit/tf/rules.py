@@ -79,8 +79,8 @@ class Adapter:
 
     @property
     def divides(self) -> bool:
-        """See ``Wraps.divides``."""
-        return self.wraps.divides
+        """Whether the optimizer divides by a second moment of each element."""
+        return self.wraps.rule.has_variance
 
     @property
     def moments(self) -> Adapter | None:

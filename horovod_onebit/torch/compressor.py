@@ -333,6 +333,7 @@ class Compressor(Steps):
     def _agree_to_synchronize(self, call: str, options: Mapping[str, object], settled: bool) -> Task[Verdict]:
         parameters = self.parameters
         yield from self.check_groups()
+        parameters.check_trained()
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         parameters.refresh()
         compressed = parameters.phase is Phase.COMPRESSED

@@ -227,7 +227,8 @@ class _DistributedOptimizer:
 
     def _inherited_step(self, closure: Callable[[], Any] | None) -> Any:
         """What the wrapped optimizer's step means by ``super(type(self), self).step``, as detectron2 writes it."""
-        return super(self._kind, self).step(closure)  # type: ignore[misc]
+        step = super(self._kind, self).step  # type: ignore[misc]
+        return step() if closure is None else step(closure)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters; they warm up on their own before they are compressed. All workers must do the same."""
@@ -409,14 +410,18 @@ OWNER = "_onebit_owner"
 
 
 def within(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """The optimizers in attributes of ``optimizer``, which take steps for it."""
-    return [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    """The optimizers in attributes of ``optimizer`` that have parameters of it: they take steps for it."""
+    own = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    found = [one for one in vars(optimizer).values() if isinstance(one, torch.optim.Optimizer)]
+    return [one for one in found if any(id(p) in own for group in one.param_groups for p in group["params"])]
 
 
 def _check_owner(inner: torch.optim.Optimizer, *_: Any) -> None:
     """Before each step of ``inner``: gradients of which the ``DistributedOptimizer`` around it knows nothing are this
     worker's alone."""
     owner = getattr(inner, OWNER)()
+    if called_by(MAKE_STATE, __name__):  # a broadcast of its state
+        return
     if owner is not None and owner._participates and not (owner._within or owner._gradients.where.settled):
         name = type(inner).__name__
         raise ConfigurationError(

@@ -562,8 +562,8 @@ class Parameters:
         here = self.ordered()
         if not any(p.requires_grad for p in here) and any(nonzero([p.grad for p in here])):
             raise ConfigurationError(
-                "all parameters are frozen when step() is called, and have gradients, which would neither be averaged "
-                "nor taken: call requires_grad_(False) after step()"
+                "all parameters are frozen when step() or synchronize() is called, and have gradients, which would "
+                "neither be averaged nor taken: call requires_grad_(False) after step()"
             )
 
     def start_momentum(self) -> None:

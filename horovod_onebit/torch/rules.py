@@ -45,8 +45,8 @@ class Adapter:
 
     @property
     def divides(self) -> bool:
-        """See ``Wraps.divides``."""
-        return self.wraps.divides
+        """Whether the optimizer divides by a second moment of each element."""
+        return self.wraps.rule.has_variance
 
     def keep_float32(self, p: torch.Tensor, loaded: ParamGroup, state: ParamGroup, *, compressed: bool) -> None:
         """Put float32 back where ``load_state_dict`` has cast ``loaded`` to the dtype of ``p``."""

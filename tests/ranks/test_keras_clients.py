@@ -13,6 +13,7 @@ import dataclasses
 import gc
 import itertools
 import json
+import re
 import time
 import weakref
 from collections.abc import Callable
@@ -884,25 +885,39 @@ def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     assert found.std() == pytest.approx(1, rel=0.05)
 
 
-@pytest.mark.parametrize("kind", ["TextVectorization", "IntegerLookup", "Discretization"])
+@pytest.mark.parametrize("kind", ["TextVectorization", "TF-IDF", "IntegerLookup", "Discretization"])
 def test_layers_that_have_adapted_to_other_data_on_each_worker_are_an_error_on_all(kind):
     layer = {
         "TextVectorization": lambda: layers.TextVectorization(output_mode="multi_hot"),
+        "TF-IDF": lambda: layers.TextVectorization(output_mode="tf_idf"),
         "IntegerLookup": lambda: layers.IntegerLookup(output_mode="multi_hot"),
         "Discretization": lambda: layers.Discretization(num_bins=4, output_mode="multi_hot"),
     }[kind]()
-    first = 8 if ALONE else 0
-    layer.adapt(
-        np.array([f"word{i}" for i in range(first, 64)])
-        if kind == "TextVectorization"
-        else np.arange(first, 64).astype("float32" if kind == "Discretization" else "int64")
-    )
-    inputs = keras.Input((1,), dtype="string" if kind == "TextVectorization" else "int64")
+    text = kind in ("TextVectorization", "TF-IDF")
+    if kind == "TF-IDF":  # the same words as often, in other documents
+        layer.adapt(np.array(["word9 word8", "word9 word10"] if ALONE else ["word9 word9 word8", "word10"]))
+    else:
+        found = np.arange(8 if ALONE else 0, 64)
+        words = np.array([f"word{i}" for i in found])
+        layer.adapt(words if text else found.astype("float32" if kind == "Discretization" else "int64"))
+    inputs = keras.Input((1,), dtype="string" if text else "int64")
     model = keras.Model(inputs, layers.Dense(10)(layer(inputs)))
     model.compile(optimizer=wrap(adamw()), loss=LOSS, jit_compile=False)
-    x = tf.constant([["word9"]] * 8) if kind == "TextVectorization" else np.full((8, 1), 9)
-    with pytest.raises(DesyncError, match=f"layer '{layer.name}' has adapted to .* call adapt"):
+    x = tf.constant([["word9"]] * 8) if text else np.full((8, 1), 9)
+    name = re.sub(r"_\d+$", "", layer.name)
+    with pytest.raises(DesyncError, match=f"layer '{name}' has adapted to .* call adapt"):
         model.fit(x, np.zeros(8), verbose=0, callbacks=ours())
+
+
+def test_layers_that_have_adapted_alike_and_have_other_numbers_in_their_names():
+    if ALONE:
+        layers.StringLookup()
+    layer = layers.StringLookup(vocabulary=["a", "b"], output_mode="multi_hot")
+    inputs = keras.Input((1,), dtype="string")
+    model = keras.Model(inputs, layers.Dense(10)(layer(inputs)))
+    model.compile(optimizer=wrap(adamw()), loss=LOSS, jit_compile=False)
+    model.fit(tf.constant([["a"]] * 8), np.zeros(8), verbose=0, callbacks=ours())
+    assert_replicas_equal(model)
 
 
 def test_a_plain_optimizer_is_a_warning_on_worker_0(caplog):

@@ -83,6 +83,26 @@ def test_fit(arguments):
     assert history.history["loss"][-1] < history.history["loss"][0]
 
 
+def test_validation_on_one_worker_alone():
+    """``FlushCallback`` flushes where validation begins, and on workers without it at the end of the epoch."""
+    model, optimizer = build(), local(keras.optimizers.Adam(3e-3), onebit.Local(every=8))
+    model.compile(optimizer=optimizer, loss=LOSS)
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(11)), strict=True))
+    callbacks = [onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()]
+    held_out = batch(11) if RANK == 0 else None
+    for _ in range(2):
+        history = model.fit(
+            x, y, batch_size=16, epochs=3, shuffle=False, verbose=0, callbacks=callbacks, validation_data=held_out
+        )
+        assert ("val_loss" in history.history) == (RANK == 0)
+        assert_replicas_equal(model)
+    train(model, optimizer, 3, eager=True)
+    assert optimizer._compressor.pending
+    model.evaluate(x, y, verbose=0, callbacks=callbacks[1:])
+    assert not optimizer._compressor.pending
+    assert_replicas_equal(model)
+
+
 def test_eager_steps_and_flush():
     model, optimizer = build(), local(keras.optimizers.SGD(0.05, momentum=0.9), onebit.Local(every=8, doubling=0))
     train(model, optimizer, 5, eager=True)

@@ -20,7 +20,7 @@ from horovod_onebit import ConfigurationError
 from horovod_onebit.recipe import PRESETS
 from horovod_onebit.warmup import Phase
 from tests.ranks.torch_common import RANK, Net, assert_replicas_equal, batch, weights, wrap
-from tests.ranks.world import needs_horovod, world
+from tests.ranks.world import OVER_TORCH, needs_horovod, world
 
 TINY = dataclasses.replace(PRESETS["robust"], min_compressed_size=64, bucket_size=4096)
 WARMUP, STEPS = 4, 9
@@ -397,7 +397,9 @@ def test_an_optimizer_within_another_one_follows_the_groups_that_are_shown(how, 
 @pytest.mark.parametrize("how", [EXACT, LOCAL])
 def test_steps_of_an_optimizer_within_another_one_are_not_taken_alone(how):
     model = Net()
-    optimizer = onebit.DistributedOptimizer(SAM(model.parameters(), lr=0.05), **how)
+    optimizer = onebit.DistributedOptimizer(SAM(model.parameters(), lr=0.05, momentum=0.9), **how)
+    if not OVER_TORCH:
+        world.broadcast_optimizer_state(optimizer.base_optimizer, root_rank=0)  # which makes its state by a step
     if how is EXACT:
         twice(model, optimizer, 0, optimizer.synchronize)
     else:
@@ -444,6 +446,24 @@ def test_a_step_that_calls_that_of_the_class_above_its_own(how):
         torch.testing.assert_close(weights(model), weights(plain_model), rtol=1e-6, atol=1e-7)
 
 
+def test_a_module_that_is_frozen_when_gradients_are_synchronized_is_an_error():
+    for warmup_steps in (50, 1):
+        model = Net()
+        optimizer = wrap(model, warmup_steps=warmup_steps)
+        for step in range(2):
+            backward(model, step)
+            optimizer.step()
+            optimizer.zero_grad()
+        backward(model, 2)
+        model.requires_grad_(False)
+        for call in (optimizer.synchronize, lambda optimizer=optimizer: optimizer.clip_grad_norm_(1.0)):
+            with pytest.raises(ConfigurationError, match=r"frozen when step\(\) or synchronize\(\) is called"):
+                call()
+        model.requires_grad_(True)
+        optimizer.step()
+        assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("frozen_at_first", [True, False])
 @pytest.mark.parametrize("how", [{}, EXACT, LOCAL])
 def test_a_module_that_is_frozen_when_step_is_called_is_an_error(how, frozen_at_first):
@@ -454,9 +474,7 @@ def test_a_module_that_is_frozen_when_step_is_called_is_an_error(how, frozen_at_
     model.requires_grad_(True)
     backward(model, 0)
     model.requires_grad_(False)
-    with pytest.raises(
-        ConfigurationError, match=r"frozen when step\(\) is called.* call requires_grad_\(False\) after"
-    ):
+    with pytest.raises(ConfigurationError, match=r"frozen when step\(\) .* call requires_grad_\(False\) after"):
         optimizer.step()
     assert torch.equal(weights(model), before)
     model.requires_grad_(True)
