@@ -13,7 +13,7 @@ from horovod_onebit.coded import BLOCK, CodedMean
 from horovod_onebit.engine import Engine
 from horovod_onebit.kernels import reference
 from horovod_onebit.optimizer import NumpyOptimizer
-from horovod_onebit.rules import Context, Tensor, gradient
+from horovod_onebit.rules import Context, Tensor, Wraps, gradient
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lion import Lion
 from horovod_onebit.rules.sgd import SGD
@@ -713,3 +713,24 @@ def test_the_recipe_exact_is_a_warm_up_that_does_not_end():
 def test_bits_of_gradients_that_do_not_exist():
     with pytest.raises(ConfigurationError, match="codec='sign': expected one of"):
         Gradients("sign")
+
+
+@dataclasses.dataclass(frozen=True)
+class OwnAdam(SGD):
+    """A rule with a second moment that is none of the library's."""
+
+    has_variance = True
+
+
+@pytest.mark.parametrize("rule", [SGD(lr=0.1), OwnAdam(lr=0.1), Adam(lr=0.1)])
+def test_a_rule_says_whether_it_has_a_second_moment(rule):
+    """In NumPy, too, no error of gradients in few bits is kept then."""
+
+    def worker(collectives):
+        weights = {"w": np.zeros(5000, np.float32)}
+        return NumpyOptimizer(weights, rule, collectives=collectives, recipe=Recipe(warmup="three_bit")).coded
+
+    (coded,) = simulation.run(worker, 1)
+    assert coded._rule.divides is type(rule).has_variance is (type(rule) is not SGD)
+    with pytest.raises(ConfigurationError, match="has_variance"):
+        Wraps("torch.optim.Own", type(rule), momentum="m", variance="v" if type(rule) is SGD else None)
