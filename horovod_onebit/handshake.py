@@ -61,6 +61,9 @@ ADVICE = {
     "steps": "All workers must take the same steps, at the same learning rates: give them the same number of batches. "
     "After local steps that differed, continue from the last checkpoint",
     "gradients": "synchronize(), clipping and skip_synchronize() must be used alike on all workers",
+    "adapted": "What a layer has adapted to (its vocabulary, IDF weights or bin_boundaries) is no variable and is not "
+    "broadcast: call adapt() with the same data on all workers, or give all of them worker 0's, by set_vocabulary() or "
+    "Discretization(bin_boundaries=...)",
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
     "were broadcast, something changes the weights of one worker alone: nn.Embedding(max_norm=...), a seed, a branch, "

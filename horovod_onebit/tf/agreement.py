@@ -33,9 +33,14 @@ COUNTERS = {
 }
 
 
+def unnumbered(path: str) -> str:
+    """``path`` without the numbers that Keras gives by how many layers there were before in this process."""
+    return re.sub(r"_\d+(?=/|$)", "", path)
+
+
 def role(variable: Any) -> str:
-    """A variable's path without the numbers that Keras gives by how many layers there were before in this process."""
-    return re.sub(r"_\d+(?=/|$)", "", getattr(variable, "path", variable.name))
+    """A variable's path, ``unnumbered``."""
+    return unnumbered(getattr(variable, "path", variable.name))
 
 
 def _plain_name(variable: Any) -> str:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-import json
 import logging
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,11 +14,12 @@ import numpy as np
 import tensorflow as tf
 
 from horovod_onebit.checks import number, positive, whole
-from horovod_onebit.errors import ConfigurationError, DesyncError, UnsupportedError, workers
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.schedule import Local, ZeroOne
+from horovod_onebit.tf.agreement import unnumbered
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
-from horovod_onebit.tf.meeting import announce, gathered, told
+from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
 from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers
 from horovod_onebit.tf.replicas import check_replicas
@@ -100,8 +99,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             _check_swaps(self.model)
             adapted = _adapted(self.model)
         remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
-        announce(f"fit from epoch {epoch + 1}", remark=remark)
-        _check_adapted(adapted)
+        announce(f"fit from epoch {epoch + 1}", remark=remark, adapted=adapted)
         _warn_of_plain(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
@@ -130,7 +128,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
 
 
 def _adapted(model: Any) -> dict[str, str]:
-    """A digest, by layer of ``model``, of what layers have adapted and keep in no variable."""
+    """Facts that workers compare: a digest, by layer of ``model``, of what it has adapted and keeps in no variable."""
     layers = list(model._flatten_layers())
     within = {id(getattr(layer, "_lookup_layer", None)) for layer in layers}  # those of TextVectorization
     found: dict[str, str] = {}
@@ -142,24 +140,9 @@ def _adapted(model: Any) -> dict[str, str]:
             value = np.asarray(layer.get_vocabulary()).tolist(), np.asarray(weights).tolist()
         else:
             continue
-        name = re.sub(r"_\d+$", "", layer.name)  # the number is that of layers made before in this process
-        found[f"{index} {name}"] = hashlib.sha256(repr(value).encode()).hexdigest()
+        what = f"what the layer {unnumbered(layer.name)!r} has adapted to (number {index})"
+        found[what] = hashlib.sha256(repr(value).encode()).hexdigest()[:16]
     return found
-
-
-def _check_adapted(own: dict[str, str]) -> None:
-    """Raise ``DesyncError`` on all workers if layers have adapted to different data. Collective."""
-    found = [json.loads(row) for row in gathered(json.dumps(own).encode())]
-    for layer in dict.fromkeys(itertools.chain(*found)):
-        values = [one.get(layer) for one in found]
-        if others := [rank for rank, value in enumerate(values) if value != values[0]]:
-            name = layer.partition(" ")[2]
-            raise DesyncError(
-                f"what the layer {name!r} has adapted to (its vocabulary, IDF weights or bin_boundaries) differs "
-                f"between workers: that of {workers(others)} from that of worker 0. It is no variable and is not "
-                "broadcast: call adapt() with the same data on all workers, or give all of them worker 0's, by "
-                "set_vocabulary() or Discretization(bin_boundaries=...)"
-            )
 
 
 def _warn_of_plain(model: Any) -> None:

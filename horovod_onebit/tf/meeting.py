@@ -8,7 +8,7 @@ none waits for a collective that the others will never start.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -60,8 +60,7 @@ def meet(
             text = str(desync)
             if isinstance(desync, Mismatch):
                 own = facts() if error is None else handshake.said(FAILED, error_text(error))
-                rows = gathered(handshake.packed(own, collectives.size), collectives.process_set)
-                text = handshake.differences(text, rows)
+                text = handshake.differences(text, _gathered(handshake.packed(own, collectives.size), collectives))
             if error is None:
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
         if error is not None:
@@ -79,24 +78,33 @@ def meet(
     return host_value(hear, [gather(said)], tf.bool)
 
 
-def gathered(own: bytes, process_set: Any = hvd.global_process_set) -> list[bytes]:
+def _gathered(own: bytes, collectives: HorovodCollectives) -> list[bytes]:
     """The texts of all workers, which have no zeros in them, when all of them ask for them. Collective.
 
     It runs in a host function: an eager operation waits on Horovod's thread, and needs none of TensorFlow's.
     """
     with tf.device("/CPU:0"):
         text = tf.constant(np.frombuffer(own + b"\0", np.uint8))
+        process_set = collectives.process_set
         rows = hvd.allgather(text, name=f"{agreement_name(process_set.process_set_id)}.facts", process_set=process_set)
     return view(rows).tobytes().split(b"\0")[:-1]
 
 
-def announce(call: str, process_set: Any = hvd.global_process_set, setup: str = "", *, remark: str = "") -> Any:
-    """Make sure that all workers of ``process_set`` are about to do ``call``, with the same ``setup``. Collective.
+def announce(
+    call: str,
+    process_set: Any = hvd.global_process_set,
+    setup: str = "",
+    *,
+    remark: str = "",
+    **facts: Mapping[str, object],
+) -> Any:
+    """Make sure that all workers of ``process_set`` are about to do ``call``, with the same ``setup`` and ``facts``.
+    Collective.
 
     Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not, which has this
     worker's ``remark``, too; remarks may differ.
     """
-    return all_finite(True, _shared(process_set), call, setup, remark)
+    return all_finite(True, _shared(process_set), call, setup, remark, facts)
 
 
 def _shared(process_set: Any) -> HorovodCollectives:
@@ -110,13 +118,17 @@ def _collectives(process_set: Any, number: int, size: int) -> HorovodCollectives
     return HorovodCollectives(process_set)
 
 
-def all_finite(finite: Any, collectives: HorovodCollectives, call: str, setup: str, remark: str = "") -> Any:
+def all_finite(
+    finite: Any, collectives: HorovodCollectives, call: str, setup: str, remark: str = "", facts: Facts | None = None
+) -> Any:
     """Whether ``finite``, a scalar, is true on all workers. Collective; raises as ``announce``."""
+    more = facts or {}
+    compared = f"{setup} {handshake.packed(more).decode()}"
 
     def record(value: Any) -> Any:
-        return _record(collectives, call, setup, Finite.YES if bool(value) else Finite.NO)
+        return _record(collectives, call, compared, Finite.YES if bool(value) else Finite.NO)
 
-    return meet(collectives, record, [finite], call, lambda: handshake.said(call + remark, setup))
+    return meet(collectives, record, [finite], call, lambda: handshake.said(call + remark, setup, **more))
 
 
 @contextlib.contextmanager
