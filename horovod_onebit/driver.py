@@ -53,7 +53,7 @@ class Compresses(Prepares, Protocol):
         ...
 
     def agreed(self) -> Task[Verdict]:
-        """Whether all workers are about to do the same, or an error on all. Collective."""
+        """Compare what the workers are about to do: what all know of it, or an error on all. Collective."""
         ...
 
     def moved(self, sends: Sends) -> None:
@@ -90,7 +90,8 @@ class Together(Compresses, Protocol):
         ...
 
     def announce(self) -> Task[None]:
-        """Look at what there is to do, and tell the others. Collective if something has to be done before."""
+        """Look at what there is to do and start the agreement. Collective if parameters have to be brought together
+        first."""
         ...
 
     def average(self, verdict: Verdict) -> Task[bool]:
@@ -176,7 +177,7 @@ class Alone(Protocol):
         ...
 
     def details(self) -> list[str] | None:
-        """See ``Engine.prepare``."""
+        """By tensor, text that must agree between workers; None if there is none. See ``Engine.prepare``."""
         ...
 
     def learning_rates(self) -> Mapping[str, float]:
@@ -322,10 +323,12 @@ class Driver:
             moves = yield from engine.look(plan.rules)
             engine.release()
             finite = (yield from averaged) and verdict.finite
+            taken = yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)
         except BaseException:  # or the next step would send what is left of this one
+            # Others may have taken the step, if `receive` has failed: their step counts differ in the next agreement.
             engine.cancel()
             raise
-        if not (yield from engine.receive(gradients, plan, finite=finite, certain=verdict.certain)):
+        if not taken:
             return False
         face.moved(plan.sends)
         face.exact_step()
@@ -378,7 +381,7 @@ class Driver:
     def begin_round(self) -> Task[None]:
         """From the weights of now, which are the same on all workers. Collective."""
         face, rounds = self.face, self.rounds
-        yield from face.agree("step", self.said(begins=True))
+        yield from face.agree("step", self.round_facts(begins=True))
         try:
             large, small = face.bind()
             frozen = face.frozen_rules()
@@ -399,17 +402,20 @@ class Driver:
         face, rounds, usable = self.face, self.rounds, False
         yield from face.pull()
         try:
-            yield from face.agree(call, self.said(begins=False))
+            yield from face.agree(call, self.round_facts(begins=False))
         except Exception:
             rounds.cancel()
             raise
         try:
             usable = yield from exchange()
+        except BaseException:
+            self.engine.cancel()  # what was sent of an exchange that has not started as a whole
+            raise
         finally:
             face.push(together=not rounds.under_way, usable=usable)
         return usable
 
-    def said(self, *, begins: bool) -> dict[str, object]:
+    def round_facts(self, *, begins: bool) -> dict[str, object]:
         """What must be the same on all workers where a round begins, or ends. Local."""
         rounds, freezing = self.rounds, self.rounds.freezing
         what = "a round begins"

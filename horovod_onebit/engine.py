@@ -28,7 +28,7 @@ from horovod_onebit.errors import NonFiniteError, OnebitError, WireError, worker
 from horovod_onebit.exchange import Arrival, Collectives, Exchange, Gradient, Lane, Outgoing, Predict, Travel, choose
 from horovod_onebit.feedback import SERVER_PREFIX, ErrorFeedback, held_back
 from horovod_onebit.formulas import remainder
-from horovod_onebit.handshake import Finite, Mismatch, ask
+from horovod_onebit.handshake import Finite, ask
 from horovod_onebit.kernels import backend
 from horovod_onebit.kernels.reference import Array, Arrays
 from horovod_onebit.layout import Bucket, Layout, Piece, TensorSpec
@@ -114,8 +114,8 @@ class _Sent:
         """Whether it waits for nobody else: its message is on its way from a GPU."""
         return isinstance(self.waiting, Arrival)
 
-    def leave(self) -> None:
-        """Let what it waits for leave, if that is held."""
+    def start_held(self) -> None:
+        """Start the collective that it waits for, if that is held back."""
         if self.arrived is None:
             start(self.waiting)
 
@@ -399,12 +399,8 @@ class Engine:
             }
         progress: dict[str, object] = {"compressed steps": self.exchanges}
         facts = {"arguments": self.arguments(), "trained": tensors, "progress": progress}
-        name = f"{self.name}.handshake"
-        answers = yield from ask(self.collectives, name, facts=handshake.packed(facts).decode())
-        try:
-            answers.compare(handshake.HANDSHAKE)
-        except Mismatch as error:
-            raise (yield from handshake.named(error, facts, self.collectives, name)) from None
+        name, packed = f"{self.name}.handshake", handshake.packed(facts).decode()
+        yield from handshake.compare(self.collectives, name, handshake.HANDSHAKE, facts, facts=packed)
 
     def record(self, *, setup: str, options: str, edited: bool = False, **own: Any) -> NDArray[np.int32]:
         """What this worker tells the others before a call that needs them: see ``handshake.agreement``, also for
@@ -525,7 +521,7 @@ class Engine:
         ``finite`` False says that something all workers know alike (an exact mean, a worker's own word) is not finite;
         ``certain`` that all messages are. Returns whether the step was taken; if any worker had NaN or Inf, none takes
         it, momentum and weights stay as they were, and the error feedback comes back to rounding. Raises
-        ``NonFiniteError`` then if the recipe says so.
+        ``NonFiniteError`` then if the recipe says so. After an error, the caller cancels.
         """
         assert self.layout is not None
         if plan.leaves_early:
@@ -604,8 +600,9 @@ class Engine:
 
     def cancel(self, *, by_all: bool = False, restore: bool = True, averages: bool = False) -> None:
         """Take back what was sent and has not arrived: all workers do so together (``by_all``), or this one alone.
-        Without ``restore`` residuals stay as encoding has left them: they are replaced, or not wanted. ``averages``:
-        exact ones are under way, too, which the caller drops. Local."""
+        After the first, the next messages have other names on all workers; after the second, on this one, which the
+        next agreement finds. Without ``restore`` residuals stay as encoding has left them: they are replaced, or not
+        wanted. ``averages``: exact ones are under way, too, which the caller drops. Local."""
         self._generation.cancelled(by_all=by_all, under_way=self.under_way or averages)
         if restore:
             self.rollback()
@@ -629,7 +626,7 @@ class Engine:
     def leave(self, plan: Plan) -> None:
         """Wait until all that was encoded is here, and let it leave: before this worker waits for others, whose GPUs
         may wait for its messages. Local."""
-        self._leave(self._sent.values())
+        self._fetch(self._sent.values())
         if self.layout is not None:
             self._leave_in_turn(self.layout, plan.number)
 
@@ -652,7 +649,7 @@ class Engine:
                         elif arriving:
                             break  # one that was asked for later may be there by now, and would leave before it
 
-    def _leave(self, items: Iterable[_Sent]) -> None:
+    def _fetch(self, items: Iterable[_Sent]) -> None:
         """Wait until what ``items`` have written on a GPU is here, and let it leave. Local."""
         for item in items:
             while item.arriving:
@@ -695,7 +692,7 @@ class Engine:
             for item in items:
                 if item.stage == stage:
                     item.advance((yield item.waiting))
-                    item.leave()
+                    item.start_held()
         self._release(items)
         for item in items:
             if item.arrived is None:
@@ -710,9 +707,9 @@ class Engine:
         self._release([self._sent[index] for index in self._in_turn(self._sent)])
 
     def _release(self, items: Iterable[_Sent]) -> None:
-        self._leave(items)
+        self._fetch(items)
         for item in items:
-            item.leave()
+            item.start_held()
 
     def rollback(self) -> None:
         """Residuals are what they were before the step. Messages that have not arrived keep their names. Local."""
@@ -742,13 +739,7 @@ class Engine:
             del self._sent[item.bucket.index]  # not to be taken back any more
 
         start, decoded = time.perf_counter(), self.times.decode
-        try:
-            yield from self.travel(list(self._sent), land)
-        except BaseException:
-            # Other workers may already have taken this step: their step counts then differ, and the next agreement
-            # detects it.
-            self.cancel()
-            raise
+        yield from self.travel(list(self._sent), land)
         self.waited(start, decoded)
         self.exchanges += 1
         if finite and certain:

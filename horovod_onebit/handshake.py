@@ -211,10 +211,10 @@ def meet(collectives: Any, name: str, call: str, setup: str = "", **facts: Mappi
     try:
         read_agreement(total, collectives.size)
     except Mismatch as error:
-        raise (yield from named(error, said(call, setup, **facts), collectives, name)) from None
+        raise (yield from named(error, facts_of(call, setup, **facts), collectives, name)) from None
 
 
-def said(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
+def facts_of(call: str, setup: str = "", **facts: Mapping[str, object]) -> dict[str, Mapping[str, object]]:
     """The facts of a worker that is about to do ``call``, or that has found an error, ``setup``."""
     return {"call": {"what the workers do": f"{call} ({setup})" if setup else call}, **facts}
 
@@ -227,6 +227,16 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
     """
     rows = yield from gather(packed(facts, collectives.size), collectives, f"{name}.facts")
     return DesyncError(differences(str(found), rows))
+
+
+def compare(collectives: Any, name: str, meaning: Mapping[str, str], facts: Facts, /, **said: str) -> Task[None]:
+    """``ask``, and raise ``DesyncError`` on every worker if a field of ``meaning`` is not the same on all, with what of
+    this worker's ``facts`` differs. Collective."""
+    answers = yield from ask(collectives, name, **said)
+    try:
+        answers.compare(meaning)
+    except Mismatch as error:
+        raise (yield from named(error, facts, collectives, name)) from None
 
 
 def gather(own: bytes, collectives: Any, name: str) -> Task[list[bytes]]:

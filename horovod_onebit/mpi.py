@@ -5,8 +5,8 @@
     from horovod_onebit.mpi import MPICollectives
     optimizer = NumpyOptimizer(weights, Adam(lr=1e-3), collectives=MPICollectives(), warmup_steps=100)
 
-Install with ``pip install horovod-onebit[mpi]``. Without ``-m mpi4py``, a worker that ends with an error leaves the
-others waiting for ever. MPI pairs collectives by the order of calls and not by name, so all ranks must make the same
+Install with ``pip install '.[mpi]'`` in a clone. Without ``-m mpi4py``, a worker that ends with an error leaves the
+others waiting forever. MPI pairs collectives by the order of calls and not by name, so all ranks must make the same
 calls in the same order; the engine does.
 """
 

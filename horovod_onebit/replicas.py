@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from horovod_onebit.exchange import Collectives
-from horovod_onebit.handshake import REPLICAS, Mismatch, ask, named
+from horovod_onebit.handshake import REPLICAS, compare
 from horovod_onebit.tasks import Task
 
 
@@ -30,8 +30,5 @@ def check(checksums: Mapping[str, int], collectives: Collectives, name: str) -> 
     The names must be the same on all workers, in the same order. Raises ``DesyncError`` on every worker, which names
     what differs and on which workers.
     """
-    answers = yield from ask(collectives, name, replicas=str(list(checksums.values())))
-    try:
-        answers.compare({"replicas": REPLICAS})
-    except Mismatch as error:
-        raise (yield from named(error, {"replicas": checksums}, collectives, name)) from None
+    text = str(list(checksums.values()))
+    yield from compare(collectives, name, {"replicas": REPLICAS}, {"replicas": checksums}, replicas=text)

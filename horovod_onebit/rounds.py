@@ -214,7 +214,7 @@ class Rounds:
     def _arrive(self, *, stepped: bool = False) -> Task[bool]:
         """Wait for the exchange that is under way, if there is one, and take it over; ``stepped`` since it was sent.
         Collective; returns and raises as ``exchange``."""
-        engine, sent, self._under_way = self.engine, self._under_way, None
+        engine, sent = self.engine, self._under_way
         if sent is None:
             return True
         try:
@@ -229,12 +229,12 @@ class Rounds:
                 "to pass over such steps"
             ) from error
         except BaseException:
-            engine.rollback()
             self.fold()
             raise
         if not taken:
             self.fold()
             return False
+        self._under_way = None
         rules = self._rules[len(self.large) :]
         for rule, tensor, mean, share in zip(rules, self._common, means, self._shares(), strict=True):
             engine.context.kernels.move(*rule.motion(tensor, engine.context), tensor.arrays(mean))

@@ -103,8 +103,9 @@ class Stats:
         coded_parameters: elements whose gradients travel in few bits (0 once they travel as one bit).
         bytes_sent, bytes_received: gradients' bytes of this worker, in all.
         step_bytes_sent, step_bytes_received: of the last step.
-        ratio_to_fp32: bytes of a float32 ring allreduce divided by the bytes that the last step sent; 0 if that sent
-            something else (0/1 Adam's ``flush``).
+        ratio_to_fp32: bytes of a float32 ring allreduce divided by the bytes that the last step sent; 1 if that sent
+            nothing, 0 if it sent something else (0/1 Adam's ``flush``). An allreduce by n workers counts as
+            2 (n - 1) / n times its data, an allgather as n - 1 times this worker's message.
         encode_seconds, exchange_seconds, decode_seconds: of the last step; exchange is time spent waiting.
         error_norm, momentum_norm: Euclidean norms of the error feedback and of the momentum, in the space that is
             compressed (in update space: of what it would add to the weights), over the compressed tensors.

@@ -82,7 +82,7 @@ class Stamp:
 class Message:
     """A buffer for one bucket's message, written in place by the kernels and reused every step.
 
-    With a ``twin`` (see ``kernels.cuda.Twin``) the kernels write on the device, and the message arrives later;
+    With a ``mirror`` (see ``kernels.cuda.HostMirror``) the kernels write on the device, and the message arrives later;
     ``stays`` says that it leaves from where the kernels write it, so that no more of it arrives here than the scales.
 
     Attributes:
@@ -94,16 +94,16 @@ class Message:
     """
 
     def __init__(
-        self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None, twin: Any = None, *, stays: bool = False
+        self, bucket: Bucket, buffer: NDArray[np.uint8] | None = None, mirror: Any = None, *, stays: bool = False
     ) -> None:
         self.bucket = bucket
-        self._twin = twin
-        self.on_device = twin is not None
+        self._mirror = mirror
+        self.on_device = mirror is not None
         self._stays = stays and self.on_device
         if buffer is None:
-            buffer = np.zeros(message_size(bucket), np.uint8) if twin is None else twin.host
+            buffer = np.zeros(message_size(bucket), np.uint8) if mirror is None else mirror.host
         self.buffer: NDArray[np.uint8] = buffer
-        self.row = buffer if twin is None else twin.row
+        self.row = buffer if mirror is None else mirror.row
         self.finite, self.arriving = True, False
 
     def written(self, stamp: Stamp) -> None:
@@ -111,29 +111,29 @@ class Message:
         if not self.on_device:
             self.seal(stamp)
         else:
-            self._twin.fetch(RECORDS, self.bucket, scales=self._stays)
+            self._mirror.fetch(RECORDS, self.bucket, scales=self._stays)
             self.arriving = True
 
     def arrived(self) -> bool:
         """Whether ``arrive`` would not block."""
-        return not self.arriving or self._twin.arrived()
+        return not self.arriving or self._mirror.arrived()
 
     def arrive(self, stamp: Stamp) -> None:
         """Wait until it is here, and seal it."""
-        self._twin.wait()
+        self._mirror.wait()
         self.arriving = False
         self.seal(stamp)
         if self._stays:
-            self._twin.send(RECORDS)
+            self._mirror.send(RECORDS)
 
     @property
     def outgoing(self) -> Any:
         """What is to be gathered: ``buffer``, or the bytes where the kernels wrote them."""
-        return self._twin.row if self._stays else self.buffer
+        return self._mirror.row if self._stays else self.buffer
 
     def seal(self, stamp: Stamp, *, finite: bool | None = None) -> NDArray[np.uint8]:
         """Write the header; the message is then ready to be sent. ``finite`` is found out unless it is given."""
-        scales = self._twin.scales if self._stays else scales_of(self.buffer[None], self.bucket)[0]
+        scales = self._mirror.scales if self._stays else scales_of(self.buffer[None], self.bucket)[0]
         self.finite = bool(np.isfinite(scales).all()) if finite is None else finite
         covered = scales.view(np.uint8)[None] if self._stays else None
         seal_rows(self.buffer[None], self.bucket.blocks, self.bucket.index, stamp, self.finite, covered)
@@ -142,10 +142,11 @@ class Message:
 
 def messages(buckets: Sequence[Bucket], on_device: Sequence[bool], kernels: ModuleType, *, stay: bool) -> list[Message]:
     """A message for each bucket; of ``kernels``'s making for those whose tensors are on a device."""
-    twins = [
-        kernels.twin(message_size(b), b.blocks) if there else None for b, there in zip(buckets, on_device, strict=True)
-    ]
-    return [Message(bucket, twin=twin, stays=stay) for bucket, twin in zip(buckets, twins, strict=True)]
+    found = []
+    for bucket, there in zip(buckets, on_device, strict=True):
+        mirror = kernels.host_mirror(message_size(bucket), bucket.blocks) if there else None
+        found.append(Message(bucket, mirror=mirror, stays=stay))
+    return found
 
 
 def seal_rows(

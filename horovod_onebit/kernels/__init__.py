@@ -1,8 +1,8 @@
 """The loops over elements: functions of flat float32 arrays, which write in place.
 
 ``reference`` (NumPy) is the specification, ``cpu`` (Numba) is what runs, ``cuda`` (Numba CUDA) is for arrays in the
-memory of a GPU; the modules have the same functions with the same arguments, but for ``cuda.twin``, so a module is a
-backend.
+memory of a GPU; the modules have the same functions with the same arguments, but for ``cuda.host_mirror``, so a module
+is a backend.
 """
 
 from __future__ import annotations

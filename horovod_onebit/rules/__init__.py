@@ -13,7 +13,7 @@ that is all that the frameworks' packages need in order to wrap it.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property
 from importlib import import_module
@@ -26,7 +26,7 @@ from numpy.typing import NDArray
 
 from horovod_onebit import codecs
 from horovod_onebit.codecs import NO_GUARD, Codec
-from horovod_onebit.errors import ConfigurationError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.formulas import TINY, Formula, of_innovation, resting
 from horovod_onebit.kernels.reference import CHUNK, Array, Arrays, Bytes, Coding, num_blocks
 from horovod_onebit.recipe import Recipe
@@ -306,6 +306,14 @@ class Wraps:
                 f"{self.rule.__name__}.has_variance is {self.rule.has_variance}, and variance={self.variance!r}: "
                 "expected the key of the second moment where the rule divides by one, and None elsewhere"
             )
+
+    def check(self, kind: str, option: Callable[[str, Any], Any]) -> None:
+        """Raise ``UnsupportedError`` for an optimizer of class ``kind`` if an option has no 1-bit form; ``option``
+        gives one by its name, or else the default that it is given."""
+        for name, value in self.requires.items():
+            if (found := option(name, value)) != value:
+                instead = f"without {name}" if value is False else f"with {name}={value!r}"
+                raise UnsupportedError(f"{kind}({name}={found!r}) has no 1-bit form: build the optimizer {instead}")
 
     @property
     def module(self) -> str:

@@ -127,7 +127,9 @@ def exact(p: Exact, g: Number, m: Number, v: Number, w: Number, a: Number) -> An
 
 @dataclass(frozen=True)
 class Adam(Rule):
-    """Hyperparameters of one step; names and meanings are those of ``torch.optim.Adam`` and ``AdamW``.
+    """Hyperparameters of one step, as of ``torch.optim.AdamW`` (Kingma and Ba 2015; Loshchilov and Hutter 2019), whose
+    ``betas`` are ``beta1`` and ``beta2`` here. ``weight_decay`` is 0 by default; ``decoupled=False`` adds it to the
+    gradient, as ``torch.optim.Adam`` does. Raises ``ConfigurationError`` for a value out of range.
 
     ``grad_scale`` multiplies the gradient before anything else: -1 to maximize, n for a sum over n workers.
     """

@@ -2,9 +2,11 @@
 
 import horovod.tensorflow as hvd
 import horovod_onebit.tf as onebit
+import keras
 
+hvd.init()
 optimizer = onebit.DistributedOptimizer(keras.optimizers.AdamW(1e-3))
-model.compile(optimizer=optimizer, loss=...)
+model.compile(optimizer=optimizer, loss=..., jit_compile=False)
 model.fit(..., callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0)])
 """
 

@@ -225,7 +225,7 @@ class Agreement:
         progress |= {**now.local, "the number of compressed steps tried": compressor.engine.exchanges}
         hyperparameters = {"the learning rate": np.float32(now.rate), **self._options()}
         sums = {name: f"{value:08x}" for name, value in now.checksums.items()}
-        return handshake.said(
+        return handshake.facts_of(
             call,
             arguments=config | recipe,
             trained=trained,

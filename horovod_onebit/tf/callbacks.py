@@ -170,7 +170,9 @@ def _storage(variable: Any) -> Any:
 class MetricAverageCallback(keras.callbacks.Callback):
     """At the end of an epoch, replace each metric by its mean over the workers of ``process_set``, arrays element by
     element. Put it before the callbacks that read metrics: ``EarlyStopping`` and ``ReduceLROnPlateau`` before it are a
-    ``ConfigurationError``. ``device``, an argument of Horovod's, has no effect."""
+    ``ConfigurationError``. Means are computed in float64; numbers become floats, arrays float64 arrays of their shape.
+    Raises ``DesyncError`` on all workers if names or shapes differ. ``device``, an argument of Horovod's, has no
+    effect."""
 
     def __init__(self, device: str = "", process_set: Any = hvd.global_process_set) -> None:
         super().__init__()

@@ -13,6 +13,7 @@ __all__ = ["Collector", "Report", "gradients"]
 
 
 def gradients(grads: Sequence[Any], variables: Sequence[Any]) -> dict:
-    """What ``Collector.add`` takes, from the result ``grads`` of ``tape.gradient`` and its ``variables`` (eager)."""
+    """``"number.path"`` of a variable -> gradient, in its shape and dtype, for ``Collector.add``; variables without a
+    gradient are left out. ``grads`` is what ``tape.gradient`` has returned for ``variables``. Eager, local."""
     pairs = [(i, g, v) for i, (g, v) in enumerate(zip(grads, variables, strict=True)) if g is not None]
     return {f"{i}.{getattr(v, 'path', v.name)}": tf.convert_to_tensor(g).numpy() for i, g, v in pairs}

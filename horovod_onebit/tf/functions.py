@@ -30,7 +30,7 @@ def broadcast_variables(
     ``optimizer.variables``. It may be called inside of ``tf.function``. ``process_set`` are the workers that take part.
     States of random generators stay each worker's own, as in the callback: workers drop different units.
     Raises ``DesyncError`` on all workers if they do not call it together, with as many variables of the same shapes
-    and types.
+    and types; ``ConfigurationError`` for what is no variable, and for a ``root_rank`` that is not in the process set.
 
     ``model`` is needed if it has ``Normalization`` layers, which compute with constants that they make of their
     variables: they make them anew. Not within ``tf.function``; functions of one's own are to be traced afterwards.

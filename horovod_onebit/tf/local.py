@@ -305,9 +305,6 @@ class LocalSteps(Defaults, Compressor):
             yield from self.driver.end_round("step")
         except NonFiniteError as error:
             self._error = error
-        except BaseException:
-            self.engine.rollback()
-            raise
         finally:
             self._values = ()
             if not self.rounds.freezes:
@@ -316,7 +313,7 @@ class LocalSteps(Defaults, Compressor):
     def about_to(self, *, begins: bool) -> dict[str, object]:
         """Look for edits, and say what workers must have alike where a round begins, or ends. Eager."""
         self.edits = self._find_edits()
-        return self.driver.said(begins=begins) | {
+        return self.driver.round_facts(begins=begins) | {
             "whether somebody has set frozen second moments": bool(self.edits),
             "the step at which second moments were frozen": self.adapter.frozen(self.optimizer) or "none yet",
         }

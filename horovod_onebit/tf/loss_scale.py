@@ -14,7 +14,7 @@ import tensorflow as tf
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.tf.graph import host_call, in_order, outside, with_a_batch
 from horovod_onebit.tf.lineage import give, lineage_of
-from horovod_onebit.tf.meeting import all_finite
+from horovod_onebit.tf.meeting import agree
 
 
 def of_this_version(store: Any, variables: Sequence[Any]) -> Any:
@@ -119,7 +119,7 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
             engine.skipped += not bool(everywhere)
 
         with in_order():
-            everywhere = all_finite(finite, compressor.collectives, "loss scaling", engine.name)
+            everywhere = agree(finite, compressor.collectives, "loss scaling", engine.name)
             host_call(count, everywhere)
         return everywhere
 

@@ -59,7 +59,7 @@ def meet(
         except DesyncError as desync:
             text = str(desync)
             if isinstance(desync, Mismatch):
-                own = facts() if error is None else handshake.said(FAILED, error_text(error))
+                own = facts() if error is None else handshake.facts_of(FAILED, error_text(error))
                 text = handshake.differences(text, _gathered(handshake.packed(own, collectives.size), collectives))
             if error is None:
                 raise DesyncError(f"{text}. This worker was about to do this: {call}") from None
@@ -104,7 +104,7 @@ def announce(
     Returns true when that is known, in a graph a tensor. Raises ``DesyncError`` on all of them if not, which has this
     worker's ``remark``, too; remarks may differ.
     """
-    return all_finite(True, _shared(process_set), call, setup, remark, facts)
+    return agree(True, _shared(process_set), call, setup, remark, facts)
 
 
 def _shared(process_set: Any) -> HorovodCollectives:
@@ -118,7 +118,7 @@ def _collectives(process_set: Any, number: int, size: int) -> HorovodCollectives
     return HorovodCollectives(process_set)
 
 
-def all_finite(
+def agree(
     finite: Any, collectives: HorovodCollectives, call: str, setup: str, remark: str = "", facts: Facts | None = None
 ) -> Any:
     """Whether ``finite``, a scalar, is true on all workers. Collective; raises as ``announce``."""
@@ -128,7 +128,7 @@ def all_finite(
     def record(value: Any) -> Any:
         return _record(collectives, call, compared, Finite.YES if bool(value) else Finite.NO)
 
-    return meet(collectives, record, [finite], call, lambda: handshake.said(call + remark, setup, **more))
+    return meet(collectives, record, [finite], call, lambda: handshake.facts_of(call + remark, setup, **more))
 
 
 @contextlib.contextmanager

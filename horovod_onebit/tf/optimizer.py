@@ -83,7 +83,12 @@ class _DistributedOptimizer(_Wrapped):
 
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective.
+
+        Raises on all workers ``DesyncError`` if they disagree, ``NonFiniteError`` if the recipe says so; and
+        ``ConfigurationError`` or ``UnsupportedError`` for gradients that do not fit. Where TensorFlow runs the step in
+        a graph, as in ``fit``, it makes of them a ``tf.errors.OpError`` with their text.
+        """
         with told(self._wrapping.process_set):
             pairs = self._checked_pairs(grads, trainable_variables)
         with self._compressor.host_functions.keep(), with_a_batch():
@@ -232,8 +237,8 @@ class _DistributedOptimizer(_Wrapped):
         """A step of ``large`` by their average gradients, beside the averages ``small``, if they are ``finite``;
         returns what ``_compressed_step`` does. ``elements`` are averaged exactly in it."""
         w, variables = self._wrapping, [v for _, v in large]
-        means, all_finite = self._average(large)
-        finite = tf.logical_and(finite, all_finite)
+        means, also = self._average(large)
+        finite = tf.logical_and(finite, also)
         host_call(lambda: self._compressor.count_warmup(elements))
         factors = self._clip_factors([*means, *small])
         scaled = self._scaled(means, factors)
@@ -669,6 +674,14 @@ def DistributedOptimizer(
         optimizer: ``keras.optimizers.Adam``, ``AdamW``, ``SGD``, ``Lion`` or ``Lamb``, or a ``LossScaleOptimizer``
             around one; any with ``schedule=Gradients()``, ``schedule=Local(...)`` or ``recipe="exact"``. The result is
             an instance of its class.
+        compression: ``hvd.Compression.none`` or ``fp16``, of exact steps and small tensors.
+        sparse_as_dense: turn sparse gradients into dense ones; without it they are refused.
+        gradient_predivide_factor: divides gradients before the sum of an exact mean, which is multiplied by it; the
+            mean stays the same. Needs ``hvd.Average``.
+        op: ``hvd.Average`` or ``hvd.Sum``.
+        backward_passes_per_step: calls of ``apply`` whose gradients are added up before one exchange; their sum is
+            divided by their number if ``average_aggregated_gradients``.
+        process_set: the workers that train together; all by default.
         warmup_steps: steps before compression starts, which are the optimizer's own with the mean gradient, as
             ``Recipe.warmup`` says; a share of ``total_steps`` below 1; or ``"auto"``, the default, which starts
             compression when the learning rate no longer rises and the second moment is stable, but at most 210 steps

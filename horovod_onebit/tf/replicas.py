@@ -18,7 +18,8 @@ def check_replicas(optimizer: Any) -> None:
 
     ``optimizer`` is built, and what ``DistributedOptimizer`` returned. Variables that are not trained (moving averages
     of BatchNormalization, seeds) are each worker's own and are not compared; with ``schedule=Local(...)`` the
-    optimizer's state neither. With ``Local`` and 0/1 Adam, call ``optimizer.flush()`` before.
+    optimizer's state neither. With ``Local`` and 0/1 Adam, call ``optimizer.flush()`` before: a ``ConfigurationError``
+    on all workers says so, if there is something to flush.
     """
     check_ours(optimizer)
     if not optimizer._wrapping.process_set.included():

@@ -44,13 +44,7 @@ class Adapter:
 
     def check(self, optimizer: Any) -> None:
         """Refuse what the rule cannot do."""
-        for name, value in self.wraps.requires.items():
-            found = getattr(optimizer, name, value)
-            if found != value:
-                raise UnsupportedError(
-                    f"{type(optimizer).__name__}({name}={found!r}) has no 1-bit form: "
-                    + (f"leave {name} out" if value is False else f"expected {name}={value!r}")
-                )
+        self.wraps.check(type(optimizer).__name__, lambda name, default: getattr(optimizer, name, default))
 
     def init(self, tensor: Tensor) -> None:
         """Give ``tensor`` what the rule keeps besides the moments."""

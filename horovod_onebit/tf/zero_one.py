@@ -75,9 +75,6 @@ class ZeroOneSteps(Compressor):
             with suppress(_GivenUp):
                 taken = yield from self.driver.compressed()
             self._done = taken, factors
-        except BaseException:
-            engine.rollback()
-            raise
         finally:
             self._now = None
             optimizer._tried.assign(engine.exchanges)
@@ -133,7 +130,6 @@ class ZeroOneSteps(Compressor):
                 "the optimizer's state was changed after local steps, when workers' weights differ: call "
                 "optimizer.flush() on all workers before the change (or now, and continue)"
             )
-        engine.rollback()
         raise _GivenUp
 
     def moved(self, sends: Sends) -> None:

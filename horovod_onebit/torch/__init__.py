@@ -3,7 +3,10 @@
 import horovod.torch as hvd
 import horovod_onebit.torch as onebit
 
+hvd.init()  # in a job of torchrun: torch.distributed.init_process_group("gloo"), and no Horovod
 optimizer = onebit.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
+onebit.broadcast_parameters(model.state_dict(), root_rank=0)
+onebit.broadcast_optimizer_state(optimizer, root_rank=0)
 """
 
 from importlib import import_module

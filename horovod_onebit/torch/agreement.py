@@ -232,7 +232,7 @@ class Agreement:
             facts[kind] = {**facts.get(kind, {}), **found}
         facts["progress"] |= {"compressed steps": self._engine.exchanges, **self.gradients.progress()}
         averaged = {"what was done to the averaged gradients": gradients}
-        return handshake.said(call, **facts, gradients=averaged, replicas=replicas)
+        return handshake.facts_of(call, **facts, gradients=averaged, replicas=replicas)
 
     def meet(self, call: str, setup: str | None = None) -> Task[None]:
         """Make sure that all workers make this call now, for the same optimizer (or the same ``setup``). Collective."""

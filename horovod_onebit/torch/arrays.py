@@ -100,7 +100,7 @@ class Placement:
         self._cuda: Any = backend("cuda") if kernels == "cuda" else None
         if self._cuda is not None and (fault := self._cuda.fault()):
             raise ConfigurationError(f"kernels='cuda': {fault}. Use kernels='cpu'")
-        self._told = False
+        self._warned = False
         self._places: dict[torch.device, Place] = {}
         self._current = -1
         self.look()
@@ -130,9 +130,9 @@ class Placement:
         if self._kernels == "cpu" or not (p.is_cuda or simulated):
             return None
         if why := self._cannot(p):
-            if p.is_cuda and not self._told:
+            if p.is_cuda and not self._warned:
                 logger.warning("a parameter on %s is compressed in the host's memory, which is slow: %s", p.device, why)
-                self._told = True
+                self._warned = True
             return None
         if p.is_cuda:
             self._cuda.use_stream(lambda: torch.cuda.current_stream().cuda_stream)

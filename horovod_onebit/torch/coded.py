@@ -103,10 +103,10 @@ class Coded:
         """Take back what some workers have sent of this step; ``changed`` are parameters whose gradients have changed
         since, and the errors of these are lost. Collective."""
         yield from self._mean.recall([self._gradient(p) for p in self._averaged])
-        self.lose(changed)
+        self.reset_residuals(changed)
         self._early.over()
 
-    def lose(self, changed: Iterable[torch.Tensor]) -> None:
+    def reset_residuals(self, changed: Iterable[torch.Tensor]) -> None:
         """The errors of ``changed``, which cannot be restored, are zero."""
         self._mean.engine.feedback.reset([self._parameters.names[p] for p in changed])
 

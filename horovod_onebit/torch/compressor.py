@@ -33,7 +33,7 @@ from horovod_onebit.torch import averaging
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import gradient_of
-from horovod_onebit.torch.hooks import Gradients, Scaling, Where, all_finite, unscale
+from horovod_onebit.torch.hooks import Gradients, Scaling, Where, gradients_finite, unscale
 from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
@@ -62,7 +62,7 @@ class Steps(RunState):
         self._gave_residuals: int | None = None  # step count at which residuals were last loaded
         self._plain: Callable[[], Any] = lambda: None  # the optimizer that was wrapped, while somebody has it
         self._plains_groups = 0  # the id of its groups
-        self.told_by_scaler: dict[str, Any] = {}  # for the time of a step; see ``optimizer``
+        self.scaler_values: dict[str, Any] = {}  # for the time of a step; see ``optimizer``
 
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
@@ -232,7 +232,7 @@ class _Now:
         scaling: by a GradScaler.
         settled: whether gradients were synchronized before.
         finite: whether this worker's gradients are, as far as it is known.
-        said: what the others are told, and ``told`` whether they have been.
+        question: what the agreement compares; ``asked``: whether it was started.
         compresses: whether gradients are sent in one bit.
         exact: the parameters that are averaged.
     """
@@ -241,8 +241,8 @@ class _Now:
     scaling: Scaling = NO_SCALING
     settled: bool = False
     finite: bool = True
-    said: tuple[Any, ...] = ()
-    told: bool = False
+    question: tuple[Any, ...] = ()
+    asked: bool = False
     compresses: bool = False
     exact: list[torch.Tensor] = field(default_factory=list)
 
@@ -296,7 +296,7 @@ class Compressor(Steps):
     def adopt(self) -> None:
         """Take over progress that Horovod has broadcast."""
         if self.parameters.adopt():
-            self.gradients.cancel(by_all=False)
+            self.gradients.cancel(by_all=False, restore=False)  # momenta are others already
 
     def end_apart(self) -> Task[None]:
         """Of 0/1 Adam: parameters that were frozen, taken out of the groups, or whose state was edited, between two
@@ -337,9 +337,8 @@ class Compressor(Steps):
         self.gradients.send_late("synchronize() or clip_grad_norm_() is used, or a GradScaler")
         parameters.refresh()
         compressed = parameters.phase is Phase.COMPRESSED
-        finite = (
-            not compressed or self.engine.recipe.on_nonfinite == "raise" or all_finite(list(parameters.exact_steps))
-        )
+        looks = compressed and self.engine.recipe.on_nonfinite != "raise"
+        finite = not looks or gradients_finite(list(parameters.exact_steps))
         values = self.gradients.fingerprint() if settled and not compressed else str(settled)
         self.gradients.leave()
         self.agreement.start(call, Finite.UNKNOWN if finite else Finite.NO, {"hyperparameters": options}, values)
@@ -399,7 +398,7 @@ class Compressor(Steps):
         self.check_averaging()
         self.parameters.refresh()
         # Of gradients before a step that cannot be taken back.
-        checked = not self._stepwise or all_finite(list(self.parameters.exact_steps))
+        checked = not self._stepwise or gradients_finite(list(self.parameters.exact_steps))
         now.finite = checked and not now.scaling.overflowed
         if now.scaling.used:
             self.gradients.send_late("a GradScaler is used")
@@ -415,18 +414,18 @@ class Compressor(Steps):
             values = self.gradients.fingerprint()
         elif warm and not self.gradients.automatic:
             values = "not averaged"
-        now.said = {"hyperparameters": options}, values, self._compared()
+        now.question = {"hyperparameters": options}, values, self._compared()
         # When all is encoded, it is known whether all gradients are finite.
-        now.told = not self.parameters.prepared or warm or self._stepwise
-        if now.told:
+        now.asked = not self.parameters.prepared or warm or self._stepwise
+        if now.asked:
             self.gradients.leave()
             sent = self.gradients.sent_finite if warm else Finite.UNKNOWN
-            self.agreement.start("step", sent if now.finite else Finite.NO, *now.said)
+            self.agreement.start("step", sent if now.finite else Finite.NO, *now.question)
 
     def agreed(self) -> Task[Verdict]:
         now = self._now
-        if not now.told:
-            self.agreement.start("step", self.engine.sent_finite if now.finite else Finite.NO, *now.said)
+        if not now.asked:
+            self.agreement.start("step", self.engine.sent_finite if now.finite else Finite.NO, *now.question)
         verdict = yield from self.agreement.answer()
         self._compares = self.parameters.just_started = False  # or what was refused is compared again
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
@@ -438,7 +437,7 @@ class Compressor(Steps):
         exact = self._exact()
         if self._now.scaling.scale is not None:
             unscale(exact, self._now.scaling.scale)
-        return verdict.finite and all_finite(exact)  # of averages, so that all workers see the same
+        return verdict.finite and gradients_finite(exact)  # of averages, so that all workers see the same
 
     def _exact(self) -> list[torch.Tensor]:
         """What is averaged in this step."""
@@ -534,8 +533,6 @@ class Compressor(Steps):
 
     def load(self, own: Any, whole: Mapping[str, Any], *, keep_feedback: bool) -> None:
         """Take over the progress ``own`` of a state, ``whole``, which the wrapped optimizer has loaded."""
-        with torch.no_grad():
-            self.engine.cancel()  # or residuals that are kept would lack what was sent
         self.gradients.cancel(by_all=False)
         self.parameters.load(own, whole, keep_feedback=keep_feedback)
 

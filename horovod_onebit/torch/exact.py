@@ -118,7 +118,7 @@ class ByName:
         """``p`` was taken out of the optimizer. Local."""
         self._started.pop(p, None)
 
-    def rest(self) -> None:
+    def end(self) -> None:
         """There will be no means in the next steps. Local."""
 
     def allreduce(
@@ -209,7 +209,7 @@ class InOrder(ByName):
         if not self.begun:
             self._last, self._groups, self._of = [], [], {}
 
-    def rest(self) -> None:
+    def end(self) -> None:
         self._lane = self._arguments.transport.lane()  # nothing is open for the new one
 
 

@@ -107,7 +107,7 @@ class Watches:
         """A backward pass has added to the gradient of ``p``."""
         raise NotImplementedError
 
-    def lose(self, p: torch.Tensor) -> None:
+    def taken_over(self, p: torch.Tensor) -> None:
         """Another DistributedOptimizer was built over ``p``."""
         self._lost.add(p)
 
@@ -354,7 +354,7 @@ class Gradients(Watches):
             certain = certain and not again
             yield from coded.average(in_few_bits, arrive, certain=certain) if in_few_bits else arrive
             learning = [p for p in exact if coded.learns(p)]
-            if learning and all_finite(learning):
+            if learning and gradients_finite(learning):
                 coded.observe(learning)
         self.drop()
 
@@ -362,7 +362,7 @@ class Gradients(Watches):
         """Start the means of ``exact`` when this is waited for: after messages in few bits, on all workers. Whether
         they are finite when they have arrived, where somebody asks."""
         yield from self.means.start(exact)
-        return self.coded is None or all_finite(exact)
+        return self.coded is None or gradients_finite(exact)
 
     def _exact(self) -> list[torch.Tensor]:
         """What is averaged as it is."""
@@ -423,10 +423,10 @@ class Gradients(Watches):
         self._noticed = self._stream = None
         self._early.over()
 
-    def cancel(self, *, by_all: bool) -> None:
-        """What is under way is dropped: by all workers, which refuse the step that was begun and keep their gradients;
-        or by this one, which has loaded another state. Local."""
-        self._cancel(by_all=by_all, restore=by_all)
+    def cancel(self, *, by_all: bool, restore: bool = True) -> None:
+        """Drop what is under way: all workers do, which refuse the step that was begun and keep their gradients; or
+        this one alone, which has loaded another state. For ``restore`` see ``Engine.cancel``. Local."""
+        self._cancel(by_all=by_all, restore=restore)
         if by_all:  # of what was sent, those whose states were edited since have no residuals
             gone = [b.tensor.name for b in self._early.parts if b.p not in self._parameters.bindings]
             self._engine.feedback.reset(gone)
@@ -452,7 +452,7 @@ class Gradients(Watches):
         lost = self._overwritten()
         self._engine.feedback.reset([self._parameters.names[p] for p in lost])
         if self.coded is not None:
-            self.coded.lose(lost)
+            self.coded.reset_residuals(lost)
 
     def forget_world(self) -> None:
         """Horovod was restarted: nothing is under way."""
@@ -460,7 +460,7 @@ class Gradients(Watches):
 
     def end_averages(self, parameters: Iterable[torch.Tensor]) -> None:
         """The gradients of ``parameters`` are averaged no more."""
-        self.means.rest()
+        self.means.end()
         self._forget_coded(parameters)
 
     def _forget_coded(self, parameters: Iterable[torch.Tensor]) -> None:
@@ -516,7 +516,7 @@ def let_go(p: torch.Tensor, successor: Watches) -> None:
         if handle is not None:
             handle.remove()
         if before is not None and before is not successor:
-            before.lose(p)
+            before.taken_over(p)
 
 
 def _checksum(grad: torch.Tensor) -> tuple[int, bytes]:
@@ -539,7 +539,7 @@ def _coding(rule: Rule) -> dict[str, object]:
 
 
 @torch.no_grad()
-def all_finite(parameters: Sequence[torch.Tensor]) -> bool:
+def gradients_finite(parameters: Sequence[torch.Tensor]) -> bool:
     """Whether all gradients of ``parameters`` are finite."""
     grads = [p.grad for p in parameters if p.grad is not None]
     return exact.finite([g._values() if g.is_sparse else g for g in grads])

@@ -17,7 +17,7 @@ class LAMB(torch.optim.Optimizer):
 
     Args:
         params: as for any ``torch.optim`` optimizer.
-        lr, betas, eps: as in ``torch.optim.Adam``.
+        lr, betas, eps: as in ``torch.optim.Adam``; ``eps`` is 1e-6 by default (Adam: 1e-8).
         weight_decay: part of the update, so that it counts in its length.
         bias_correction: False leaves both moments uncorrected, as DeepSpeed does.
         min_coeff, max_coeff: bounds on the scaling coefficient ``|w| / |update|``.

@@ -33,7 +33,7 @@ from horovod_onebit.torch import plain
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import Binding, has_bytes
 from horovod_onebit.torch.compressor import Steps
-from horovod_onebit.torch.hooks import Scaling, Watches, Where, all_finite, densify, take, unscale
+from horovod_onebit.torch.hooks import Scaling, Watches, Where, densify, gradients_finite, take, unscale
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters, without_gradients
 from horovod_onebit.torch.plain import COMMON_STEPS, VARIANCE_BETA2, VARIANCE_STEPS
 from horovod_onebit.torch.private import add_to_all, untraced
@@ -522,7 +522,7 @@ class _Step:
         if self._closure is not None:
             with torch.enable_grad():
                 self.result = self._closure()
-        if not all_finite(self._trained):
+        if not gradients_finite(self._trained):
             raise _NotFinite
         return self.result
 
@@ -729,7 +729,7 @@ class LocalSteps(Steps):
         if not self.included or self.engine.layout is None:
             return
         if not self.pending:  # as all workers, or some have taken other steps
-            yield from self.agree("flush", self.driver.said(begins=False) | {"steps of this round": 0})
+            yield from self.agree("flush", self.driver.round_facts(begins=False) | {"steps of this round": 0})
         else:
             self.adopt()
             self.parameters.begin_again(self.parameters.edited())

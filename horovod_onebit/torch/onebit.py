@@ -38,7 +38,7 @@ def OnebitAdam(
 
     Args:
         params: as for any ``torch.optim`` optimizer.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; ``weight_decay`` is 0 by default (AdamW: 0.01).
         freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
@@ -75,7 +75,8 @@ def OnebitLamb(
 
     Args:
         params: as for any ``torch.optim`` optimizer.
-        lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta: as in ``LAMB``.
+        lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta: as in ``LAMB``; ``eps`` is
+            1e-8 by default (``LAMB``: 1e-6).
         freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         max_grad_norm, amsgrad: refused unless they are the defaults.
@@ -113,7 +114,7 @@ def ZeroOneAdam(
 
     Args:
         params: as for any ``torch.optim`` optimizer.
-        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``.
+        lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; ``weight_decay`` is 0 by default (AdamW: 0.01).
         var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper: as in ``ZeroOne``.
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.

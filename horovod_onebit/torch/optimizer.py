@@ -42,7 +42,7 @@ def _takes(function: Callable[..., Any], name: str) -> bool:
     return name in signature(function).parameters
 
 
-class _ToldByScaler:
+class _ScalerValue:
     """An attribute that ``GradScaler`` sets for the time of a step. It may set it on a proxy that imitates our class
     (those of Lightning and Fabric), and that has our attributes: it is kept where both look."""
 
@@ -50,16 +50,16 @@ class _ToldByScaler:
         self._name = name
 
     def __get__(self, optimizer: Any, owner: type) -> Any:
-        told = {} if optimizer is None else optimizer._compressor.told_by_scaler
-        if self._name not in told:
+        values = {} if optimizer is None else optimizer._compressor.scaler_values
+        if self._name not in values:
             raise AttributeError(self._name)
-        return told[self._name]
+        return values[self._name]
 
     def __set__(self, optimizer: Any, value: Any) -> None:
-        optimizer._compressor.told_by_scaler[self._name] = value
+        optimizer._compressor.scaler_values[self._name] = value
 
     def __delete__(self, optimizer: Any) -> None:
-        del optimizer._compressor.told_by_scaler[self._name]
+        del optimizer._compressor.scaler_values[self._name]
 
 
 class _DistributedOptimizer:
@@ -70,7 +70,7 @@ class _DistributedOptimizer:
     _compressor: Compressor
     _kind: Any  # the wrapped optimizer's class
     _within = False  # whether its own step is under way
-    grad_scale, found_inf = _ToldByScaler(), _ToldByScaler()
+    grad_scale, found_inf = _ScalerValue(), _ScalerValue()
 
     @property
     def _gradients(self) -> hooks.Gradients:
@@ -128,7 +128,8 @@ class _DistributedOptimizer:
 
         Call it between ``backward()`` and ``step()``. In warm-up the norm is that of the averaged gradient, as in
         ``synchronize(); torch.nn.utils.clip_grad_norm_(...)``; afterwards it is the root mean square over the workers
-        of the norms of their own gradients, which is not smaller. Returns the norm. Collective.
+        of the norms of their own gradients (times their number, with ``Sum``), which is not smaller. Returns the
+        Euclidean norm before clipping. Raises ``ConfigurationError`` unless ``max_norm`` is positive. Collective.
         """
         positive("max_norm", max_norm)
         if not self._participates:
@@ -157,7 +158,13 @@ class _DistributedOptimizer:
 
     @untraced
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective."""
+        """One optimizer step: the wrapped optimizer's own in the warm-up, then 1-bit. Collective.
+
+        Returns what ``closure`` does, or None. Raises on all workers ``DesyncError`` if they disagree,
+        ``NonFiniteError`` if the recipe says so, ``ConfigurationError`` if gradients were changed after they were sent;
+        ``WireError`` for a damaged message, ``TransportError`` over ``torch.distributed``. After the first three
+        nothing has changed; a step that was refused by the first or the third can be taken again.
+        """
         if self._within:
             return self._inherited_step(closure)
         if isinstance(self._parameters.adapter, AnyAdapter) and called_by(MAKE_STATE, __name__):
@@ -193,10 +200,10 @@ class _DistributedOptimizer:
         hidden here, so that the wrapped optimizer does not unscale a second time. After an error GradScaler would
         leave them, and multiply by them in the next step: they are put back only after a step without one."""
         compressor = self._compressor
-        told, compressor.told_by_scaler = compressor.told_by_scaler, {}
-        scale = told.get("grad_scale")
-        yield Scaling(bool(told), None if scale is None else float(scale), bool(told.get("found_inf", False)))
-        compressor.told_by_scaler = told
+        values, compressor.scaler_values = compressor.scaler_values, {}
+        scale = values.get("grad_scale")
+        yield Scaling(bool(values), None if scale is None else float(scale), bool(values.get("found_inf", False)))
+        compressor.scaler_values = values
 
     @torch.no_grad()
     def _init_state_by_a_step(self) -> None:
@@ -522,9 +529,13 @@ def DistributedOptimizer(
             elements whose gradient is always zero (the row of an embedding's ``padding_idx``, masked weights) and that
             must not move at all. A parameter group may say so as well: ``{"params": ..., "exact": True}``.
 
+    Over ``torch.distributed`` the call is collective: build the optimizer on all workers, in the same order. Over
+    Horovod it is local.
+
     Raises:
         UnsupportedError: an optimizer, an option or a parameter that has no 1-bit form.
         ConfigurationError: an invalid argument; a parameter with no name; duplicate names.
+        TransportError: over ``torch.distributed``, if another worker has ended, or does not answer.
     """
     _check_plain(optimizer)
     transport = choose(process_set, process_group, call="DistributedOptimizer")
@@ -534,7 +545,7 @@ def DistributedOptimizer(
         gradient_predivide_factor=gradient_predivide_factor, groups=groups_of(groups, num_groups, names),
         sparse_as_dense=sparse_as_dense, transport=transport,
     )  # fmt: skip
-    settled, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
+    resolved, schedule, warmup = chosen(recipe, schedule, warmup_steps, total_steps)
     adapter = _adapter_of(optimizer, schedule)
     patterns = patterns_of(exact)
     matching("exact", patterns, [*names.values(), *others.values()])
@@ -543,7 +554,7 @@ def DistributedOptimizer(
     _check_supported(optimizer, adapter, names, model)
     placement = Placement(kernels)
     options: dict[str, Any] = {
-        "name": next_name(transport.number, transport.ranks), "recipe": settled, "names": names,
+        "name": next_name(transport.number, transport.ranks), "recipe": resolved, "names": names,
         "exact": patterns or (), "schedule": None if isinstance(schedule, Gradients) else schedule,
         "placement": placement, "check_replicas_every": check_replicas_every,
     }  # fmt: skip

@@ -223,8 +223,7 @@ class Parameters:
     def in_order(self, counts: Mapping[torch.Tensor, int]) -> dict[torch.Tensor, int]:
         """``counts`` in the order of the groups, whichever parameter came first: gradients that travel together must
         be in one order on all workers."""
-        ordered = dict.fromkeys(p for p in self.ordered() if p in counts)
-        return {p: counts[p] for p in (*ordered, *(p for p in counts if p not in ordered))}
+        return {p: counts[p] for p in dict.fromkeys((*self.ordered(), *counts)) if p in counts}
 
     def _follow_model(self) -> None:
         """Before the first step, the model may be moved, or converted: so is the state, which was made before."""

@@ -58,13 +58,7 @@ class Adapter:
 
     def check(self, options: Mapping[str, Any]) -> None:
         """Refuse what the rule cannot do, of a parameter group's options or others."""
-        for name, value in self.wraps.requires.items():
-            found = options.get(name, value)
-            if found != value:
-                raise UnsupportedError(
-                    f"{self.wraps.names[0]}({name}={found!r}) has no 1-bit form: build the optimizer "
-                    + (f"without {name}" if value is False else f"with {name}={value!r}")
-                )
+        self.wraps.check(self.wraps.names[0], options.get)
 
     def init_state(self, group: ParamGroup, p: torch.Tensor, state: dict[str, Any]) -> bool | None:
         """Give ``p`` the state that its first step would make, so that all workers have the same, before and after.

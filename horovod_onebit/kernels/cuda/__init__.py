@@ -52,13 +52,13 @@ __all__ = [
     "encode",
     "fault",
     "host",
+    "host_mirror",
     "mean",
     "move",
     "recode",
     "restore",
     "sums",
     "synchronize",
-    "twin",
     "use_stream",
     "widen",
     "write",
@@ -312,8 +312,9 @@ def _there(place: Buffer) -> Any:
     return cuda.from_cuda_array_interface(place.__cuda_array_interface__, owner=place, sync=False)
 
 
-class Twin:
-    """A message that the kernels write on the device, and its twin in host memory: nobody waits for it until it leaves.
+class HostMirror:
+    """A message that the kernels write on the device, and its mirror in host memory: nobody waits for that until it
+    leaves.
 
     Attributes:
         row: on the device, (size,) uint8, for ``encode``.
@@ -395,9 +396,9 @@ def _pinned(size: int, kind: Any) -> Any:
     return array
 
 
-def twin(size: int, blocks: int) -> Twin:
+def host_mirror(size: int, blocks: int) -> HostMirror:
     """A message of ``size`` bytes for tensors on the device, which arrives some time after it was encoded."""
-    return Twin(size, blocks)
+    return HostMirror(size, blocks)
 
 
 @cache

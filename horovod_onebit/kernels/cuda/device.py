@@ -1,8 +1,8 @@
 """What the GPU kernels are made of: memory by address, arithmetic that rounds once per operation, sums over a warp.
 
 Addresses are whole numbers, so that a launch has few arguments and one table can describe many tensors. Under
-``NUMBA_ENABLE_CUDASIM=1`` every function here has a plain twin, and addresses are those of NumPy's arrays; nothing
-else of the kernels differs.
+``NUMBA_ENABLE_CUDASIM=1`` every function here has a plain counterpart, and addresses are those of NumPy's arrays;
+nothing else of the kernels differs.
 """
 
 from __future__ import annotations

@@ -132,7 +132,7 @@ def has_happened(event: Any) -> bool:
 
 
 class Staging:
-    """Bytes on the device and their twin on the host, pinned; they grow as needed. ``address`` is on the device."""
+    """Bytes on the device and their mirror on the host, pinned; they grow as needed. ``address`` is on the device."""
 
     def __init__(self) -> None:
         self.address = 0
