@@ -193,7 +193,7 @@ clean: ## remove .venv and everything that was made here; the cached Horovod whe
 $(BIN)/python:
 	@$(PYTHON) -c 'import sys; sys.exit(not (3, 11) <= sys.version_info < (3, 14))' || { \
 		echo "make: $(PYTHON) is $$($(PYTHON) --version 2>&1), expected Python 3.11, 3.12 or 3.13 (TensorFlow 2.21 has" \
-			"no others): make PYTHON=/path/to/python3.13" >&2; exit 1; }
+			"no others): make setup PYTHON=/path/to/python3.13" >&2; exit 1; }
 	$(PYTHON) -m venv $(VENV)
 
 $(VENV)/.packages-torchrun: requirements/build.txt requirements/constraints.txt requirements/torchrun.txt | $(BIN)/python

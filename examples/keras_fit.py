@@ -21,6 +21,7 @@ def main():
     hvd.init()
     if gpus := tf.config.list_physical_devices("GPU"):
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)  # leaves memory to the CUDA kernels
     x, y = make_data(8192)
     held_out, x, y = (x[:1024], y[:1024]), x[1024:], y[1024:]
     x, y = x[hvd.rank() :: hvd.size()], y[hvd.rank() :: hvd.size()]  # this worker's share

@@ -62,16 +62,16 @@ STUDIES: dict[str, Callable[[], str]] = {
 }
 HEAD = """# Studies
 
-These studies reproduce what "the paper" found (Tarasov and Ershov 2022, "1-bit Adam and 1-bit LAMB") and measure what
-removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have never had a
-gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the digits' first layers, weights of
-pixels that are always black are such elements. Newer are studies 17 to 21, in study 12 `vgg`, `vit`, `speech`,
-`language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12, 15, 16, 17 and 20; study
-19 ran on a GPU. These rows are older, or from another machine: in study 6 those of 16 workers, whose servers did not
-yet subtract the momentum that all workers know; in study 19 that in three bits, which had blocks of 1,024 elements and
-kept all errors; in study 10 those from `exact, other machine` on, compared with that row. If you have CIFAR-10, WMT-14
-or LibriSpeech, train the networks of study 16 on them: `python -m studies networks --data-dir DIR --steps 20000` (what
-DIR holds: `studies/own_data.py`).
+These studies reproduce what "the paper" found ([Tarasov and Ershov 2022](https://doi.org/10.18721/JCSTCS.15407)) and
+measure what removes the cause. Made by `python -m studies` on {machine}. They were run before elements that have
+never had a gradient [stayed where they are](gradients.md#elements-that-have-no-gradient); of the digits' first
+layers, weights of pixels that are always black are such elements. Newer are studies 17 to 21, in study 12 `vgg`,
+`vit`, `speech`, `language` and the other optimizers, LAMB in study 16, and all rows in few bits of studies 12, 15,
+16, 17 and 20; study 19 ran on a GPU. These rows are older, or from another machine: in study 6 those of 16 workers,
+whose servers did not yet subtract the momentum that all workers know; in study 19 that in three bits, which had
+blocks of 1,024 elements and kept all errors; in study 10 those from `exact, other machine` on, compared with that
+row. If you have CIFAR-10, WMT-14 or LibriSpeech, train the networks of study 16 on them: `python -m studies networks
+--data-dir DIR --steps 20000` (what DIR holds: `studies/own_data.py`).
 
 | name | meaning |
 |---|---|
