@@ -68,7 +68,8 @@ bytes a parameter. `diloco 16` is DiLoCo in float32 with rounds of 16 steps (Dou
 Nesterov's SGD outside with a learning rate of 0.7 and a momentum of 0.9), whose weights travel by Horovod's allreduce.
 Milliseconds and megabytes are those of one step, averaged over a round of local steps. `hidden` adds `delay=4`: the
 exchange runs during the next steps; when this was measured, all moments stayed each worker's own then, and now the
-second ones are common. Local steps with frozen moments can be faster than steps without communication: they are taken in our own kernel, and not in PyTorch's AdamW.
+second ones are common. Local steps with frozen moments can be faster than steps without communication: they are taken
+in our own kernel, and not in PyTorch's AdamW.
 
 {local_steps}
 

@@ -228,7 +228,7 @@ class Engine:
         self._bytes: list[tuple[int, int]] = []  # of each message: those that leave, and what float32 would need
         self._sent: dict[int, _Sent] = {}
         self._rules: list[Rule] = []
-        self._held: dict[int, rest.Held] | None = None  # before the step that is under way; None where nobody looks
+        self._held: dict[int, rest.Resting] | None = None  # before the step that is under way; None where nobody looks
         self.first_gradients: list[int] = []
         self._generation = Generation()
         self._turn: tuple[Any, deque[int]] = None, deque()  # of which step, and the buckets that have not left yet

@@ -48,14 +48,14 @@ def counts(p: Scalars, e: Number, _m: Number, v: Number, _w: Number, _a: Number)
 COUNTS = Use(counts, scalars(Scalars, zero=0.0))
 
 
-class Held(NamedTuple):
+class Resting(NamedTuple):
     """How many elements of a tensor rest, and of which of them, a bit each, its residual holds anything."""
 
     resting: int
     bits: Bytes
 
 
-def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
+def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Resting]:
     """Of those of ``tensors``, by number, in which elements rest. Local."""
     found, host = {}, context.kernels.host
     counted = sums([COUNTS] * len(tensors), [tensor.arrays(tensor.residual) for tensor in tensors.values()], context)
@@ -63,9 +63,9 @@ def held(tensors: Mapping[int, Tensor], context: Context) -> dict[int, Held]:
         resting, wanted = (0, 0) if both is None else map(int, both)
         if wanted:
             of_resting = host(tensor.residual)[~alive(host(tensor.variance))]
-            found[number] = Held(resting, np.packbits(of_resting != 0))
+            found[number] = Resting(resting, np.packbits(of_resting != 0))
         elif resting:
-            found[number] = Held(resting, np.zeros(-(-resting // 8), np.uint8))
+            found[number] = Resting(resting, np.zeros(-(-resting // 8), np.uint8))
     return found
 
 
@@ -76,7 +76,7 @@ Moves = dict[int, NDArray[np.intp]]
 
 
 def wanted(
-    own: Mapping[int, Held], tensors: Sequence[Tensor], context: Context, collectives: Collectives, name: str,
+    own: Mapping[int, Resting], tensors: Sequence[Tensor], context: Context, collectives: Collectives, name: str,
     traffic: Traffic, *, refuses: bool = False,
 ) -> Task[Moves]:  # fmt: skip
     """What residuals of any worker hold, if this one's hold ``own`` of ``tensors``. Collective.

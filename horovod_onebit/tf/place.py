@@ -31,7 +31,7 @@ _capsule_pointer = ctypes.pythonapi.PyCapsule_GetPointer
 _capsule_pointer.restype, _capsule_pointer.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
 
 
-class _Held:
+class _Pinned:
     """A tensor, and what keeps its memory where it is."""
 
     def __init__(self, tensor: Any) -> None:
@@ -94,7 +94,7 @@ class Place:
         """What an eager float32 ``tensor`` is to the kernels, flat, once TensorFlow has computed it."""
         there, here = (name.rpartition("/")[2] for name in (tensor.device, self.device))
         assert there == here, f"a tensor is on {there}, and the step is taken on {here}"
-        held = _Held(tensor)
+        held = _Pinned(tensor)
         return self._kernels.Buffer(held.address, math.prod(tensor.shape), owner=held)
 
     def zeros(self, size: int) -> Any:

@@ -185,7 +185,7 @@ def _plan(args: argparse.Namespace) -> Answer:
     return _plan_text(plan), plan.as_dict(), 0
 
 
-def _plan_text(plan: planner.Plan) -> str:
+def _plan_text(plan: planner.Prediction) -> str:
     job = plan.job
     head = ["exchange", "MB by a host", "transfer ms", "exposed ms", "step ms", "steps/s"]
     rows = [

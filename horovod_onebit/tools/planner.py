@@ -103,7 +103,7 @@ class Estimate:
 
 
 @dataclass(frozen=True)
-class Plan:
+class Prediction:
     """All estimates of a job, and the conclusion.
 
     Attributes:
@@ -203,7 +203,7 @@ WAYS = {"direct": "1-bit direct", "two_stage": "1-bit two-stage", "hierarchical"
 """By the names of the exchanges."""
 
 
-def plan(job: Job) -> Plan:
+def plan(job: Job) -> Prediction:
     """Estimate a step of ``job`` by every way of exchanging."""
     device = job.device
     estimates = _uncompressed(job, device)
@@ -212,7 +212,7 @@ def plan(job: Job) -> Plan:
     auto, unaware = costs.cheapest(ways, job.link, device), costs.cheapest(untold, job.recipe.link, device)
     estimates += [_compressed(job, name, way) for name, way in ways.items()]
     found = _compressed(job, unaware, untold[unaware])
-    return Plan(job, tuple(estimates), WAYS[auto], found, spare, _few_bits(job))
+    return Prediction(job, tuple(estimates), WAYS[auto], found, spare, _few_bits(job))
 
 
 def _ways(job: Job, recipe: Recipe, device: costs.Device) -> dict[str, Way]:

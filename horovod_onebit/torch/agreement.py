@@ -96,7 +96,7 @@ def meeting(call: str, transport: Transport) -> Iterator[None]:
 
 
 class Compared(Protocol):
-    """The gradients of one optimizer, as far as the workers' agreement is about them; see ``Gradients``.
+    """The gradients of one optimizer, as far as the workers' agreement is about them; see ``GradientHooks``.
 
     Attributes:
         recallable: what was begun may be dropped at any time, if all workers do so.

@@ -33,7 +33,7 @@ from horovod_onebit.torch import averaging
 from horovod_onebit.torch.agreement import Agreement
 from horovod_onebit.torch.arguments import Arguments
 from horovod_onebit.torch.arrays import gradient_of
-from horovod_onebit.torch.hooks import Gradients, Scaling, Where, gradients_finite, unscale
+from horovod_onebit.torch.hooks import GradientHooks, Scaling, Where, gradients_finite, unscale
 from horovod_onebit.torch.norms import sum_of_squares
 from horovod_onebit.torch.parameters import Parameters
 from horovod_onebit.torch.rules import AnyAdapter
@@ -253,7 +253,7 @@ class Compressor(Steps):
     ``options`` are those of ``Parameters``. Parameters are found by the first ``check_groups``.
     """
 
-    gradients: Gradients
+    gradients: GradientHooks
 
     def __init__(
         self,
@@ -268,7 +268,7 @@ class Compressor(Steps):
     ) -> None:
         super().__init__(arguments, name, recipe, check_replicas_every)
         parameters = Parameters(optimizer, engine=self.engine, sum_gradients=arguments.sums, **options)
-        self._concern(parameters, Gradients(parameters, self.engine, arguments, overlap=overlap))
+        self._concern(parameters, GradientHooks(parameters, self.engine, arguments, overlap=overlap))
         self._stepwise = self.parameters.schedule is not None
         self.driver = Driver(self.engine, self, parameters.warmup, parameters.schedule)
         self._now = _Now()

@@ -57,7 +57,7 @@ class _OptimizerHandler(StateHandler):
 
     def restore(self) -> None:
         self._drop_gradients()
-        self.value.load_state_dict(copy.deepcopy(self._state))  # which takes over tensors as they are
+        self.value.load_state_dict(self._state)
         self.value._compressor.load_residuals(self._residuals)
 
     def sync(self) -> None:

@@ -130,7 +130,7 @@ class Watches:
             )
 
 
-class Gradients(Watches):
+class GradientHooks(Watches):
     """Belongs to one ``DistributedOptimizer``.
 
     Attributes:

@@ -5,7 +5,7 @@ States are ``state_dict``s, whose tensors may be replaced by anything that has t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container, Mapping
 from itertools import chain, repeat
 from typing import Any
 
@@ -14,7 +14,9 @@ import torch
 from horovod_onebit.checkpoints import check_same
 from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.torch.arguments import COMPILED, UNNAMED
+from horovod_onebit.torch.arrays import has_bytes
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
+from horovod_onebit.torch.plain import entries_of
 from horovod_onebit.torch.progress import Progress
 from horovod_onebit.torch.rules import HYPERPARAMETERS
 
@@ -63,6 +65,19 @@ def check_optimizer(parameters: Parameters, saved: Mapping[str, Any], *, ordered
     for i, p, count in zip(ids, parameters.ordered(), counts, strict=False):
         started = p.requires_grad and count > 0
         _check_state(parameters, p, saved["state"].get(i, {}), started=started)
+
+
+def check_not_live(parameters: Parameters, saved: Mapping[str, Any], theirs: Container[int]) -> None:
+    """Raise ``ConfigurationError`` if tensors of ``saved``, whose ids are ``theirs``, are those of the optimizer, which
+    has taken steps since: its progress is that of before."""
+    own = saved["param_groups"][0].get(STATE_KEY) if saved["param_groups"] else None
+    taken = parameters.steps - (0 if own is None else Progress.of(own, len(parameters.ordered())).steps)
+    tensors = (v for entries in entries_of(parameters.optimizer.state) for v in entries.values() if has_bytes(v))
+    if own is not None and taken and any(id(value) in theirs for value in tensors):
+        raise ConfigurationError(
+            f"this state has the running optimizer's own tensors, which have changed in the {taken} steps since "
+            "state_dict() gave it: keep copy.deepcopy(optimizer.state_dict()), and load that"
+        )
 
 
 def _check_order(own: list[str], saved: list[str]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -26,7 +27,7 @@ from horovod_onebit.torch.arrays import Placement
 from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Scaling, Where
-from horovod_onebit.torch.loading import check_optimizer
+from horovod_onebit.torch.loading import check_not_live, check_optimizer
 from horovod_onebit.torch.local import LocalAdapter, LocalSteps
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import entries_of
@@ -73,7 +74,7 @@ class _DistributedOptimizer:
     grad_scale, found_inf = _ScalerValue(), _ScalerValue()
 
     @property
-    def _gradients(self) -> hooks.Gradients:
+    def _gradients(self) -> hooks.GradientHooks:
         return self._compressor.gradients
 
     @property
@@ -342,27 +343,42 @@ class _DistributedOptimizer:
         its own until they are frozen, or always. The error feedback is not in it: see ``feedback_state_dict``."""
         self._compressor.adopt()
         state = super().state_dict()  # type: ignore[misc]
+        if not {"state", "param_groups"} <= state.keys():
+            raise UnsupportedError(
+                f"{self._kind.__name__}.state_dict() has {sorted(state)}, and checkpoints and broadcasts need 'state' "
+                "and 'param_groups': save and load its state by the methods of the plain optimizer, on every worker"
+            )
         self._parameters.export(state)
         return state
 
     @outside_inference
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero."""
-        self._load(state_dict, keep_feedback=False, ordered=True)
+        """Load a state of this optimizer or of a plain one (which then warms up). Error feedback starts at zero.
 
-    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool, ordered: bool = False) -> None:
+        Unlike PyTorch's, it copies: ``state_dict`` stays as it is, and can be loaded again. Raises
+        ``ConfigurationError`` for a state of another optimizer or model, and for one whose tensors are those of this
+        optimizer, which has taken steps since.
+        """
+        self._load(state_dict, keep_feedback=False, given=True)
+
+    def _load(self, state_dict: dict[str, Any], *, keep_feedback: bool, given: bool = False) -> None:
+        """``given``: by the caller, who may have its parameters in another order, and keeps it."""
         if not {"state", "param_groups"} <= mapping("state_dict", state_dict, "state and param_groups").keys():
             raise ConfigurationError(f"state_dict has {sorted(state_dict)}: expected what optimizer.state_dict() gave")
-        check_optimizer(self._parameters, state_dict, ordered=ordered)
+        check_optimizer(self._parameters, state_dict, ordered=given)
+        theirs = {id(value) for entries in entries_of(state_dict["state"]) for value in entries.values()}
+        check_not_live(self._parameters, state_dict, theirs)
         loaded = self._parameters.digest(state_dict)
         # Trainers that move state between devices load what they have just saved.
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         inner = [(one, one.param_groups is groups, one.state is state) for one in within(self)]
         super().load_state_dict(state_dict)  # type: ignore[misc]
-        for entries in entries_of(self.state):  # those of a state that was copied in inference mode cannot be changed
-            copied = {k: v.clone() for k, v in entries.items() if isinstance(v, torch.Tensor) and v.is_inference()}
-            entries.update(copied)
+        for entries in entries_of(self.state) if given else ():
+            # PyTorch takes tensors over: steps would change the caller's, and could not change those of inference mode.
+            tensors = [k for k, v in entries.items() if id(v) in theirs and isinstance(v, torch.Tensor)]
+            entries.update({k: entries[k].clone() for k in tensors})
+            entries.update({k: copy.deepcopy(v) for k, v in entries.items() if isinstance(v, (list, tuple, dict))})
         # In place: schedulers that were made before wrapping hold the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):
             if "exact" in old:

@@ -56,6 +56,51 @@ def test_a_resumed_run_continues_bit_for_bit(kind, arguments, at, recipe, tmp_pa
     assert torch.equal(weights(model), weights(again))
 
 
+SCHEDULES = onebit.ZeroOne(var_freeze_step=4), onebit.Local(2, freeze=4)
+STATES = [
+    *OPTIMIZERS[1:4],
+    OPTIMIZERS[6],
+    *((torch.optim.AdamW, {"warmup_steps": None, "wrapping": {"schedule": one}}) for one in SCHEDULES),
+]
+
+
+@repeatable_sums_only
+@pytest.mark.parametrize(("kind", "arguments"), STATES)
+@pytest.mark.parametrize("at", [0, 3, 12])
+def test_a_state_that_is_kept_can_be_loaded_several_times(kind, arguments, at):
+    """As trials of a search begin anew, and runs go back to their best state."""
+    model = Net()
+    optimizer = wrap(model, kind, **arguments)
+    train(model, optimizer, at)
+    optimizer.flush()
+    kept = copy.deepcopy(model.state_dict()), copy.deepcopy(optimizer.state_dict())
+    before, ends = copy.deepcopy(kept[1]), []
+    for _ in range(3):
+        model.load_state_dict(kept[0])
+        optimizer.load_state_dict(kept[1])
+        train(model, optimizer, 12, start=at)
+        optimizer.flush()
+        ends.append(weights(model))
+    assert torch.equal(ends[0], ends[1])
+    assert torch.equal(ends[0], ends[2])
+    torch.testing.assert_close(kept[1], before, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("steps", [0, 12])
+def test_a_state_that_is_still_the_running_optimizers_own_is_refused(steps):
+    model = Net()
+    optimizer = wrap(model)
+    train(model, optimizer, steps)
+    state = optimizer.state_dict()
+    optimizer.load_state_dict(state)  # at once, as trainers do that move it to another device
+    state = optimizer.state_dict()
+    train(model, optimizer, 2, start=steps)
+    with pytest.raises(ConfigurationError, match=r"changed in the 2 steps.*copy\.deepcopy"):
+        optimizer.load_state_dict(state)
+    train(model, optimizer, 2, start=steps + 2)
+    assert_replicas_equal(model)
+
+
 def test_residuals_that_were_loaded_before_the_state_is_broadcast_are_kept():
     model = Net()
     optimizer = wrap(model, warmup_steps=5)

@@ -213,6 +213,37 @@ def test_functions_fit_a_screen():
     assert not found, f"more than {LINES} lines besides the docstring"
 
 
+BLOCKS = {
+    "tasks.py", "ahead.py", "mpi.py", "tools/link.py", "torch/distributed.py", "torch/functions.py",
+    "engine.py", "wire.py", "tf/compressor.py",
+}  # fmt: skip
+"""Where something is waited for outside of a task. The last three wait for this worker's own GPU alone, or for what is
+ready."""
+
+
+def test_only_tasks_wait_for_other_workers():
+    found = {
+        path.relative_to(PACKAGE).as_posix()
+        for _, path in modules()
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
+    }
+    assert found == BLOCKS
+
+
+def test_a_name_of_the_core_is_that_of_one_class():
+    """But of those that each file of a folder has: a rule's scalars, an exchange."""
+    found = {}
+    for _, path in modules():
+        name = path.relative_to(PACKAGE).as_posix()
+        if name.startswith(("torch/", "tf/", "rules/", "exchange/")):
+            continue
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, ast.ClassDef):
+                found.setdefault(node.name, []).append(name)
+    assert not {name: files for name, files in found.items() if len(files) > 1}
+
+
 def test_importing_the_library_brings_no_framework():
     code = (
         "import sys, horovod_onebit, horovod_onebit.optimizer, horovod_onebit.simulation\n"
