@@ -506,7 +506,7 @@ class Engine:
         """An exchange of ``tensors`` is taken: their residuals are what was lost of it. Local."""
         for rule, tensor in zip(rules, tensors, strict=True):
             if rates := rule.local_rates(tensor):
-                self.feedback.lose(tensor.name, rates)
+                self.feedback.lose(tensor.name, rates, self.share(rule, tensor))
 
     def send_rest(self, grads: Mapping[int, Array], plan: Plan) -> None:
         """Send what of ``plan`` was not sent before, if it may leave now."""

@@ -165,9 +165,9 @@ class ErrorFeedback:
         lost_of = self.rates.get(name, 0.0)
         return min(1.0, PACE * rates / lost_of) if lost_of > 0 else 1.0
 
-    def lose(self, name: str, rates: float) -> None:
+    def lose(self, name: str, rates: float, share: float) -> None:
         """A ``share`` of a residual was sent with moves of these ``rates``, and it is what was lost of them now."""
-        kept = self.rates[name] - LESS * rates if self.share(name, rates) < 1 else 0.0
+        kept = self.rates[name] - LESS * rates if share < 1 else 0.0
         self.rates[name] = max(rates, kept)
 
     def _write(self, residual: Any, values: Array) -> None:

@@ -162,7 +162,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         runpy.run_module(given.program, run_name="__main__", alter_sys=True)
     else:
         sys.path[0] = str(Path(given.program).resolve().parent)
-        runpy.run_path(given.program, run_name="__main__")
+        runpy.run_path(os.path.abspath(given.program), run_name="__main__")  # as Python's own ``__file__``
 
 
 if __name__ == "__main__":

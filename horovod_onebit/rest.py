@@ -2,11 +2,12 @@
 
 Their second moment is 0, the same on all workers, and while it is, compressed steps do not move them
 (``formulas.rests``): what a worker would send of them stays in its residual. After the steps of which ``looks`` is true
-the workers tell each other which of these elements some residual holds anything of, one bit each. Those get a
-second moment and move from then on: the least that there is, where a floor of what is divided by or a clip bounds their
-steps, else that of ``Rule.first_variance``. They are learned as fast as others (tests/unit/test_rest.py). Of a tensor
-in which all elements have rested, a face may begin the warm-up in place of that (``Engine.first_gradients``). An exact
-step among compressed ones, of 0/1 Adam, gives them one without being asked.
+the workers tell each other which of these elements some residual holds anything of, one bit each. Those get a second
+moment and move from then on, that of ``Rule.first_variance``: the least that there is, where a floor of what is divided
+by bounds their steps, or a clip does (with ``clip=None`` nothing does, for Adam and LAMB). They are learned as fast as
+others (tests/unit/test_rest.py). Of a tensor in which all elements have rested, a face may begin the warm-up in place
+of that (``Engine.first_gradients``). An exact step among compressed ones, of 0/1 Adam, gives them one without being
+asked.
 """
 
 from __future__ import annotations

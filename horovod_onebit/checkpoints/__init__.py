@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import os
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, TypeVar
@@ -125,7 +125,7 @@ def check_same(what: str, saved: Mapping[str, str], own: Mapping[str, str]) -> N
 def save(face: Face, folder: Any, extra: Any) -> None:
     """Save to ``folder``; raises ``CheckpointError`` on all workers if that fails on one. Collective."""
 
-    def begin() -> tuple[Path, str, int]:
+    def begin() -> tuple[Path, str, int, set[str]]:
         face.check_arguments()
         place = checks.folder(folder).absolute()
         face.check_saving()
@@ -133,13 +133,14 @@ def save(face: Face, folder: Any, extra: Any) -> None:
             archive.check(extra, "extra", face.converter)
         else:
             lock.release(place)  # it was worker 0 before other workers came
-        return place, os.urandom(8).hex(), face.steps()
+        return place, os.urandom(8).hex(), face.steps(), lock.keys(place)
 
     begun = _together(face, "save", "arguments", begin)
     place, key = begun[face.rank][0], begun[0][1]
-    _check_steps([steps for _, _, steps in begun])
+    _check_steps([steps for _, _, steps, _ in begun])
     face.flush()
-    _together(face, "save", "folder", lambda: _open(face, place))
+    job = set[str]().union(*(keys for *_, keys in begun))
+    _together(face, "save", "folder", lambda: _open(face, place, job))
     try:
         written = _together(face, "save", "files", lambda: _write(face, place, key, extra))
         digests = {name: digest for one in written for name, digest in one.items()}
@@ -161,10 +162,11 @@ def _check_steps(taken: Sequence[int]) -> None:
         )
 
 
-def _open(face: Face, place: Path) -> None:
+def _open(face: Face, place: Path, job: Collection[str]) -> None:
     place.mkdir(parents=True, exist_ok=True)
     if face.rank == 0:
-        lock.acquire(place, *face.owner())
+        if lock.acquire(place, *face.owner(), job):
+            logger.warning("%s had checkpoints of another run: they are in %s now", place, files.set_aside(place))
         files.sweep_leftovers(place)
 
 

@@ -6,6 +6,7 @@ A folder holds
     KEY.shared.npz         model, optimizer, and what else the caller keeps; written by worker 0
     KEY.worker-0003.npz    the error feedback of one worker
     previous/              the files of the checkpoint before
+    of-KEY/                the same of a run before, which this one has not loaded
     in-use                 locked by the job that saves here
 
 ``latest.json`` is written last and in one go: a run that dies while it saves leaves the checkpoint before.
@@ -129,11 +130,9 @@ def history(place: Path) -> list[Complete]:
     """
     path = place / LATEST
     try:
-        text = path.read_text()
+        found = json.loads(path.read_text())
     except FileNotFoundError:
         return []
-    try:
-        found = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is damaged: {error}") from None
     if isinstance(found, dict) and found.get("format") == 1:
@@ -228,6 +227,19 @@ def sweep(place: Path, key: str | None, previous: str | None) -> None:
                 elif match and match[2] == previous and folder is place:
                     older.mkdir(exist_ok=True)
                     path.replace(older / path.name)
+
+
+def set_aside(place: Path) -> Path:
+    """Move the checkpoints of ``place``, whose ``latest.json`` can be read, to a folder in it, from where they can be
+    loaded; returns that."""
+    found = history(place)
+    apart = place / f"of-{found[0].key}"
+    apart.mkdir(exist_ok=True)
+    for name in (name for one in found for name in one.files):
+        with contextlib.suppress(FileNotFoundError):  # moved before, by a job that was killed then; or lost
+            find(place, name).replace(apart / name)
+    (place / LATEST).replace(apart / LATEST)
+    return apart
 
 
 def last_key(place: Path) -> str | None:

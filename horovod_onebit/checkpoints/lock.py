@@ -2,7 +2,8 @@
 
 The system releases the lock however the process ends, so that a job which was killed is in nobody's way, and on file
 systems such as NFS it is seen by other hosts. Where a file system has no locks, or does not show them to other hosts,
-jobs still notice each other: none replaces a checkpoint that it neither saved nor loaded.
+jobs still notice each other: none replaces a checkpoint that it neither saved nor loaded. That of a run that has ended
+is set aside.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import os
 import socket
 import time
 import weakref
+from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -61,30 +63,40 @@ def good(place: Path) -> str | None:
     return _known(place).good
 
 
-def acquire(place: Path, owner: object, model: str) -> None:
+def keys(place: Path) -> set[str]:
+    """Of the checkpoints in ``place`` that this process knows to be its job's."""
+    known = _known(place)
+    return {key for key in (known.last, known.saving) if key is not None}
+
+
+def acquire(place: Path, owner: object, model: str, job: Collection[str] = ()) -> bool:
     """Make ``place`` this job's; raises ``RuntimeError`` if it is another's. Worker 0 calls it before each save.
+    Returns whether the checkpoints there are of another run, which has ended.
 
     Waits for a moment for a job that is about to end. ``owner`` is the optimizer, ``model`` says which parameters it
-    has: a second model of this job must not replace the checkpoints of the first.
+    has: a second model of this job must not replace the checkpoints of the first. ``job``: ``keys`` of its other
+    workers, who may have been there before this one.
     """
     known = _known(place)
     path = place / NAME
     before = known.owner() if known.owner else None
     if before not in (None, owner) and known.model != model and (place / files.LATEST).exists():
         raise RuntimeError(f"this job saves another model in {place}: give each model a folder of its own")
-    _acquire(known, place, path)
+    own = keys(place).union(job)
+    _acquire(known, place, path, own)
     known.owner, known.model = weakref.ref(owner), model
+    return not own and files.last_key(place) is not None
 
 
-def _acquire(known: _Folder, place: Path, path: Path) -> None:
+def _acquire(known: _Folder, place: Path, path: Path, own: Collection[str]) -> None:
     if known.lock is not None and _same_file(known.lock, path):
-        _check_last(known, place)
+        _check_last(own, place)
         return
     release(place)
     descriptor = _open(path)
     try:
         locked = _lock(descriptor, path)
-        _check_last(known, place)
+        _check_last(own, place)
     except BaseException:
         os.close(descriptor)
         raise
@@ -97,10 +109,11 @@ def _acquire(known: _Folder, place: Path, path: Path) -> None:
         os.pwrite(descriptor, text.encode(), 0)
 
 
-def _check_last(known: _Folder, place: Path) -> None:
-    """Raise if the last checkpoint of ``place`` is none that this job has saved, or found when it loaded."""
+def _check_last(own: Collection[str], place: Path) -> None:
+    """Raise if this job has checkpoints of its ``own``, saved or found when it loaded, and the last one of ``place`` is
+    none of them."""
     last = files.last_key(place)
-    if last is not None and known.last is not None and last not in (known.last, known.saving):
+    if last is not None and own and last not in own:
         raise RuntimeError(
             f"another job has saved a checkpoint in {place} since this one saved or loaded: its checkpoint is left as "
             "it is. Give each job a folder of its own"

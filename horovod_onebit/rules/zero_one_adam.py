@@ -10,9 +10,10 @@ what each step sends: ``ZeroOne`` for the paper's own, with its T_v and T_u.
     DISPLACEMENT, k in T_u the same, and then with all that was moved since the last one, A_i = w_i - w:
                            A = 1bit(A_i);  w <- w + A;  m <- -A D / (sum of lr)                           lines 7-9
 
-Ours differs in four points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
-paper has g and A_i D. The weights at the last exchange are kept, and not only the sum of moves, so that all workers
-come back to the same bits. Decoupled weight decay goes straight to w: it is not part of A.
+Ours differs in these points. In update space, what is compressed is g / D or A_i, clipped as in 1-bit Adam, where the
+paper has g and A_i D; residuals stay as they are where a MEAN step changes D. The weights at the last exchange are
+kept, and not only the sum of moves, so that all workers come back to the same bits. Decoupled weight decay goes
+straight to w: it is not part of A.
 
 Where learning rates fall, errors of earlier moves are larger than these are, and not all of them travel (line 7): they
 would make m too large (``feedback``). Without any learning rate since the last exchange, m is 0.

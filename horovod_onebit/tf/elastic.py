@@ -102,6 +102,7 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         with _lost_workers():
             self._sync()
+            ObjectState.save(self)  # or values of the last commit would come with weights of now
             super().sync()
             self._save()
 

@@ -122,9 +122,11 @@ class Report:
         """Read what ``save`` wrote. Raises ``ConfigurationError`` for anything else."""
         try:
             data = json.loads(Path(path).read_text())
-            return Report(data["steps"], tuple(Layer(**layer) for layer in data["layers"]))
+            found = Report(data["steps"], tuple(Layer(**layer) for layer in data["layers"]))
+            found.text()  # which needs numbers where they belong
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ConfigurationError(f"{path}: expected a report that Report.save wrote ({error})") from error
+        return found
 
 
 def verdict(blow_up: float) -> str:

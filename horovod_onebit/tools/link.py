@@ -102,7 +102,7 @@ def collectives() -> Collectives:
 
     Raises ``ConfigurationError`` where there is neither.
     """
-    if "TORCHELASTIC_RUN_ID" in os.environ:
+    if {"RANK", "WORLD_SIZE", "MASTER_ADDR"} <= os.environ.keys():  # of torchrun, or of what does its work
         dist = importlib.import_module("torch.distributed")
         dist.init_process_group("gloo")
         atexit.register(dist.destroy_process_group)

@@ -200,7 +200,7 @@ def read(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
     try:
         lines = [json.loads(line) for line in _uncut(Path(path).read_bytes()).splitlines() if line.strip()]
         return [line for line in lines if "step" in line and not line.get("final")]
-    except (OSError, ValueError, TypeError) as error:
+    except (OSError, ValueError, TypeError, AttributeError) as error:
         raise ConfigurationError(f"{path}: expected a file of JSON lines with steps ({error})") from error
 
 

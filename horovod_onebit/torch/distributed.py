@@ -325,6 +325,8 @@ def of(process_group: Any) -> Any:
                 f"process_group={group!r}: expected a DeviceMesh of one dimension, that of data parallelism; index it "
                 "by name, as mesh['dp']"
             )
+        if group.get_coordinate() is None:
+            return Outside()
         group = group.get_group()
     if not isinstance(group, dist.ProcessGroup):
         raise ConfigurationError(

@@ -26,6 +26,7 @@ from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
 import torch
+from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import run as _run  # by name: `horovod_onebit.install` replaces it in Horovod's module
@@ -101,6 +102,7 @@ class TorchState(hvd_elastic.TorchState):
     def sync(self) -> None:
         for optimizer in self._optimizers():
             optimizer._compressor.fold()
+        ObjectState.save(self)  # or values of the last commit would come with weights of now
         super().sync()
         for handler in self._handlers.values():  # all at once, and a new worker's, too: Horovod keeps its first weights
             handler.save()

@@ -353,7 +353,7 @@ class Parameters:
         state = self.optimizer.state[p]
         if VARIANCE_STEPS in state:
             self._take_back(group, p)
-        self.engine.feedback.reset([self.names[p]])
+        self.engine.feedback.discard(self.names[p])  # with it, what servers owe of it is not redistributed
         self.bindings.pop(p, None)
         self._marks.pop(p, None)
         self._begin_warmup(p)

@@ -199,6 +199,9 @@ def test_a_worker_that_is_lost_while_an_elastic_state_is_shared(exchange, call, 
     state.restore()
     state.sync()
     np.testing.assert_array_equal(weights(model), saved)
+    state.step = 9
+    state.sync()  # of check_host_updates(), say, without a commit
+    assert state.step == 9
     assert before.keys() == engine.feedback.state_dict().keys()
     for name, value in engine.feedback.state_dict().items():
         np.testing.assert_allclose(value, before[name], rtol=1e-5, atol=1e-7)

@@ -59,8 +59,11 @@ def test_a_process_group_or_a_mesh_is_what_trains(given):
     assert optimizer.stats().step == 5
 
 
-def test_a_worker_outside_of_the_process_group_takes_its_steps_alone():
-    group = dist.new_group([0])
+@pytest.mark.parametrize("given", ["group", "mesh"])
+def test_a_worker_outside_of_the_process_group_takes_its_steps_alone(given):
+    from torch.distributed.device_mesh import DeviceMesh
+
+    group = dist.new_group([0]) if given == "group" else DeviceMesh("cpu", [0])
     model = Net()
     optimizer = wrap(model, warmup_steps=2, wrapping={"process_group": group})
     train(model, optimizer, 4)

@@ -463,12 +463,15 @@ def test_what_elastic_workers_have_after_a_sync_is_what_they_go_back_to(schedule
     state.sync()
     assert_replicas_equal(model)
     train(model, optimizer, 8)
-    before = weights(model)
-    state.sync()
+    before, state.step = weights(model), 8
+    state.sync()  # of check_host_updates(), say, without a commit
+    assert state.step == 8
     assert torch.equal(weights(model), before)
     train(model, optimizer, 6, start=8)
     assert model.first.weight.grad is not None
+    state.step = 14
     state.restore()
+    assert state.step == 8
     assert torch.equal(weights(model), before)
     assert not any(p.grad.any() for p in model.parameters() if p.grad is not None)  # of a step that came to nothing
     assert optimizer.stats().step == 8

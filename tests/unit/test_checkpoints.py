@@ -133,6 +133,38 @@ def test_the_first_save_after_loading_replaces_no_checkpoint_of_another_job(tmp_
     lock.release(tmp_path)
 
 
+def test_a_worker_that_has_come_later_saves_for_its_job(tmp_path):
+    """Under elastic it may be worker 0 one day."""
+    save(tmp_path, KEYS[0])
+    assert not lock.acquire(tmp_path, Optimizer(), "", {KEYS[0]})
+    lock.release(tmp_path)
+    with pytest.raises(RuntimeError, match="another job has saved a checkpoint"):
+        lock.acquire(tmp_path, Optimizer(), "", {KEYS[1]})
+    assert lock.acquire(tmp_path, Optimizer(), "")  # nobody knows it
+    lock.release(tmp_path)
+
+
+@pytest.mark.parametrize("killed", [False, True])
+def test_checkpoints_of_another_run_are_set_aside(tmp_path, killed):
+    for key in KEYS[:2]:
+        save(tmp_path, key)
+    found, latest = files.history(tmp_path), (tmp_path / "latest.json").read_bytes()
+    apart = tmp_path / f"of-{KEYS[1]}"
+    if killed:  # the job that was about to do it
+        apart.mkdir()
+        (tmp_path / next(iter(found[0].files))).rename(apart / next(iter(found[0].files)))
+    assert files.set_aside(tmp_path) == apart
+    assert not files.history(tmp_path)
+    files.sweep_leftovers(tmp_path)
+    save(tmp_path, KEYS[2])
+    save(tmp_path, KEYS[3])
+    assert files.history(apart) == found
+    assert (apart / "latest.json").read_bytes() == latest
+    for one in found:
+        for name, digest in one.files.items():
+            files.check(files.find(apart, name), digest)
+
+
 def test_a_checkpoint_of_before_is_refused_and_left_as_it_is(tmp_path):
     save(tmp_path, KEYS[0])
     latest = tmp_path / "latest.json"

@@ -160,6 +160,14 @@ def test_wrong_questions_end_with_status_2(arguments, message, report_file, caps
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("line", ['"step"', '["step"]', "3", "null"])
+def test_lines_that_are_no_rows(line, tmp_path, capsys):
+    file = tmp_path / "run.jsonl"
+    file.write_text(f"{line}\n")
+    assert cli.main(["plot", str(file)]) == 2
+    assert "expected a file of JSON lines" in capsys.readouterr().err
+
+
 def test_lines_of_a_monitor(run_file):
     rows = read(run_file)
     assert [row["step"] for row in rows] == [10, 20, 30]

@@ -87,7 +87,9 @@ def test_a_saved_report_is_shown(tmp_path, capsys):
     assert "median |g|" in output
     assert "robust: fine" in output
     assert picture.exists()
-    for wrong in ("{}", "no json", '{"steps": 1, "layers": [{"name": "w"}]}'):
+    data = json.loads(file.read_text())
+    data["layers"][0]["blow_up"] = 3
+    for wrong in ("{}", "no json", '{"steps": 1, "layers": [{"name": "w"}]}', json.dumps(data)):
         file.write_text(wrong)
         assert main(["diagnose", str(file)]) == 2
         assert "expected a report" in capsys.readouterr().err

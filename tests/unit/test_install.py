@@ -32,6 +32,12 @@ def test_names_and_arguments(program, tmp_path):
     assert done.stdout == "horovod_onebit.torch.optimizer ['--epochs', '3', '-m']\n", done.stderr
 
 
+def test_a_program_finds_its_own_file_from_another_folder(tmp_path):
+    (tmp_path / "train.py").write_text("import os; os.chdir('/'); print(open(__file__).read()[:9])")
+    done = run("train.py", cwd=tmp_path)
+    assert done.stdout == "import os\n", done.stderr
+
+
 def test_a_program_that_fails_fails(tmp_path):
     (tmp_path / "train.py").write_text("raise SystemExit(7)")
     assert run("train.py", cwd=tmp_path).returncode == 7

@@ -12,7 +12,7 @@ import pytest
 
 from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, simulation
 from horovod_onebit.checkpoint import load_checkpoint, load_weights, save_checkpoint
-from horovod_onebit.checkpoints import files
+from horovod_onebit.checkpoints import files, lock
 from horovod_onebit.optimizer import NumpyOptimizer
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.lamb import LAMB
@@ -371,6 +371,31 @@ def broken(collectives, part):
             yield
     finally:
         collectives.allgather = allgather
+
+
+def test_a_run_that_has_not_loaded_keeps_the_checkpoints_of_the_one_before(tmp_path):
+    def first(collectives):
+        optimizer, weights = build(collectives, warmup_steps=5)
+        train(optimizer, weights, 0, 9)
+        save_checkpoint(tmp_path, optimizer)
+        return train(optimizer, weights, 9, 12)
+
+    def second(collectives):
+        optimizer, weights = build(collectives, warmup_steps=5)
+        for step in range(3):
+            train(optimizer, weights, step, step + 1)
+            save_checkpoint(tmp_path, optimizer)
+
+    def third(collectives):
+        optimizer, weights = build(collectives, warmup_steps=5)
+        load_checkpoint(next(tmp_path.glob("of-*")), optimizer)
+        return train(optimizer, weights, 9, 12)
+
+    expected = simulation.run(first, 2)
+    lock.release(tmp_path)
+    lock._folders.clear()  # as in another process
+    simulation.run(second, 2)
+    assert simulation.run(third, 2) == expected
 
 
 def test_a_step_that_has_failed_leaves_nothing_behind(tmp_path):

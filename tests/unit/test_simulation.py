@@ -1039,6 +1039,31 @@ def test_a_step_that_a_collective_has_ended_is_taken_back():
         assert (moved > 0).all()
 
 
+def test_an_exchange_of_local_steps_that_a_collective_has_ended_is_taken_back():
+    """What was sent of it is not part of the next one, to which all that was moved belongs."""
+
+    def worker(collectives):
+        weights = {"w": np.zeros(4096, f32), "b": np.zeros(4, f32)}
+        recipe = Recipe(bucket_size=2048, exchange="direct")
+        optimizer = NumpyOptimizer(weights, SGD(0.1), collectives=collectives, schedule=Local(2), recipe=recipe)
+
+        def step():
+            optimizer.step({"w": np.ones(4096, f32), "b": np.ones(4, f32)})
+
+        step()
+        with broken(collectives, ".bucket.1."):
+            step()
+        assert not optimizer.engine.under_way
+        assert not optimizer.engine.feedback.state_dict()["w"].any()
+        step()
+        step()
+        optimizer.flush()
+        return *weights["w"][[0, 4000]], weights["b"][0]
+
+    for ends in simulation.run(worker, 2):
+        np.testing.assert_allclose(ends, -0.4, atol=1e-3)
+
+
 def test_the_automatic_warm_up_of_numpy_waits_for_a_gradient():
     def worker(collectives):
         rng, weights = np.random.default_rng(collectives.rank), {"w": np.zeros(2048, f32), "b": np.zeros(4, f32)}
