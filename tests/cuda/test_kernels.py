@@ -363,27 +363,27 @@ def test_a_message_arrives_later(scales):
     (bucket,) = plan([TensorSpec("x", 300)], Recipe(block_size=64), 2).buckets
     expected, row = error.copy(), np.zeros(32 + bucket.bytes, np.uint8)
     reference.encode(adam.momentum, of_adam(), Arrays(grad, momentum), expected, row, 32, how)
-    twin = kernels.twin(-(-len(row) // 16) * 16, bucket.blocks)
+    mirror = kernels.host_mirror(-(-len(row) // 16) * 16, bucket.blocks)
     for _ in range(2):
         residual, given = put(error), Arrays(put(grad), put(momentum))  # which must outlive the batch
-        twin.host[:] = 90
+        mirror.host[:] = 90
         with kernels.batch():
-            kernels.encode(adam.momentum, of_adam(), given, residual, twin.row, 32, how)
-        twin.fetch(32, bucket, scales=scales)
-        assert not (SIMULATED and twin.arrived())  # a GPU may be done already, or not
-        twin.wait()
-        assert twin.arrived()
+            kernels.encode(adam.momentum, of_adam(), given, residual, mirror.row, 32, how)
+        mirror.fetch(32, bucket, scales=scales)
+        assert not (SIMULATED and mirror.arrived())  # a GPU may be done already, or not
+        mirror.wait()
+        assert mirror.arrived()
         if scales:
-            close(twin.scales, scales_of(row, 300, how, 32))
-            assert (twin.host == 90).all()
+            close(mirror.scales, scales_of(row, 300, how, 32))
+            assert (mirror.host == 90).all()
             continue
-        np.testing.assert_array_equal(*(without_scales(x, 300, how, 32) for x in (twin.host[: len(row)], row)))
-        close(*(scales_of(x, 300, how, 32) for x in (twin.host[: len(row)], row)))
-        assert not twin.host[:32].any()
+        np.testing.assert_array_equal(*(without_scales(x, 300, how, 32) for x in (mirror.host[: len(row)], row)))
+        close(*(scales_of(x, 300, how, 32) for x in (mirror.host[: len(row)], row)))
+        assert not mirror.host[:32].any()
         close(host(residual), expected)
-    twin.host[:32] = 7
-    twin.send(32)
-    device = np.asarray(twin.row) if SIMULATED else twin.array.copy_to_host()
+    mirror.host[:32] = 7
+    mirror.send(32)
+    device = np.asarray(mirror.row) if SIMULATED else mirror.array.copy_to_host()
     assert (device[:32] == 7).all()
     np.testing.assert_array_equal(*(without_scales(x[: len(row)], 300, how, 32)[32:] for x in (device, row)))
 

@@ -214,7 +214,7 @@ def test_functions_fit_a_screen():
 
 
 BLOCKS = {
-    "tasks.py", "ahead.py", "mpi.py", "tools/link.py", "torch/distributed.py", "torch/functions.py",
+    "tasks.py", "ahead.py", "mpi.py", "simulation.py", "tools/link.py", "torch/distributed.py", "torch/functions.py",
     "engine.py", "wire.py", "tf/compressor.py",
 }  # fmt: skip
 """Where something is waited for outside of a task. The last three wait for this worker's own GPU alone, or for what is
