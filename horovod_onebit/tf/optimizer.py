@@ -426,10 +426,13 @@ class _DistributedOptimizer(_Wrapped):
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
         if model is not None:
-            flush_all(model)
+            flush_all(model, but=self)
+        if not self.built:  # the model's other optimizers took all steps
+            return
         if process_set.included():
             self._average_weights()
-        super().finalize_variable_values(var_list)
+        # Keras gives the whole model's, and goes by their order.
+        super().finalize_variable_values(self._trainable_variables)
 
     @property
     def plain_variables(self) -> list[Any]:
@@ -630,14 +633,17 @@ def check_one(found: Mapping[str, Any]) -> None:
 
 
 def held_optimizers(model: Any) -> list[Any]:
-    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds: see ``optimizers_of``."""
-    return [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds, each one once: see
+    ``optimizers_of``."""
+    found = [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
-def flush_all(model: Any) -> None:
-    """``flush`` of each of ``held_optimizers``. Collective."""
+def flush_all(model: Any, but: Any = None) -> None:
+    """``flush`` of each of ``held_optimizers``, ``but`` one that was flushed. Collective."""
     for optimizer in held_optimizers(model):
-        optimizer.flush()
+        if optimizer is not but:
+            optimizer.flush()
 
 
 def DistributedOptimizer(

@@ -989,6 +989,119 @@ def test_each_fit_broadcasts(reused):
     assert np.abs(np.array(model.trainable_variables[0])).max() > 0.01
 
 
+def dense_part(units, width=None):
+    """A part of a model; without a ``width`` the first batch builds it."""
+    first = [] if width is None else [layers.Input((width,))]
+    return keras.Sequential([*first, layers.Dense(64, activation="relu"), layers.Dense(units)])
+
+
+class Wgan(keras.Model):
+    """As WGAN-GP of keras.io: the discriminator takes three steps to one of the generator, and nothing calls this model
+    itself."""
+
+    def __init__(self, generator, alone=False):
+        super().__init__()
+        self.discriminator, self.generator, self.alone = dense_part(1, 32), generator, alone
+
+    def compile(self, d_optimizer, g_optimizer, **others):
+        super().compile(**others)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def fake(self, x):
+        return self.generator(tf.random.normal([tf.shape(x)[0], 8]), training=True)
+
+    def discriminate(self, x):
+        with tf.GradientTape() as tape:
+            fake = tf.random.normal(tf.shape(x)) if self.alone else self.fake(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                real = self.discriminator(x, training=True)
+            slope = tf.norm(inner.gradient(real, x), axis=1)
+            loss = tf.reduce_mean(self.discriminator(fake)) - tf.reduce_mean(real) + tf.reduce_mean((slope - 1) ** 2)
+        variables = self.discriminator.trainable_variables
+        self.d_optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    def train_step(self, x):
+        for _ in range(3):
+            loss = self.discriminate(x)
+        if not self.alone:
+            with tf.GradientTape() as tape:
+                g_loss = -tf.reduce_mean(self.discriminator(self.fake(x)))
+            variables = self.generator.trainable_variables
+            self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, variables), variables, strict=True))
+        self.alone = False
+        return {"loss": loss}
+
+
+GANS = {
+    "one bit": {},
+    "local": {"schedule": onebit.Local(4, doubling=0, freeze=6)},
+    "a part without Input": {"width": None},
+    "the discriminator first": {"width": None, "alone": True, "run_eagerly": True},
+    "loss scaling": {"width": None, "scaled": True},
+    "compiled with a plain optimizer": {"width": None, "optimizer": "rmsprop"},
+    "compiled with none": {"width": None, "optimizer": None, "schedule": onebit.Local(4, doubling=0, freeze=6)},
+}
+
+
+@pytest.mark.parametrize("case", GANS)
+def test_whichever_optimizer_of_a_gan_steps_first_broadcasts(case):
+    options = {"schedule": None, "width": 8, "alone": False, "run_eagerly": False, "scaled": False} | GANS[case]
+    keras.utils.set_random_seed(RANK)
+    model = Wgan(dense_part(32, options["width"]), options["alone"])
+    schedule = options["schedule"]
+    how = {"warmup_steps": 3} if schedule is None else {"schedule": schedule}
+    plain = [keras.optimizers.Adam(1e-3) for _ in range(2)]
+    plain = [keras.optimizers.LossScaleOptimizer(one) for one in plain] if options["scaled"] else plain
+    both = [onebit.DistributedOptimizer(one, **how) for one in plain]
+    compiled = options.get("optimizer", both[1])
+    model.compile(*both, optimizer=compiled, run_eagerly=options["run_eagerly"], jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(np.concatenate([batch(step)[0] for step in range(5)])).batch(16)
+    broadcast = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, epochs=2, verbose=0, callbacks=[broadcast, onebit.callbacks.FlushCallback()])
+    assert_replicas_equal(model)
+    counts = [len(optimizer._trainable_variables) for optimizer in both]
+    assert counts == [len(part.trainable_variables) for part in (model.discriminator, model.generator)]
+    assert [int(optimizer.iterations) for optimizer in both] == [30, 9 if options["alone"] else 10]
+    assert all(optimizer._compressor.before_step is None for optimizer in both)
+    if schedule is None:
+        assert [optimizer.phase for optimizer in both] == [Phase.COMPRESSED] * 2
+    if compiled == "rmsprop":
+        assert not model.optimizer.built
+
+
+def test_the_moving_average_of_a_part_stays_in_that_part():
+    keras.utils.set_random_seed(RANK)
+    model = built(Adversary(), (None, 32))
+    own = wrap(keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5), warmup_steps=3)
+    model.compile(optimizer=own, jit_compile=False)
+    model.other = wrap(keras.optimizers.SGD(1e-2), warmup_steps=3)
+    seen = Weights()
+    model.fit(*batch(0), epochs=3, verbose=0, callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0), seen])
+    assert_replicas_equal(model)
+    size = weights(model.first).size
+    np.testing.assert_array_equal(weights(model)[:size], seen.of_epochs[-1][:size])
+    assert not np.array_equal(weights(model)[size:], seen.of_epochs[-1][size:])
+
+
+class Adversary(keras.Model):
+    """Two parts of one shape; the second one's optimizer is that which this is compiled with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = dense_part(10, 32), dense_part(10, 32)
+
+    def call(self, x):
+        return self.second(x)
+
+    def train_step(self, data):
+        for part, optimizer in ((self.first, self.other), (self.second, self.optimizer)):
+            grads, loss = gradients(part, *data)
+            optimizer.apply(grads, part.trainable_variables)
+        return {"loss": loss}
+
+
 class Rates(keras.callbacks.Callback):
     """The learning rate of each batch."""
 
