@@ -76,7 +76,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             return
         self.begun = True
         with told(hvd.global_process_set):
-            _check_swaps(self.model)
+            _check_local(self.model)
             adapted = _adapted(self.model)
         remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
         announce(f"fit from epoch {epoch + 1}", remark=remark, adapted=adapted)
@@ -239,15 +239,29 @@ def _check_order() -> None:
             )
 
 
-def _check_swaps(model: Any) -> None:
-    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` would put averages into ``model`` while local steps of its
-    optimizer are not exchanged; it swaps by additions, whose rounding would make the averages differ, too."""
-    wrapping = getattr(model.optimizer, "_wrapping", None)
-    if wrapping is None or not isinstance(wrapping.schedule, (Local, ZeroOne)):
+def _check_local(model: Any) -> None:
+    """Raise an error if ``model`` or this ``fit`` has what cannot work with local steps, and some optimizer takes such.
+
+    ``SwapEMAWeights`` would put averages into the model while they are not exchanged; it swaps by additions, whose
+    rounding would make the averages differ, too. ``SpectralNormalization`` sets its kernel by a vector that is not
+    trained, and is each worker's own after a step alone.
+    """
+    optimizers = [*held_optimizers(model), *getattr(model.optimizer, "optimizers", ())]
+    schedules = [one._wrapping.schedule for one in optimizers if hasattr(one, "_wrapping")]
+    schedule = next((one for one in schedules if isinstance(one, (Local, ZeroOne))), None)
+    if schedule is None:
         return
     before = itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ()))
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in before):
         raise ConfigurationError(SWAPPED)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise UnsupportedError(
+                f"the layer {layer.name!r}, a SpectralNormalization, sets its kernel in each forward pass by a vector "
+                "that no optimizer trains, and that is each worker's own after steps that each takes alone: with "
+                f"schedule={schedule} the weights would drift apart. Train without a schedule, or with Gradients(), or "
+                "leave the layer out"
+            )
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -622,6 +622,23 @@ def test_averages_are_not_exchanged_in_place_of_the_weights(swaps):
     fit(begin, flush, None)
 
 
+@pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE, None], ids=["local", "0/1 Adam", "none"])
+def test_spectral_normalization_is_refused_where_workers_step_alone(schedule):
+    keras.utils.set_random_seed(RANK)
+    first = keras.layers.SpectralNormalization(keras.layers.Dense(128, activation="relu"))
+    model = keras.Sequential([keras.layers.Input((32,)), first, keras.layers.Dense(10)])
+    how = {"warmup_steps": 3} if schedule is None else {"schedule": schedule}
+    model.compile(onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), **how), loss=LOSS, jit_compile=False)
+    begin = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    if schedule is not None:
+        with pytest.raises(UnsupportedError, match=r"a SpectralNormalization, .* or leave the layer out"):
+            model.fit(*batch(0), verbose=0, callbacks=[begin])
+        return
+    model.fit(*batch(0), epochs=6, verbose=0, callbacks=[begin])
+    assert int(model.optimizer._compressed_steps.value) == 3
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])
 def test_an_average_of_weights_follows_steps_that_were_set_back(schedule):
     model = build()
