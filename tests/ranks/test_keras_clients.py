@@ -886,6 +886,32 @@ def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     assert found.std() == pytest.approx(1, rel=0.05)
 
 
+def test_fit_is_traced_again_only_where_a_layer_has_adapted_to_other_data():
+    keras.utils.set_random_seed(RANK)
+    x = np.random.default_rng(0).normal(3.0, 2.0, (64, 32)).astype(np.float32)
+    norm = layers.Normalization()
+    norm.adapt(x)
+    model = keras.Sequential([layers.Input((32,)), norm, layers.Dense(64, activation="relu"), layers.Dense(10)])
+    model.compile(optimizer=wrap(adamw(), EXACT), loss=LOSS, jit_compile=False)
+
+    def fit_again():
+        before, made = model.train_function, len(model.optimizer._compressor.host_functions._works)
+        model.fit(*batch(0), verbose=0, callbacks=ours(), validation_data=batch(1))
+        return model.train_function is not before, len(model.optimizer._compressor.host_functions._works) > made
+
+    assert fit_again() == (True, True)
+    fit_again()
+    tested = model.test_function
+    assert fit_again() == (False, False)
+    assert model.test_function is tested
+    if RANK == 0:
+        norm.adapt(10 * x)
+    assert fit_again() == (True, True)
+    assert model.test_function is not tested
+    assert abs(np.array(norm(10 * x)).mean()) < 0.01
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("kind", ["TextVectorization", "TF-IDF", "IntegerLookup", "Discretization"])
 def test_layers_that_have_adapted_to_other_data_on_each_worker_are_an_error_on_all(kind):
     layer = {
