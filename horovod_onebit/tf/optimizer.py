@@ -115,10 +115,19 @@ class _DistributedOptimizer(_Wrapped):
                 "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
             )
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        keys = [self._var_key(v) for v in variables]
+        if len(set(keys)) < len(keys):
+            twice = next(v for v, key in zip(variables, keys, strict=True) if keys.count(key) > 1)
+            raise ConfigurationError(
+                f"{path_of(twice)!r} is given twice in one step, and would be moved twice: expected each variable "
+                "once. Of parts that share layers, as in variables = a.trainable_variables + b.trainable_variables, "
+                "take each one once, list({id(v): v for v in variables}.values()), before tape.gradient"
+            )
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
                 self.build(variables)
-        unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
+        both = zip(variables, keys, strict=True)
+        unknown = [v for v, key in both if key not in self._trainable_variables_indices]
         if unknown:
             raise ConfigurationError(
                 f"{path_of(unknown[0])!r} is unknown to this optimizer, which was built for "

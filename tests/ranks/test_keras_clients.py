@@ -10,6 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -1126,6 +1127,31 @@ class Adversary(keras.Model):
             grads, loss = gradients(part, *data)
             optimizer.apply(grads, part.trainable_variables)
         return {"loss": loss}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "one worker"])
+def test_a_variable_that_is_given_twice_is_an_error_in_the_first_step(how):
+    keras.utils.set_random_seed(0)
+    body, heads = dense_part(16, 32), [built(layers.Dense(10), (None, 16)) for _ in range(2)]
+    parts = [keras.Sequential([layers.Input((32,)), body, head]) for head in heads]
+    both = [v for part in parts for v in part.trainable_variables]
+    once = list({id(v): v for v in both}.values())
+    optimizer = wrap(adamw(), EXACT)
+
+    def step(variables):
+        x, y = batch(0)
+        with tf.GradientTape() as tape:
+            loss = sum(LOSS(y, part(x)) for part in parts)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    alike = how == "one worker" and not ALONE
+    error, text = (DesyncError, "an error") if alike else (ConfigurationError, r"kernel' is given twice in one step")
+    call = functools.partial(step, once if alike else both)
+    with pytest.raises(error, match=text):
+        (tf.function(call, autograph=False) if how == "graph" else call)()
+    for _ in range(EXACT + 2):
+        step(once)
+    assert optimizer.phase is Phase.COMPRESSED
 
 
 class Rates(keras.callbacks.Callback):
