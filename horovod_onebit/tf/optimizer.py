@@ -75,7 +75,7 @@ class _DistributedOptimizer(_Wrapped):
     _passes: Any
     _averaged: Any
     _wrapping: Wrapping
-    _checked: bool  # whether the callers of an eager step were
+    _checked: bool  # whether a step was taken or traced, whose callers were checked
     _compiled: bool  # whether the kernels of the host were
     _warned: bool
     _compressor: Compressor
@@ -429,6 +429,8 @@ class _DistributedOptimizer(_Wrapped):
         process_set = self._wrapping.process_set
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
+            with told(process_set):
+                self._check_trained()
             remark = STOPPED if model.stop_training else ""
             announce("the end of fit", process_set, self._compressor.of_round, remark=remark)
             self._agreement.fit_ended = True
@@ -442,6 +444,18 @@ class _DistributedOptimizer(_Wrapped):
             self._average_weights()
         # Keras gives the whole model's, and goes by their order.
         super().finalize_variable_values(self._trainable_variables)
+
+    def _check_trained(self) -> None:
+        """Raise ``ConfigurationError`` if ``fit`` has taken steps of the plain optimizer: Keras keeps the function that
+        it has traced when ``model.optimizer`` is set."""
+        steps = int(self.iterations) - int(self._begun)
+        if not self._checked and steps > int(self._exact_steps) + int(self._compressed_steps):
+            raise ConfigurationError(
+                "no step of this DistributedOptimizer was taken: fit has trained with the plain optimizer in it, each "
+                "worker alone, because Keras keeps the step that it traced before model.optimizer was set. Call "
+                "model.compile(optimizer=...) with the DistributedOptimizer, and begin again from the same weights on "
+                "all workers"
+            )
 
     @property
     def plain_variables(self) -> list[Any]:

@@ -1154,6 +1154,21 @@ def test_a_variable_that_is_given_twice_is_an_error_in_the_first_step(how):
     assert optimizer.phase is Phase.COMPRESSED
 
 
+def test_an_optimizer_that_was_set_after_the_step_was_traced_is_an_error_at_the_end_of_fit():
+    keras.utils.set_random_seed(0)
+    model = dense()
+    model.compile(optimizer=adamw(), loss=LOSS, jit_compile=False)
+    model.fit(*batch(0), verbose=0)
+    model.optimizer = wrap(model.optimizer, EXACT)
+    with pytest.raises(ConfigurationError, match=r"no step of this .* Call model\.compile\(optimizer=\.\.\.\)"):
+        model.fit(*batch(1), verbose=0)
+    model.compile(optimizer=model.optimizer, loss=LOSS, jit_compile=False)
+    for step in range(EXACT + 1):
+        model.fit(*batch(step), verbose=0, callbacks=ours())
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
+
+
 class Rates(keras.callbacks.Callback):
     """The learning rate of each batch."""
 
