@@ -174,6 +174,17 @@ def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpo
         elastic.KerasState(model, g_opt)
 
 
+def test_the_end_of_fit_flushes_once(monkeypatch):
+    model = build()
+    model.compile(optimizer=local(keras.optimizers.SGD(0.1), onebit.Local(every=8, doubling=0)), loss=LOSS)
+    compressor, calls = model.optimizer._compressor, []
+    flush = compressor.flush
+    monkeypatch.setattr(compressor, "flush", lambda: calls.append(flush()))
+    model.fit(*batch(0), epochs=2, verbose=0)
+    assert len(calls) == 1
+    assert_replicas_equal(model)
+
+
 class AsInTheGuide(keras.Model):
     """As in Keras's guides, ``compile`` has an optimizer for each part, and Keras knows none of them."""
 
