@@ -36,8 +36,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
     that it was compiled with, but for the states of random generators (dropout, augmentation), which stay each worker's
     own.
 
-    A model that is built by its first batch gets them once it is built, before that batch's step is taken. Each ``fit``
-    broadcasts, also with the same callback.
+    A model that is built by its first batch gets them once it is built, before that batch's step is taken. Of several
+    optimizers that the model holds (a GAN's), each one that is not built yet waits before its first step for what was
+    built since the broadcast before. Each ``fit`` broadcasts, also with the same callback.
 
     Vocabularies and ``bin_boundaries`` that layers have adapted are no variables: if they differ, all workers get a
     ``DesyncError``. Worker 0 warns of a plain optimizer, with which each worker would train alone.
@@ -52,8 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         self.root_rank = root_rank
         self.device = device
-        self.begun = False
-        self.done = False
+        self.on_train_begin()
         self._local: list[Any] = []
         if isinstance(local_variables, (keras.Variable, tf.Variable)):
             local_variables = [local_variables]
@@ -66,65 +66,81 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             raise ConfigurationError(f"local_variables has {type(var).__name__}: expected variables of the model")
         self._local.append(_storage(var))
 
-    def _broadcast(self) -> None:
-        optimizer, variables = self.model.optimizer, list(self.model.variables)
-        if optimizer is not None:
-            if not optimizer.built:
-                optimizer.build(self.model.trainable_variables)
-            variables += optimizer.variables
-        common = [v for v in variables if not any(_storage(v) is local for local in self._local)]
-        with tf.device(self.device):
-            broadcast_variables(common, self.root_rank)
-        if tf.executing_eagerly():
-            follow_variables(self.model)
-
-    def _broadcast_once(self) -> None:
-        """As a part of the step, which may be traced several times before it runs."""
-
-        def work() -> None:
-            self._broadcast()
-            self._pending.assign(False)
-
-        cond(tf.convert_to_tensor(self._pending), work)
-
     def on_train_begin(self, logs: Any = None) -> None:
-        self.done = False  # the callback may have served another fit
-        self.begun = False
+        self.begun = False  # the callback may have served another fit
+        self._waiting: list[tuple[Any, Any]] | None = None  # None before the first batch; see ``_defer``
+        self._sent: dict[int, set[int]] = {}  # by number of the broadcast, the variables that are in it
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         if self.begun:
             return
         self.begun = True
         with told(hvd.global_process_set):
-            _check_swaps(self.model)
+            _check_local(self.model)
             adapted = _adapted(self.model)
         remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
         announce(f"fit from epoch {epoch + 1}", remark=remark, adapted=adapted)
         _warn_of_plain(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self.done:
+        if self._waiting is not None:
             return
-        optimizer = self.model.optimizer
-        compressor = getattr(optimizer, "_compressor", None)
+        held, optimizer = held_optimizers(self.model), self.model.optimizer
         all_built = all(layer.built for layer in self.model._flatten_layers())
-        if compressor is None and not self.model.trainable_variables and not all_built:
-            raise ConfigurationError(
-                f"BroadcastGlobalVariablesCallback: this model has no variables yet, and its optimizer is a "
-                f"{type(optimizer).__name__}: build the model before fit, by model.build(shape) or a first call"
-            )
-        if compressor is not None and not optimizer.built and not all_built:
-            self._pending = tf.Variable(True, trainable=False)
-            compressor.before_step = self._broadcast_once
-        else:
-            self._broadcast()
-            self.done = True
+        if not (held or all_built or self.model.trainable_variables):
+            with told(hvd.global_process_set):
+                raise ConfigurationError(
+                    f"BroadcastGlobalVariablesCallback: this model has no variables yet, and its optimizer is a "
+                    f"{type(optimizer).__name__}: build the model before fit, by model.build(shape) or a first call"
+                )
+        unbuilt = [] if all_built else [one for one in held if not one.built]
+        for one in held:
+            one._compressor.before_step = None  # a fit that failed may have left one
+        self._waiting = [self._defer(number, one) for number, one in enumerate(unbuilt, 1)]
+        if not held or len(unbuilt) < len(held):
+            if optimizer is not None and not optimizer.built and len(held) < 2:  # one of several trains a part
+                optimizer.build(self.model.trainable_variables)
+            self._broadcast(0)
+
+    def _defer(self, number: int, optimizer: Any) -> tuple[Any, Any]:
+        """Let ``optimizer`` begin its first step with broadcast ``number``, which becomes a part of a graph that may be
+        traced several times before it runs. Returns it, and a variable that tells whether that is still to come."""
+        pending = tf.Variable(True, trainable=False)
+
+        def work() -> None:
+            self._broadcast(number)
+            pending.assign(False)
+
+        optimizer._compressor.before_step = lambda: cond(tf.convert_to_tensor(pending), work)
+        return optimizer, pending
+
+    def _broadcast(self, number: int) -> None:
+        """Broadcast the variables that there are by now and that no other broadcast of this ``fit`` has."""
+        optimizer = self.model.optimizer
+        variables = [*self.model.variables, *(() if optimizer is None else optimizer.variables)]
+        others = {one for other, sent in self._sent.items() if other != number for one in sent}
+        kept = [v for v in variables if not any(_storage(v) is local for local in self._local)]
+        common = [v for v in kept if id(v) not in others]
+        self._sent[number] = {id(v) for v in common}
+        if common:
+            with tf.device(self.device):
+                broadcast_variables(common, self.root_rank)
+        if tf.executing_eagerly():
+            follow_variables(self.model)
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if not self.done:
-            self.model.optimizer._compressor.before_step = None
-            self.done = True
+        before, self._waiting = self._waiting or [], []
+        for optimizer, pending in before:
+            if pending.numpy():
+                self._waiting.append((optimizer, pending))
+            else:
+                optimizer._compressor.before_step = None
+        if len(self._waiting) < len(before):
             follow_variables(self.model)
+
+    def on_train_end(self, logs: Any = None) -> None:
+        for optimizer, _ in self._waiting or ():
+            optimizer._compressor.before_step = None
 
 
 def _adapted(model: Any) -> dict[str, str]:
@@ -223,15 +239,29 @@ def _check_order() -> None:
             )
 
 
-def _check_swaps(model: Any) -> None:
-    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` would put averages into ``model`` while local steps of its
-    optimizer are not exchanged; it swaps by additions, whose rounding would make the averages differ, too."""
-    wrapping = getattr(model.optimizer, "_wrapping", None)
-    if wrapping is None or not isinstance(wrapping.schedule, (Local, ZeroOne)):
+def _check_local(model: Any) -> None:
+    """Raise an error if ``model`` or this ``fit`` has what cannot work with local steps, and some optimizer takes such.
+
+    ``SwapEMAWeights`` would put averages into the model while they are not exchanged; it swaps by additions, whose
+    rounding would make the averages differ, too. ``SpectralNormalization`` sets its kernel by a vector that is not
+    trained, and is each worker's own after a step alone.
+    """
+    optimizers = [*held_optimizers(model), *getattr(model.optimizer, "optimizers", ())]
+    schedules = [one._wrapping.schedule for one in optimizers if hasattr(one, "_wrapping")]
+    schedule = next((one for one in schedules if isinstance(one, (Local, ZeroOne))), None)
+    if schedule is None:
         return
     before = itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ()))
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in before):
         raise ConfigurationError(SWAPPED)
+    for layer in model._flatten_layers():
+        if isinstance(layer, keras.layers.SpectralNormalization):
+            raise UnsupportedError(
+                f"the layer {layer.name!r}, a SpectralNormalization, sets its kernel in each forward pass by a vector "
+                "that no optimizer trains, and that is each worker's own after steps that each takes alone: with "
+                f"schedule={schedule} the weights would drift apart. Train without a schedule, or with Gradients(), or "
+                "leave the layer out"
+            )
 
 
 class LearningRateScheduleCallback(keras.callbacks.Callback):

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterable
 from typing import Any
 
 import horovod.tensorflow as hvd
 import keras
+import numpy as np
 import tensorflow as tf
 
 from horovod_onebit import checks
@@ -83,12 +85,22 @@ def replicated(variables: Iterable[Any]) -> list[Any]:
     return [v for v in common if "seed" not in v.name or keras.backend.is_float_dtype(v.dtype)]
 
 
+_constants: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+"""By model, the constants of its layers when ``follow_variables`` was called last."""
+
+
 def follow_variables(model: Any) -> None:
     """The variables of ``model`` were assigned: layers that compute with constants that they make of theirs do it
-    anew, and so do the graphs of ``fit`` and others that were traced before. Local; not in a graph."""
-    found = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
+    anew, and so do the graphs of ``fit`` and others that were traced with other constants. Local; not in a graph."""
+    layers = [layer for layer in model._flatten_layers() if isinstance(layer, keras.layers.Normalization)]
+    found = [layer for layer in layers if layer.input_mean is None]  # or it has no variables
     for layer in found:
         layer.finalize_state()
+    # Not those of just before: adapt() makes constants, and leaves the graphs as they are.
+    before, now = _constants.get(model), [np.array([layer.mean, layer.variance]) for layer in found if layer.built]
+    _constants[model] = now
+    if before is not None and len(before) == len(now) and all(map(np.array_equal, before, now)):
+        return
     for name in ("train", "test", "predict") if found else ():
         if getattr(model, f"{name}_function", None) is not None:
             getattr(model, f"make_{name}_function")(force=True)

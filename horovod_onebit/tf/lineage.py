@@ -62,6 +62,7 @@ def take_over(optimizer: Any, wrapped: Any) -> None:
                 "exchanged yet: call flush() of that DistributedOptimizer on all workers, then wrap the plain one again"
             )
         last._compressor.settle()
+        last._compressor.options = last._compressor.options_now()
         last._compressor.moments.make_plain()
         attributes |= {name: last.__dict__[name] for name in lineage.built}
         known = {id(v) for v in variables}

@@ -175,10 +175,12 @@ class Moments:
             if only is not None and i not in only:
                 continue
             variance = self.variance(i)
-            if variance is not None and taken and seen[i] > 0 and seen[i] != taken:
-                if (beta2 := getattr(compressor.options, "beta_2", None)) is None:
-                    continue
-                factor = (1 - beta2**taken) / (1 - (self.beta2 or beta2) ** int(seen[i]))
+            beta2 = getattr(compressor.options, "beta_2", None)
+            if variance is None or beta2 is None or not taken or seen[i] <= 0:
+                continue
+            before = self.beta2 or beta2
+            if (int(seen[i]), before) != (taken, beta2):
+                factor = (1 - beta2**taken) / (1 - before ** int(seen[i]))
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
 
     def make_plain(self, edited: Collection[int] = ()) -> None:

@@ -75,7 +75,7 @@ class _DistributedOptimizer(_Wrapped):
     _passes: Any
     _averaged: Any
     _wrapping: Wrapping
-    _checked: bool  # whether the callers of an eager step were
+    _checked: bool  # whether a step was taken or traced, whose callers were checked
     _compiled: bool  # whether the kernels of the host were
     _warned: bool
     _compressor: Compressor
@@ -115,10 +115,19 @@ class _DistributedOptimizer(_Wrapped):
                 "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
             )
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
+        keys = [self._var_key(v) for v in variables]
+        if len(set(keys)) < len(keys):
+            twice = next(v for v, key in zip(variables, keys, strict=True) if keys.count(key) > 1)
+            raise ConfigurationError(
+                f"{path_of(twice)!r} is given twice in one step, and would be moved twice: expected each variable "
+                "once. Of parts that share layers, as in variables = a.trainable_variables + b.trainable_variables, "
+                "take each one once, list({id(v): v for v in variables}.values()), before tape.gradient"
+            )
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
                 self.build(variables)
-        unknown = [v for v in variables if self._var_key(v) not in self._trainable_variables_indices]
+        both = zip(variables, keys, strict=True)
+        unknown = [v for v, key in both if key not in self._trainable_variables_indices]
         if unknown:
             raise ConfigurationError(
                 f"{path_of(unknown[0])!r} is unknown to this optimizer, which was built for "
@@ -420,16 +429,33 @@ class _DistributedOptimizer(_Wrapped):
         process_set = self._wrapping.process_set
         model = next((caller for name, caller in keras_callers() if name == "fit"), None)
         if model is not None and process_set.included():
+            with told(process_set):
+                self._check_trained()
             remark = STOPPED if model.stop_training else ""
             announce("the end of fit", process_set, self._compressor.of_round, remark=remark)
             self._agreement.fit_ended = True
         if model is not None or self._averages_itself:  # callbacks, or Keras's average, may replace the weights
             self.flush()
         if model is not None:
-            flush_all(model)
+            flush_all(model, but=self)
+        if not self.built:  # the model's other optimizers took all steps
+            return
         if process_set.included():
             self._average_weights()
-        super().finalize_variable_values(var_list)
+        # Keras gives the whole model's, and goes by their order.
+        super().finalize_variable_values(self._trainable_variables)
+
+    def _check_trained(self) -> None:
+        """Raise ``ConfigurationError`` if ``fit`` has taken steps of the plain optimizer: Keras keeps the function that
+        it has traced when ``model.optimizer`` is set."""
+        steps = int(self.iterations) - int(self._begun)
+        if not self._checked and steps > int(self._exact_steps) + int(self._compressed_steps):
+            raise ConfigurationError(
+                "no step of this DistributedOptimizer was taken: fit has trained with the plain optimizer in it, each "
+                "worker alone, because Keras keeps the step that it traced before model.optimizer was set. Call "
+                "model.compile(optimizer=...) with the DistributedOptimizer, and begin again from the same weights on "
+                "all workers"
+            )
 
     @property
     def plain_variables(self) -> list[Any]:
@@ -630,14 +656,17 @@ def check_one(found: Mapping[str, Any]) -> None:
 
 
 def held_optimizers(model: Any) -> list[Any]:
-    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds: see ``optimizers_of``."""
-    return [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+    """Those that ``DistributedOptimizer`` returned and that ``model`` or a layer in it holds, each one once: see
+    ``optimizers_of``."""
+    found = [optimizer for layer in model._flatten_layers() for optimizer in optimizers_of(layer).values()]
+    return list({id(optimizer): optimizer for optimizer in found}.values())
 
 
-def flush_all(model: Any) -> None:
-    """``flush`` of each of ``held_optimizers``. Collective."""
+def flush_all(model: Any, but: Any = None) -> None:
+    """``flush`` of each of ``held_optimizers``, ``but`` one that was flushed. Collective."""
     for optimizer in held_optimizers(model):
-        optimizer.flush()
+        if optimizer is not but:
+            optimizer.flush()
 
 
 def DistributedOptimizer(

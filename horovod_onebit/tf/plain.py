@@ -32,6 +32,7 @@ def plain_optimizer(optimizer: Any) -> Any:
             "workers before plain_optimizer(optimizer)"
         )
     inner._compressor.settle()
+    inner._compressor.options = inner._compressor.options_now()  # which the plain optimizer has
     found = inner.plain_class().from_config(inner.wrapped_config())
     found.__dict__.update({k: v for k, v in inner.__dict__.items() if k.startswith("_exclude_from_weight_decay")})
     found.build(list(inner._trainable_variables))

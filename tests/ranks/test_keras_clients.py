@@ -10,6 +10,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import contextlib
 import dataclasses
+import functools
 import gc
 import itertools
 import json
@@ -886,6 +887,32 @@ def test_what_worker_0_has_adapted_is_what_all_compute_with(how):
     assert found.std() == pytest.approx(1, rel=0.05)
 
 
+def test_fit_is_traced_again_only_where_a_layer_has_adapted_to_other_data():
+    keras.utils.set_random_seed(RANK)
+    x = np.random.default_rng(0).normal(3.0, 2.0, (64, 32)).astype(np.float32)
+    norm = layers.Normalization()
+    norm.adapt(x)
+    model = keras.Sequential([layers.Input((32,)), norm, layers.Dense(64, activation="relu"), layers.Dense(10)])
+    model.compile(optimizer=wrap(adamw(), EXACT), loss=LOSS, jit_compile=False)
+
+    def fit_again():
+        before, made = model.train_function, len(model.optimizer._compressor.host_functions._works)
+        model.fit(*batch(0), verbose=0, callbacks=ours(), validation_data=batch(1))
+        return model.train_function is not before, len(model.optimizer._compressor.host_functions._works) > made
+
+    assert fit_again() == (True, True)
+    fit_again()
+    tested = model.test_function
+    assert fit_again() == (False, False)
+    assert model.test_function is tested
+    if RANK == 0:
+        norm.adapt(10 * x)
+    assert fit_again() == (True, True)
+    assert model.test_function is not tested
+    assert abs(np.array(norm(10 * x)).mean()) < 0.01
+    assert_replicas_equal(model)
+
+
 @pytest.mark.parametrize("kind", ["TextVectorization", "TF-IDF", "IntegerLookup", "Discretization"])
 def test_layers_that_have_adapted_to_other_data_on_each_worker_are_an_error_on_all(kind):
     layer = {
@@ -987,6 +1014,159 @@ def test_each_fit_broadcasts(reused):
         model.fit(*batch(0), verbose=0, callbacks=[again])
         assert_replicas_equal(model)
     assert np.abs(np.array(model.trainable_variables[0])).max() > 0.01
+
+
+def dense_part(units, width=None):
+    """A part of a model; without a ``width`` the first batch builds it."""
+    first = [] if width is None else [layers.Input((width,))]
+    return keras.Sequential([*first, layers.Dense(64, activation="relu"), layers.Dense(units)])
+
+
+class Wgan(keras.Model):
+    """As WGAN-GP of keras.io: the discriminator takes three steps to one of the generator, and nothing calls this model
+    itself."""
+
+    def __init__(self, generator, alone=False):
+        super().__init__()
+        self.discriminator, self.generator, self.alone = dense_part(1, 32), generator, alone
+
+    def compile(self, d_optimizer, g_optimizer, **others):
+        super().compile(**others)
+        self.d_optimizer, self.g_optimizer = d_optimizer, g_optimizer
+
+    def fake(self, x):
+        return self.generator(tf.random.normal([tf.shape(x)[0], 8]), training=True)
+
+    def discriminate(self, x):
+        with tf.GradientTape() as tape:
+            fake = tf.random.normal(tf.shape(x)) if self.alone else self.fake(x)
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                real = self.discriminator(x, training=True)
+            slope = tf.norm(inner.gradient(real, x), axis=1)
+            loss = tf.reduce_mean(self.discriminator(fake)) - tf.reduce_mean(real) + tf.reduce_mean((slope - 1) ** 2)
+        variables = self.discriminator.trainable_variables
+        self.d_optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        return loss
+
+    def train_step(self, x):
+        for _ in range(3):
+            loss = self.discriminate(x)
+        if not self.alone:
+            with tf.GradientTape() as tape:
+                g_loss = -tf.reduce_mean(self.discriminator(self.fake(x)))
+            variables = self.generator.trainable_variables
+            self.g_optimizer.apply_gradients(zip(tape.gradient(g_loss, variables), variables, strict=True))
+        self.alone = False
+        return {"loss": loss}
+
+
+GANS = {
+    "one bit": {},
+    "local": {"schedule": onebit.Local(4, doubling=0, freeze=6)},
+    "a part without Input": {"width": None},
+    "the discriminator first": {"width": None, "alone": True, "run_eagerly": True},
+    "loss scaling": {"width": None, "scaled": True},
+    "compiled with a plain optimizer": {"width": None, "optimizer": "rmsprop"},
+    "compiled with none": {"width": None, "optimizer": None, "schedule": onebit.Local(4, doubling=0, freeze=6)},
+}
+
+
+@pytest.mark.parametrize("case", GANS)
+def test_whichever_optimizer_of_a_gan_steps_first_broadcasts(case):
+    options = {"schedule": None, "width": 8, "alone": False, "run_eagerly": False, "scaled": False} | GANS[case]
+    keras.utils.set_random_seed(RANK)
+    model = Wgan(dense_part(32, options["width"]), options["alone"])
+    schedule = options["schedule"]
+    how = {"warmup_steps": 3} if schedule is None else {"schedule": schedule}
+    plain = [keras.optimizers.Adam(1e-3) for _ in range(2)]
+    plain = [keras.optimizers.LossScaleOptimizer(one) for one in plain] if options["scaled"] else plain
+    both = [onebit.DistributedOptimizer(one, **how) for one in plain]
+    compiled = options.get("optimizer", both[1])
+    model.compile(*both, optimizer=compiled, run_eagerly=options["run_eagerly"], jit_compile=False)
+    data = tf.data.Dataset.from_tensor_slices(np.concatenate([batch(step)[0] for step in range(5)])).batch(16)
+    broadcast = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    model.fit(data, epochs=2, verbose=0, callbacks=[broadcast, onebit.callbacks.FlushCallback()])
+    assert_replicas_equal(model)
+    counts = [len(optimizer._trainable_variables) for optimizer in both]
+    assert counts == [len(part.trainable_variables) for part in (model.discriminator, model.generator)]
+    assert [int(optimizer.iterations) for optimizer in both] == [30, 9 if options["alone"] else 10]
+    assert all(optimizer._compressor.before_step is None for optimizer in both)
+    if schedule is None:
+        assert [optimizer.phase for optimizer in both] == [Phase.COMPRESSED] * 2
+    if compiled == "rmsprop":
+        assert not model.optimizer.built
+
+
+def test_the_moving_average_of_a_part_stays_in_that_part():
+    keras.utils.set_random_seed(RANK)
+    model = built(Adversary(), (None, 32))
+    own = wrap(keras.optimizers.Adam(1e-2, use_ema=True, ema_momentum=0.5), warmup_steps=3)
+    model.compile(optimizer=own, jit_compile=False)
+    model.other = wrap(keras.optimizers.SGD(1e-2), warmup_steps=3)
+    seen = Weights()
+    model.fit(*batch(0), epochs=3, verbose=0, callbacks=[onebit.callbacks.BroadcastGlobalVariablesCallback(0), seen])
+    assert_replicas_equal(model)
+    size = weights(model.first).size
+    np.testing.assert_array_equal(weights(model)[:size], seen.of_epochs[-1][:size])
+    assert not np.array_equal(weights(model)[size:], seen.of_epochs[-1][size:])
+
+
+class Adversary(keras.Model):
+    """Two parts of one shape; the second one's optimizer is that which this is compiled with."""
+
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = dense_part(10, 32), dense_part(10, 32)
+
+    def call(self, x):
+        return self.second(x)
+
+    def train_step(self, data):
+        for part, optimizer in ((self.first, self.other), (self.second, self.optimizer)):
+            grads, loss = gradients(part, *data)
+            optimizer.apply(grads, part.trainable_variables)
+        return {"loss": loss}
+
+
+@pytest.mark.parametrize("how", ["eager", "graph", "one worker"])
+def test_a_variable_that_is_given_twice_is_an_error_in_the_first_step(how):
+    keras.utils.set_random_seed(0)
+    body, heads = dense_part(16, 32), [built(layers.Dense(10), (None, 16)) for _ in range(2)]
+    parts = [keras.Sequential([layers.Input((32,)), body, head]) for head in heads]
+    both = [v for part in parts for v in part.trainable_variables]
+    once = list({id(v): v for v in both}.values())
+    optimizer = wrap(adamw(), EXACT)
+
+    def step(variables):
+        x, y = batch(0)
+        with tf.GradientTape() as tape:
+            loss = sum(LOSS(y, part(x)) for part in parts)
+        optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+
+    alike = how == "one worker" and not ALONE
+    error, text = (DesyncError, "an error") if alike else (ConfigurationError, r"kernel' is given twice in one step")
+    call = functools.partial(step, once if alike else both)
+    with pytest.raises(error, match=text):
+        (tf.function(call, autograph=False) if how == "graph" else call)()
+    for _ in range(EXACT + 2):
+        step(once)
+    assert optimizer.phase is Phase.COMPRESSED
+
+
+def test_an_optimizer_that_was_set_after_the_step_was_traced_is_an_error_at_the_end_of_fit():
+    keras.utils.set_random_seed(0)
+    model = dense()
+    model.compile(optimizer=adamw(), loss=LOSS, jit_compile=False)
+    model.fit(*batch(0), verbose=0)
+    model.optimizer = wrap(model.optimizer, EXACT)
+    with pytest.raises(ConfigurationError, match=r"no step of this .* Call model\.compile\(optimizer=\.\.\.\)"):
+        model.fit(*batch(1), verbose=0)
+    model.compile(optimizer=model.optimizer, loss=LOSS, jit_compile=False)
+    for step in range(EXACT + 1):
+        model.fit(*batch(step), verbose=0, callbacks=ours())
+    assert model.optimizer.phase is Phase.COMPRESSED
+    assert_replicas_equal(model)
 
 
 class Rates(keras.callbacks.Callback):

@@ -365,6 +365,19 @@ def test_frozen_second_moments_do_not_follow_beta_2(kind, graph, caplog):
     np.testing.assert_allclose(np.array(plain._velocities[0]), expected, rtol=1e-5)
 
 
+@pytest.mark.parametrize("how", ["plain optimizer", "wrapped again"])
+def test_the_plain_form_of_second_moments_that_have_seen_all_steps_follows_beta_2(how):
+    model, plain = build(), OPTIMIZERS["adam"]()
+    optimizer = onebit.DistributedOptimizer(plain, schedule=onebit.Local(every=4, doubling=0, freeze=8))
+    train(model, optimizer, 8)
+    assert int(optimizer._frozen.value) == int(optimizer.iterations) == 8
+    frozen = np.array(optimizer._velocities[0])
+    optimizer.beta_2 = 0.99
+    found = onebit.plain_optimizer(optimizer) if how == "plain optimizer" else onebit.DistributedOptimizer(plain)
+    assert found.beta_2 == 0.99
+    np.testing.assert_allclose(np.array(found._velocities[0]), frozen * (1 - 0.99**8) / (1 - 0.999**8), rtol=1e-5)
+
+
 @pytest.mark.parametrize("how", ["file", "broadcast", "file of 0.1"])
 def test_the_beta_2_of_frozen_second_moments_goes_with_them(how):
     beta2 = 0.999 if how == "file of 0.1" else 0.99  # which does not say it

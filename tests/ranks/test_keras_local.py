@@ -174,6 +174,17 @@ def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpo
         elastic.KerasState(model, g_opt)
 
 
+def test_the_end_of_fit_flushes_once(monkeypatch):
+    model = build()
+    model.compile(optimizer=local(keras.optimizers.SGD(0.1), onebit.Local(every=8, doubling=0)), loss=LOSS)
+    compressor, calls = model.optimizer._compressor, []
+    flush = compressor.flush
+    monkeypatch.setattr(compressor, "flush", lambda: calls.append(flush()))
+    model.fit(*batch(0), epochs=2, verbose=0)
+    assert len(calls) == 1
+    assert_replicas_equal(model)
+
+
 class AsInTheGuide(keras.Model):
     """As in Keras's guides, ``compile`` has an optimizer for each part, and Keras knows none of them."""
 
@@ -620,6 +631,23 @@ def test_averages_are_not_exchanged_in_place_of_the_weights(swaps):
             fit(*callbacks, every=every)
         assert int(model.optimizer.iterations) == steps
     fit(begin, flush, None)
+
+
+@pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE, None], ids=["local", "0/1 Adam", "none"])
+def test_spectral_normalization_is_refused_where_workers_step_alone(schedule):
+    keras.utils.set_random_seed(RANK)
+    first = keras.layers.SpectralNormalization(keras.layers.Dense(128, activation="relu"))
+    model = keras.Sequential([keras.layers.Input((32,)), first, keras.layers.Dense(10)])
+    how = {"warmup_steps": 3} if schedule is None else {"schedule": schedule}
+    model.compile(onebit.DistributedOptimizer(keras.optimizers.Adam(1e-3), **how), loss=LOSS, jit_compile=False)
+    begin = onebit.callbacks.BroadcastGlobalVariablesCallback(0)
+    if schedule is not None:
+        with pytest.raises(UnsupportedError, match=r"a SpectralNormalization, .* or leave the layer out"):
+            model.fit(*batch(0), verbose=0, callbacks=[begin])
+        return
+    model.fit(*batch(0), epochs=6, verbose=0, callbacks=[begin])
+    assert int(model.optimizer._compressed_steps.value) == 3
+    assert_replicas_equal(model)
 
 
 @pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE])
