@@ -179,7 +179,11 @@ class Rounds:
         hidden = self.schedule.delay > 0 and not flush
         taken = yield from self._arrive(stepped=length > 0)
         if length or not taken:
-            yield from self._start(hidden=hidden)
+            try:
+                yield from self._start(hidden=hidden)
+            except BaseException:
+                self.length = max(length, 1)  # the next exchange brings what was moved
+                raise
         return (hidden or (yield from self._arrive())) and taken
 
     def take_over(self) -> Task[bool]:

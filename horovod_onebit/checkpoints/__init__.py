@@ -140,12 +140,12 @@ def save(face: Face, folder: Any, extra: Any) -> None:
     _check_steps([steps for _, _, steps, _ in begun])
     face.flush()
     job = set[str]().union(*(keys for *_, keys in begun))
-    _together(face, "save", "folder", lambda: _open(face, place, job))
+    of_another = _together(face, "save", "folder", lambda: _open(face, place, job))[0]
     try:
         written = _together(face, "save", "files", lambda: _write(face, place, key, extra))
         digests = {name: digest for one in written for name, digest in one.items()}
         lock.saving(place, key)
-        _together(face, "save", "end", lambda: _complete(face, place, key, digests))
+        _together(face, "save", "end", lambda: _complete(face, place, key, digests, of_another=of_another))
     except CheckpointError:
         files.remove(_own_files(face, place, key))
         face.gather(None)  # nothing of it is left anywhere when the error is raised
@@ -162,12 +162,14 @@ def _check_steps(taken: Sequence[int]) -> None:
         )
 
 
-def _open(face: Face, place: Path, job: Collection[str]) -> None:
+def _open(face: Face, place: Path, job: Collection[str]) -> bool:
+    """Whether ``place`` has checkpoints of another run."""
     place.mkdir(parents=True, exist_ok=True)
-    if face.rank == 0:
-        if lock.acquire(place, *face.owner(), job):
-            logger.warning("%s had checkpoints of another run: they are in %s now", place, files.set_aside(place))
-        files.sweep_leftovers(place)
+    if face.rank != 0:
+        return False
+    of_another = lock.acquire(place, *face.owner(), job)
+    files.sweep_leftovers(place)
+    return of_another
 
 
 def _own_files(face: Face, place: Path, key: str) -> list[Path]:
@@ -190,9 +192,12 @@ def _write(face: Face, place: Path, key: str, extra: Any) -> dict[str, Digest]:
     return {path.name: Digest.of(path) for path in (own, *shared)}
 
 
-def _complete(face: Face, place: Path, key: str, digests: dict[str, Digest]) -> None:
+def _complete(face: Face, place: Path, key: str, digests: dict[str, Digest], *, of_another: bool) -> None:
     if face.rank == 0:
         files.await_files(place, digests)
+        if of_another:
+            apart = files.set_aside(place)
+            logger.warning("%s had checkpoints of another run: they are in %s now", place, apart)
         files.complete(place, key, face.workers, face.steps(), digests, lock.good(place), face.framework)
 
 

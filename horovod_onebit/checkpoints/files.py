@@ -231,7 +231,7 @@ def sweep(place: Path, key: str | None, previous: str | None) -> None:
 
 def set_aside(place: Path) -> Path:
     """Move the checkpoints of ``place``, whose ``latest.json`` can be read, to a folder in it, from where they can be
-    loaded; returns that."""
+    loaded; returns that. If the job is killed meanwhile, the next one that saves there ends the move."""
     found = history(place)
     apart = place / f"of-{found[0].key}"
     apart.mkdir(exist_ok=True)

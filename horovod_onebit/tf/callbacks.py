@@ -53,7 +53,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         super().__init__()
         self.root_rank = root_rank
         self.device = device
-        self.on_train_begin()
+        self._begin()
         self._local: list[Any] = []
         if isinstance(local_variables, (keras.Variable, tf.Variable)):
             local_variables = [local_variables]
@@ -67,6 +67,9 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         self._local.append(_storage(var))
 
     def on_train_begin(self, logs: Any = None) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.begun = False  # the callback may have served another fit
         self._waiting: list[tuple[Any, Any]] | None = None  # None before the first batch; see ``_defer``
         self._sent: dict[int, set[int]] = {}  # by number of the broadcast, the variables that are in it
@@ -121,7 +124,8 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
         others = {one for other, sent in self._sent.items() if other != number for one in sent}
         kept = [v for v in variables if not any(_storage(v) is local for local in self._local)]
         common = [v for v in kept if id(v) not in others]
-        self._sent[number] = {id(v) for v in common}
+        sent = {id(v) for v in common}
+        self._sent[number] = sent & self._sent.get(number, sent)  # of several steps in a graph, the first one sends
         if common:
             with tf.device(self.device):
                 broadcast_variables(common, self.root_rank)

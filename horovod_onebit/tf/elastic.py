@@ -102,9 +102,14 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         with _lost_workers():
             self._sync()
+            committed = self._saved_state
             ObjectState.save(self)  # or values of the last commit would come with weights of now
-            super().sync()
-            self._save()
+            try:
+                super().sync()
+                self._save()
+            except BaseException:
+                self._saved_state = committed  # as the variables, to which `restore` goes back
+                raise
 
     def _sync(self) -> None:
         compressor = self.optimizer._compressor

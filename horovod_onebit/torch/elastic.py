@@ -102,7 +102,12 @@ class TorchState(hvd_elastic.TorchState):
     def sync(self) -> None:
         for optimizer in self._optimizers():
             optimizer._compressor.fold()
+        committed = self._saved_state
         ObjectState.save(self)  # or values of the last commit would come with weights of now
-        super().sync()
+        try:
+            super().sync()
+        except BaseException:
+            self._saved_state = committed  # as the weights, to which `restore` goes back
+            raise
         for handler in self._handlers.values():  # all at once, and a new worker's, too: Horovod keeps its first weights
             handler.save()

@@ -73,7 +73,8 @@ def check_not_live(parameters: Parameters, saved: Mapping[str, Any], theirs: Con
     own = saved["param_groups"][0].get(STATE_KEY) if saved["param_groups"] else None
     taken = parameters.steps - (0 if own is None else Progress.of(own, len(parameters.ordered())).steps)
     tensors = (v for entries in entries_of(parameters.optimizer.state) for v in entries.values() if has_bytes(v))
-    if own is not None and taken and any(id(value) in theirs for value in tensors):
+    # Below 0, a later state was loaded in place (torch.distributed.checkpoint), or the plain optimizer wrapped again.
+    if own is not None and taken > 0 and any(id(value) in theirs for value in tensors):
         raise ConfigurationError(
             f"this state has the running optimizer's own tensors, which have changed in the {taken} steps since "
             "state_dict() gave it: keep copy.deepcopy(optimizer.state_dict()), and load that"

@@ -377,7 +377,7 @@ class _DistributedOptimizer:
         for entries in entries_of(self.state) if given else ():
             # PyTorch takes tensors over: steps would change the caller's, and could not change those of inference mode.
             tensors = [k for k, v in entries.items() if id(v) in theirs and isinstance(v, torch.Tensor)]
-            entries.update({k: entries[k].clone() for k in tensors})
+            entries.update({k: entries[k].detach().clone() for k in tensors})
             entries.update({k: copy.deepcopy(v) for k, v in entries.items() if isinstance(v, (list, tuple, dict))})
         # In place: schedulers that were made before wrapping hold the old objects.
         for old, new in zip(groups, self.param_groups, strict=True):

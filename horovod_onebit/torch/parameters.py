@@ -353,8 +353,13 @@ class Parameters:
         state = self.optimizer.state[p]
         if VARIANCE_STEPS in state:
             self._take_back(group, p)
-        self.engine.feedback.discard(self.names[p])  # with it, what servers owe of it is not redistributed
+        name = self.names[p]
         self.bindings.pop(p, None)
+        if self.bindings:
+            self.engine.feedback.reset([name])  # the engine has the array until the next layout
+        else:  # which may be the same
+            self.engine.forget_order(name)
+        self.engine.feedback.discard(name)  # what servers owe of it is then not redistributed
         self._marks.pop(p, None)
         self._begin_warmup(p)
         self.changed()

@@ -1026,9 +1026,9 @@ class Wgan(keras.Model):
     """As WGAN-GP of keras.io: the discriminator takes three steps to one of the generator, and nothing calls this model
     itself."""
 
-    def __init__(self, generator, alone=False):
+    def __init__(self, generator, alone=False, late=False):
         super().__init__()
-        self.discriminator, self.generator, self.alone = dense_part(1, 32), generator, alone
+        self.discriminator, self.generator, self.alone, self.late = dense_part(1, 32), generator, alone, late
 
     def compile(self, d_optimizer, g_optimizer, **others):
         super().compile(**others)
@@ -1037,9 +1037,9 @@ class Wgan(keras.Model):
     def fake(self, x):
         return self.generator(tf.random.normal([tf.shape(x)[0], 8]), training=True)
 
-    def discriminate(self, x):
+    def discriminate(self, x, noise):
         with tf.GradientTape() as tape:
-            fake = tf.random.normal(tf.shape(x)) if self.alone else self.fake(x)
+            fake = tf.random.normal(tf.shape(x)) if noise else self.fake(x)
             with tf.GradientTape() as inner:
                 inner.watch(x)
                 real = self.discriminator(x, training=True)
@@ -1050,8 +1050,8 @@ class Wgan(keras.Model):
         return loss
 
     def train_step(self, x):
-        for _ in range(3):
-            loss = self.discriminate(x)
+        for step in range(3):
+            loss = self.discriminate(x, self.alone or (self.late and step == 0))
         if not self.alone:
             with tf.GradientTape() as tape:
                 g_loss = -tf.reduce_mean(self.discriminator(self.fake(x)))
@@ -1066,6 +1066,7 @@ GANS = {
     "local": {"schedule": onebit.Local(4, doubling=0, freeze=6)},
     "a part without Input": {"width": None},
     "the discriminator first": {"width": None, "alone": True, "run_eagerly": True},
+    "a generator that is built between two steps": {"width": None, "late": True},
     "loss scaling": {"width": None, "scaled": True},
     "compiled with a plain optimizer": {"width": None, "optimizer": "rmsprop"},
     "compiled with none": {"width": None, "optimizer": None, "schedule": onebit.Local(4, doubling=0, freeze=6)},
@@ -1074,9 +1075,10 @@ GANS = {
 
 @pytest.mark.parametrize("case", GANS)
 def test_whichever_optimizer_of_a_gan_steps_first_broadcasts(case):
-    options = {"schedule": None, "width": 8, "alone": False, "run_eagerly": False, "scaled": False} | GANS[case]
+    options = {"schedule": None, "width": 8, "alone": False, "late": False, "run_eagerly": False, "scaled": False}
+    options |= GANS[case]
     keras.utils.set_random_seed(RANK)
-    model = Wgan(dense_part(32, options["width"]), options["alone"])
+    model = Wgan(dense_part(32, options["width"]), options["alone"], options["late"])
     schedule = options["schedule"]
     how = {"warmup_steps": 3} if schedule is None else {"schedule": schedule}
     plain = [keras.optimizers.Adam(1e-3) for _ in range(2)]

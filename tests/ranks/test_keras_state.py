@@ -186,6 +186,7 @@ def test_a_worker_that_is_lost_while_an_elastic_state_is_shared(exchange, call, 
     state = elastic.KerasState(model, step=8)
     saved, before = weights(model), total_residuals(allgather_object(engine.residuals(), name="before"))
     train(model, model.optimizer, 2, start=8)
+    state.step = 10
 
     def lost(*arguments, **options):
         raise HorovodInternalError("a worker is lost")
@@ -196,6 +197,9 @@ def test_a_worker_that_is_lost_while_an_elastic_state_is_shared(exchange, call, 
             patch.setattr(elastic, call, lost)
             with pytest.raises(HorovodInternalError):
                 state.sync()
+        state.restore()
+        assert state.step == 8  # as the weights
+        state.step = 10
     state.restore()
     state.sync()
     np.testing.assert_array_equal(weights(model), saved)

@@ -88,6 +88,23 @@ def test_a_state_that_is_kept_can_be_loaded_several_times(kind, arguments, at):
     torch.testing.assert_close(kept[1]["state"], before, rtol=0, atol=0)
 
 
+def test_a_state_that_was_loaded_in_place_is_taken():
+    """As torch.distributed.checkpoint loads into what state_dict() gave."""
+    model, again = Net(), Net(seed=1)
+    optimizer, resumed = wrap(model), wrap(again)
+    train(model, optimizer, 12)
+    saved, state = copy.deepcopy(optimizer.state_dict()), resumed.state_dict()
+    for position, entries in state["state"].items():
+        for key, value in entries.items():
+            value.copy_(saved["state"][position][key])
+    state["param_groups"] = saved["param_groups"]
+    resumed.load_state_dict(state)
+    again.load_state_dict(model.state_dict())
+    train(again, resumed, 6, start=12)
+    assert resumed.stats().step == 18
+    assert_replicas_equal(again)
+
+
 @pytest.mark.parametrize("steps", [1, 12])
 def test_a_state_that_is_still_the_running_optimizers_own_is_refused(steps):
     model = Net()

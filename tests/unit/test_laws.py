@@ -228,7 +228,7 @@ def test_only_tasks_wait_for_other_workers():
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "wait"
     }
-    assert found == BLOCKS
+    assert found == BLOCKS, "wait in a task, by yield"
 
 
 def test_a_name_of_the_core_is_that_of_one_class():

@@ -10,7 +10,14 @@ from functools import partial
 import numpy as np
 import pytest
 
-from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, Recipe, simulation
+from horovod_onebit import (
+    CheckpointArgumentError,
+    CheckpointError,
+    ConfigurationError,
+    Recipe,
+    checkpoints,
+    simulation,
+)
 from horovod_onebit.checkpoint import load_checkpoint, load_weights, save_checkpoint
 from horovod_onebit.checkpoints import files, lock
 from horovod_onebit.optimizer import NumpyOptimizer
@@ -373,7 +380,11 @@ def broken(collectives, part):
         collectives.allgather = allgather
 
 
-def test_a_run_that_has_not_loaded_keeps_the_checkpoints_of_the_one_before(tmp_path):
+def full_disk(*_):
+    raise OSError("the disk is full")
+
+
+def test_a_run_that_has_not_loaded_keeps_the_checkpoints_of_the_one_before(tmp_path, monkeypatch):
     def first(collectives):
         optimizer, weights = build(collectives, warmup_steps=5)
         train(optimizer, weights, 0, 9)
@@ -391,9 +402,21 @@ def test_a_run_that_has_not_loaded_keeps_the_checkpoints_of_the_one_before(tmp_p
         load_checkpoint(next(tmp_path.glob("of-*")), optimizer)
         return train(optimizer, weights, 9, 12)
 
+    def failing(collectives):
+        optimizer, weights = build(collectives, warmup_steps=5)
+        train(optimizer, weights, 0, 1)
+        with pytest.raises(CheckpointError, match="the disk is full"):
+            save_checkpoint(tmp_path, optimizer)
+
     expected = simulation.run(first, 2)
     lock.release(tmp_path)
     lock._folders.clear()  # as in another process
+    before = (tmp_path / "latest.json").read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoints, "_write", full_disk)
+        simulation.run(failing, 2)
+    assert (tmp_path / "latest.json").read_bytes() == before
+    assert not list(tmp_path.glob("of-*"))
     simulation.run(second, 2)
     assert simulation.run(third, 2) == expected
 
