@@ -505,6 +505,34 @@ def test_what_elastic_workers_have_after_a_sync_is_what_they_go_back_to(schedule
 
 
 @needs_horovod
+def test_values_go_back_with_the_weights_if_a_worker_is_lost_in_a_sync(monkeypatch):
+    import horovod.torch.elastic as hvd_elastic
+    from horovod.common.exceptions import HorovodInternalError
+
+    from horovod_onebit.torch.elastic import TorchState
+
+    def lost(self):
+        raise HorovodInternalError("a worker is lost")
+
+    model = Net()
+    optimizer = with_schedule(model, None)
+    state = TorchState(model=model, optimizer=optimizer, step=0)
+    state.sync()
+    train(model, optimizer, 4)
+    before, state.step = weights(model), 4
+    state.commit()
+    train(model, optimizer, 2, start=4)
+    state.step = 6
+    with monkeypatch.context() as patch:
+        patch.setattr(hvd_elastic.TorchState, "sync", lost)
+        with pytest.raises(HorovodInternalError):
+            state.sync()
+    state.restore()
+    assert torch.equal(weights(model), before)
+    assert state.step == 4
+
+
+@needs_horovod
 @pytest.mark.parametrize("schedule", [None, onebit.Local(every=4)])
 def test_a_new_elastic_worker_that_trains_other_layers(schedule):
     """They were unfrozen, or frozen, since the job began: an error on all workers says so; none waits."""
