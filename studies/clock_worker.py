@@ -1,4 +1,4 @@
-"""One process of study 21: horovodrun ... python -m studies.clock_worker --hosts A,B --minutes M [--seed S] WAY"""
+"""One process of study 21: horovodrun ... python -m studies.clock_worker --hosts A,B [--seed S] SETTING WAY"""
 
 from __future__ import annotations
 
@@ -54,19 +54,20 @@ def timed(work: Callable[[], None]) -> float:
     return float(hvd.broadcast(torch.tensor(time.perf_counter() - start), 0, name="seconds"))
 
 
-def train(way: str, minutes: float, seed: int) -> dict[str, Any]:
+def train(way: str, setting: clock.Setting, seed: int) -> dict[str, Any]:
     """By look: the seconds, steps and received bytes until then, and the test loss. Collective.
 
     The clock stands still during looks, of which there are ``clock.LOOKS``, or one after each round.
     """
     rank, workers, task = hvd.rank(), hvd.size(), large.data()
     torch.manual_seed(seed)
-    module = networks().CharacterModel(large.TOKENS, large.WIDTH, large.LAYERS, large.HEADS, large.LENGTH)
+    module = networks().CharacterModel(large.TOKENS, setting.width, large.LAYERS, setting.heads, large.LENGTH)
     optimizer = torch.optim.AdamW(module.parameters(), lr=clock.RATE, weight_decay=0.1)
     trained = MAKE[way](module, optimizer, way)
-    options = parse(["--seed", str(seed), "--batch-size", str(clock.ROWS)])
+    options = parse(["--seed", str(seed), "--batch-size", str(setting.rows)])
     found: dict[str, Any] = {"seconds": [0.0], "steps": [0], "received": [0], "losses": [test_loss(module, task)]}
-    done, count, between = 0, trained.every, 60 * minutes / clock.LOOKS
+    end = 60 * setting.minutes
+    done, count, between = 0, trained.every, end / clock.LOOKS
 
     def steps() -> None:
         for step in range(done, done + count):
@@ -77,7 +78,7 @@ def train(way: str, minutes: float, seed: int) -> dict[str, Any]:
             loss_of(trained.model, x, y).backward()
             trained.optimizer.step()
 
-    while found["seconds"][-1] < 60 * minutes:
+    while found["seconds"][-1] < end:
         before = received()
         seconds = timed(steps)
         found["received"].append(found["received"][-1] + received() - before)
@@ -91,18 +92,18 @@ def train(way: str, minutes: float, seed: int) -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--hosts", required=True, help="the addresses of all workers, comma-separated")
-    parser.add_argument("--minutes", type=float, required=True)
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("way", choices=[name.replace(" ", "_") for name in MAKE])
+    for name, known in (("setting", clock.SETTINGS), ("way", MAKE)):
+        parser.add_argument(name, choices=[one.replace(" ", "_") for one in known])
     options = parser.parse_args()
     torch.set_num_threads(1)
     hvd.init()
     take_core(hvd.rank())
-    way = options.way.replace("_", " ")
+    name, way = (one.replace("_", " ") for one in (options.setting, options.way))
     if way.startswith("powersgd"):
         start_gloo(options.hosts)
     workers = Workers(hvd)
-    found = undisturbed(lambda: train(way, options.minutes, options.seed), workers, anyway=True)
+    found = undisturbed(lambda: train(way, clock.SETTINGS[name], options.seed), workers, anyway=True)
     if hvd.rank() == 0:
         sys.stdout.write(f"RESULT {json.dumps(found)}\n")
     workers.barrier()
