@@ -55,6 +55,8 @@ class KerasState(ObjectState):
     redistributes the residuals. ``optimizer`` is the model's own unless it is given.
     """
 
+    _saved_state: dict[str, Any]
+
     def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
         self.model = model
         self.optimizer: Any = optimizer

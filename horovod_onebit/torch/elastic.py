@@ -91,6 +91,8 @@ class TorchState(hvd_elastic.TorchState):
     ``commit``. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as keywords, which become
     attributes."""
 
+    _saved_state: dict[str, Any]
+
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]
 
