@@ -8,7 +8,8 @@ import os
 import socket
 import zlib
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, ClassVar
@@ -133,6 +134,19 @@ def next_name(number: int, ranks: Iterable[int], label: str | None = None, *, lo
 def agreement_name(number: int) -> str:
     """The one name of the agreements of the workers with that ``number``, whatever optimizer they are of."""
     return f"onebit.{number}.agreement"
+
+
+@contextmanager
+def values_of_now(state: Any) -> Iterator[None]:
+    """While a ``state`` of Horovod elastic synchronizes weights as they are now, its other values are those of now,
+    too, and not of the last commit. If a worker is lost meanwhile, ``restore`` goes back to the commit with all."""
+    committed = state._saved_state
+    state._saved_state = {name: getattr(state, name) for name in committed}
+    try:
+        yield
+    except BaseException:
+        state._saved_state = committed
+        raise
 
 
 def always_synchronizing(function: Callable[..., Any], hosts_updated: Any) -> Callable[..., Any]:

@@ -36,7 +36,7 @@ from horovod.tensorflow.functions import broadcast_object
 
 from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.face import always_synchronizing
+from horovod_onebit.face import always_synchronizing, values_of_now
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.optimizer import check_one, check_ours, optimizers_of
 
@@ -54,8 +54,6 @@ class KerasState(ObjectState):
     ``commit`` saves them in memory, ``restore`` restores them, ``sync`` gives all workers those of worker 0 and
     redistributes the residuals. ``optimizer`` is the model's own unless it is given.
     """
-
-    _saved_state: dict[str, Any]
 
     def __init__(self, model: Any, optimizer: Any = None, **values: Any) -> None:
         self.model = model
@@ -104,14 +102,9 @@ class KerasState(ObjectState):
     def sync(self) -> None:
         with _lost_workers():
             self._sync()
-            committed = self._saved_state
-            ObjectState.save(self)  # or values of the last commit would come with weights of now
-            try:
+            with values_of_now(self):
                 super().sync()
                 self._save()
-            except BaseException:
-                self._saved_state = committed  # as the variables, to which `restore` goes back
-                raise
 
     def _sync(self) -> None:
         compressor = self.optimizer._compressor

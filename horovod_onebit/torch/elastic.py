@@ -26,7 +26,6 @@ from typing import Any
 
 import horovod.torch.elastic as hvd_elastic
 import torch
-from horovod.common.elastic import ObjectState
 from horovod.common.exceptions import HostsUpdatedInterrupt
 from horovod.torch.elastic import ElasticSampler
 from horovod.torch.elastic import run as _run  # by name: `horovod_onebit.install` replaces it in Horovod's module
@@ -34,7 +33,7 @@ from horovod.torch.elastic.state import StateHandler, get_handler_registry, set_
 
 from horovod_onebit import tasks
 from horovod_onebit.errors import ConfigurationError
-from horovod_onebit.face import always_synchronizing
+from horovod_onebit.face import always_synchronizing, values_of_now
 from horovod_onebit.torch.functions import broadcast_optimizer_state
 from horovod_onebit.torch.optimizer import _DistributedOptimizer
 
@@ -91,8 +90,6 @@ class TorchState(hvd_elastic.TorchState):
     ``commit``. Its arguments are Horovod's: ``model``, ``optimizer``, and any other values as keywords, which become
     attributes."""
 
-    _saved_state: dict[str, Any]
-
     def _optimizers(self) -> list[_DistributedOptimizer]:
         return [handler.value for handler in self._handlers.values() if isinstance(handler, _OptimizerHandler)]
 
@@ -104,12 +101,7 @@ class TorchState(hvd_elastic.TorchState):
     def sync(self) -> None:
         for optimizer in self._optimizers():
             optimizer._compressor.fold()
-        committed = self._saved_state
-        ObjectState.save(self)  # or values of the last commit would come with weights of now
-        try:
+        with values_of_now(self):
             super().sync()
-        except BaseException:
-            self._saved_state = committed  # as the weights, to which `restore` goes back
-            raise
         for handler in self._handlers.values():  # all at once, and a new worker's, too: Horovod keeps its first weights
             handler.save()

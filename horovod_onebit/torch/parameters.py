@@ -357,7 +357,7 @@ class Parameters:
         self.bindings.pop(p, None)
         if self.bindings:
             self.engine.feedback.reset([name])  # the engine has the array until the next layout
-        else:  # which may be the same
+        else:  # that may be the same, without a redistribution: what servers owe goes at once
             self.engine.forget_order(name)
         self.engine.feedback.discard(name)  # what servers owe of it is then not redistributed
         self._marks.pop(p, None)
