@@ -169,6 +169,7 @@ def _groups(collectives: Collectives) -> Task[tuple[Collectives, Collectives]]:
     if (groups := collectives.hosts(places)) is None:
         raise ConfigurationError(
             "exchange='hierarchical' needs process sets for the workers of each host: call "
-            "hvd.init(process_sets='dynamic'), give the optimizer no process_set, or use exchange='auto'"
+            "hvd.init(process_sets='dynamic') (not under Horovod elastic, whose jobs would end with any worker that "
+            "dies), give the optimizer no process_set, or use exchange='auto'"
         )
     return groups

@@ -6,6 +6,7 @@ a host where they are.
 
 from __future__ import annotations
 
+import os
 import pickle
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -78,7 +79,8 @@ class HorovodCollectives:
         return host_number(), int(hvd.local_size())
 
     def hosts(self, places: Sequence[Sequence[int]]) -> tuple[HorovodCollectives, HorovodCollectives] | None:
-        if self.process_set.process_set_id != 0:
+        # Under Horovod elastic, removing process sets after a worker has died would abort the others.
+        if self.process_set.process_set_id != 0 or os.environ.get("HOROVOD_ELASTIC") == "1":
             return None
         groups = _host_groups(places)
         return groups and (HorovodCollectives(groups[0]), HorovodCollectives(groups[1]))

@@ -17,10 +17,10 @@ HOSTS = ("localhost", "127.0.0.1", socket.gethostname())
 
 
 class Job:
-    """``script`` of this folder, with ``folder`` as its first argument, on one worker for each of ``hosts``."""
+    """``script`` of this folder, with ``folder`` as its first argument, on ``slots`` workers for each of ``hosts``."""
 
-    def __init__(self, folder, script, hosts, *arguments, limit=240, options=()):
-        self.folder, self.limit = folder, limit
+    def __init__(self, folder, script, hosts, *arguments, limit=240, options=(), slots=1):
+        self.folder, self.limit, self.slots = folder, limit, slots
         self.hosts = folder / "hosts"
         self.give(hosts)
         for old in folder.glob("*.pid"):
@@ -29,7 +29,7 @@ class Job:
         discovery.write_text(f"#!/bin/sh\ncat {self.hosts}\n")
         discovery.chmod(discovery.stat().st_mode | stat.S_IXUSR)
         env = environment(TF_CPP_MIN_LOG_LEVEL="3")
-        command = [*launch(len(hosts), "gloo"), "--min-np", "1", "--max-np", "4"]
+        command = [*launch(len(hosts) * slots, "gloo"), "--min-np", "1", "--max-np", "4"]
         command += ["--host-discovery-script", str(discovery), *options, sys.executable]
         self.output = (folder / "output").open("a")
         self.process = subprocess.Popen(
@@ -40,7 +40,7 @@ class Job:
     def give(self, hosts):
         """Let Horovod find these hosts."""
         temporary = self.hosts.with_suffix(".new")
-        temporary.write_text("".join(f"{host}:1\n" for host in hosts))
+        temporary.write_text("".join(f"{host}:{self.slots}\n" for host in hosts))
         temporary.replace(self.hosts)
 
     def state(self):

@@ -1,10 +1,11 @@
 """An elastic job of a few hundred small steps; tests kill and add workers while it runs.
 
 elastic_torch.py FOLDER STEPS EXCHANGE, or in its place "local" for local steps that hide their exchange, or "frozen"
-for those with one second moment for all workers, or "three_bit" for a warm-up of so many bits that does not end: each
-worker leaves its process id and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their
-weights. A worker that finds a file HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one
-every 50 steps, and goes on from the last one.
+for those with one second moment for all workers, or "three_bit" for a warm-up of so many bits that does not end, or
+"auto" where process sets may be added and the hierarchical exchange is the cheapest: each worker leaves its process id
+and its host in FOLDER, worker 0 how far it is, and all of them, at the end, their weights. A worker that finds a file
+HOST.nan there gives one NaN. With a file "checkpoints" there, the job saves one every 50 steps, and goes on from the
+last one.
 """
 
 import os
@@ -21,7 +22,7 @@ from horovod_onebit import Recipe
 from horovod_onebit.torch import elastic
 
 folder, steps, exchange = Path(sys.argv[1]), int(sys.argv[2]), sys.argv[3]
-hvd.init()
+hvd.init(process_sets="dynamic" if exchange == "auto" else None)
 torch.manual_seed(hvd.rank())
 model = torch.nn.Sequential(torch.nn.Linear(24, 64), torch.nn.Tanh(), torch.nn.Linear(64, 8))
 teacher = torch.from_numpy(np.random.default_rng(0).standard_normal((24, 8)).astype(np.float32))
@@ -40,6 +41,7 @@ optimizer = onebit.DistributedOptimizer(
         min_compressed_size=64,
         exchange={"three_bit": "two_stage"}.get(exchange, "direct" if schedule else exchange),
         warmup=warmup,
+        link=1e5 if exchange == "auto" else 125e6,
     ),
     check_replicas_every=1,
     overlap=False,  # a NaN is put in after backward()

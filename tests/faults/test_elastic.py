@@ -40,3 +40,17 @@ def test_training_goes_on_when_a_worker_is_killed_and_another_joins(script, exch
     assert log.count("done with 2 workers") == 2
     if exchange != "three_bit":  # whose errors are not kept when the workers change
         assert "with 1 workers, residuals 0.000000" not in log
+
+
+@LONG
+def test_a_job_that_may_add_process_sets_goes_on_when_a_worker_is_killed(tmp_path):
+    first, second, _ = HOSTS
+    job = Job(tmp_path, "elastic_torch.py", [first, second], 100, "auto", slots=2)
+    try:
+        job.wait(lambda: job.state()[0] > 30, "compressed steps")
+        job.kill(second)
+        job.process.wait(job.limit)
+    finally:
+        job.end()
+    assert job.process.returncode == 0, job.said()
+    assert (tmp_path / "log").read_text().count("done with 2 workers") == 2
