@@ -186,7 +186,7 @@ seeds for all methods (`python -m benchmarks.target`). The learning rate is cons
   [study 18](studies.md#18-diloco-and-powersgd-tuned) found to be the best for short runs.
 
 All methods have `AdamW(fused=True)`. The tables of 10 and 100 Mbit/s are of another machine of this kind: compare
-seconds within a table only. The clock stands still during evaluations. Brackets hold the smallest and the
+seconds within a table only. Evaluations are not timed. Brackets hold the smallest and the
 largest of the seeds; ratios are taken within a seed.
 
 {tables}

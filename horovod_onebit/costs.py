@@ -3,8 +3,9 @@
     step     = compute + codec + what of the transfer is not hidden behind the backward pass
     transfer = a host's bytes / link + rounds * latency + the processors' work on each byte
 
-The link is a host's network interface, the same in both directions; all of a host's workers share it. An allgather
-brings every message over it once, whichever of the host's workers wants it; an alltoall what its workers serve.
+The link is a host's network interface, the same in both directions; all of a host's workers share it. An allgather is
+a ring, as in Gloo and NCCL: the first worker of a host receives all messages but its own over the link, those of the
+host's other workers, too. An alltoall brings what the host's workers serve.
 
 The constants of ``CPU`` were measured (`make bench`; ``scatter`` by ``python -m benchmarks.local``); those of ``GPU``
 follow from its memory's bandwidth and are an estimate.
@@ -111,6 +112,7 @@ def ways(
     """All ways for ``workers``, by the names of the exchanges; ``hierarchical`` where there are such hosts."""
     message, answer = (message_bytes(elements, recipe, served=served) for served in (False, True))
     unit, n, far = 1e-9 * elements, workers, workers - workers_per_host
+    ring = n - 1 if far else 0
     step = device.encode + device.apply - device.adam
     gather = device.gather * answer / message
     # Serving: each share is decoded for all workers and encoded once more.
@@ -118,8 +120,10 @@ def ways(
     direct = device.gather * (n - 1), step + device.decode * (n - 1)
     two_stage = (device.gather + gather) * (n - 1) / n, step + serve
     found = {
-        "direct": Way(far * message, 1, *(unit * cost for cost in direct)),
-        "two_stage": Way(far / n * (workers_per_host * message + answer), 2, *(unit * cost for cost in two_stage)),
+        "direct": Way(ring * message, 1, *(unit * cost for cost in direct)),
+        "two_stage": Way(
+            far / n * workers_per_host * message + ring / n * answer, 2, *(unit * cost for cost in two_stage)
+        ),
     }
     hosts = workers // workers_per_host
     if hosts > 1 and workers_per_host > 1:

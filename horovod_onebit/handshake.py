@@ -7,6 +7,7 @@ import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -48,6 +49,7 @@ STEP = {"sends": "what a step sends, by the schedule's own word"}
 """What is compared in a step that cannot be taken back."""
 REPLICAS = "a weight, or the optimizer's state"
 VERSION = "version"
+INSTALL = "Install the same version on all hosts"
 
 ADVICE = {
     "call": "All workers must make the same calls, in the same order",
@@ -138,7 +140,11 @@ class Answers:
     def compare(self, meaning: Mapping[str, str]) -> None:
         """Raise ``DesyncError`` if the workers' versions differ, and a ``Mismatch`` if a field of ``meaning`` does: all
         see the same, so that all raise alike."""
-        _compare(self.fields, {VERSION: "the version of horovod_onebit"}, DesyncError)
+        versions = self.fields[VERSION]
+        if differ := np.flatnonzero(versions != versions[0]).tolist():
+            raise DesyncError(
+                f"the version of horovod_onebit differs between workers: {workers(differ)} from worker 0. {INSTALL}"
+            )
         _compare(self.fields, meaning)
 
 
@@ -152,7 +158,7 @@ def _answers(rows: NDArray, fields: Sequence[str], size: int) -> Answers:
     left."""
     names = (VERSION, *fields)
     if rows.nbytes != size * 8 * len(names):
-        raise DesyncError("the workers run versions of horovod_onebit that cannot talk to each other")
+        raise DesyncError(f"the workers run versions of horovod_onebit that cannot talk to each other. {INSTALL}")
     rows = np.ascontiguousarray(rows).view(np.uint64).reshape(size, -1)
     joined = np.flatnonzero(rows[:, 0] == 0)  # Horovod lets zeros stand for a worker that has left
     if joined.size:
@@ -229,6 +235,14 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
     return DesyncError(differences(str(found), rows))
 
 
+@lru_cache(1024)
+def compared(number: float) -> float:
+    """A hyperparameter as workers compare it: in float32, as steps use it. Processors may differ in the last digit of
+    the float64 cosine of a schedule."""
+    with np.errstate(over="ignore"):
+        return float(str(np.float32(number)))
+
+
 def compare(collectives: Any, name: str, meaning: Mapping[str, str], facts: Facts, /, **said: str) -> Task[None]:
     """``ask``, and raise ``DesyncError`` on every worker if a field of ``meaning`` is not the same on all, with what of
     this worker's ``facts`` differs. Collective."""
@@ -295,7 +309,6 @@ def _drifted(what: str, checksums: Sequence[str]) -> list[str]:
 def _compare(
     fields: Mapping[str, NDArray[np.uint64]],
     meaning: Mapping[str, str],
-    error: type[DesyncError] = Mismatch,
     ranks: Sequence[int] | None = None,
 ) -> None:
     """Compare what workers have said with what the first of them has; ``ranks`` are theirs, if they are not all."""
@@ -303,7 +316,7 @@ def _compare(
         said = fields[field]
         names = range(said.size) if ranks is None else ranks
         if differ := [rank for rank, same in zip(names, said == said[:1], strict=True) if not same]:
-            raise error(
+            raise Mismatch(
                 f"{text} differs between workers: {workers(differ)} from worker {names[0]}. All workers must "
                 "build the same model, optimizer and recipe, and load the same state (broadcast it with "
                 "horovod_onebit's broadcast_optimizer_state)"

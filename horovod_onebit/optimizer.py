@@ -26,7 +26,7 @@ from horovod_onebit.errors import ConfigurationError, DesyncError, error_text
 from horovod_onebit.exchange import Collectives
 from horovod_onebit.face import chosen
 from horovod_onebit.feedback import check_kind, kind
-from horovod_onebit.handshake import Verdict, meet
+from horovod_onebit.handshake import Verdict, compared, meet
 from horovod_onebit.kernels.reference import Array
 from horovod_onebit.recipe import Recipe
 from horovod_onebit.rules import Rule, Tensor, zero_one_adam
@@ -182,7 +182,11 @@ class NumpyOptimizer(Defaults, RunState):
             }
         if not error:
             of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
-            facts["hyperparameters"] = {f"the rule's {name}": getattr(rule, name) for name in of_rule}
+            values = {name: getattr(rule, name) for name in of_rule}
+            facts["hyperparameters"] = {
+                f"the rule's {name}": compared(value) if isinstance(value, float) else value
+                for name, value in values.items()
+            }
         yield from meet(engine.collectives, f"{engine.name}.agreement", call, setup, **facts)
         self._met = True
 

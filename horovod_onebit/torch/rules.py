@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.handshake import compared
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.rules.gradient import Gradient
 from horovod_onebit.schedule import Stepwise
@@ -119,7 +120,8 @@ class Adapter:
 
     def hyperparameters(self, group: ParamGroup) -> dict[str, object]:
         """The rule of ``group``, and what else the exact step depends on (``fused`` rounds differently)."""
-        return {**vars(self.rule(group, 1.0)), "fused": group.get("fused"), "foreach": group.get("foreach")}
+        options = {key: _plain(value) for key, value in vars(self.rule(group, 1.0)).items()}
+        return {**options, "fused": group.get("fused"), "foreach": group.get("foreach")}
 
     def restart(self, state: Mapping[str, Any], steps: int | None = None) -> None:
         """Forget what steps without a gradient have left in ``state``: those of weight decay. ``steps``: how many are
@@ -239,10 +241,12 @@ class AnyAdapter(Adapter):
 
 
 def _plain(value: Any) -> Any:
-    """A hyperparameter without its device, and with all the digits that PyTorch leaves out where it prints a tensor."""
+    """A hyperparameter as it is compared: without its device, and with more digits than PyTorch prints of a tensor."""
+    if isinstance(value, torch.Tensor):
+        value = value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return value.tolist() if isinstance(value, torch.Tensor) else value
+    return compared(value) if isinstance(value, float) else value
 
 
 ADAPTERS = {

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from horovod_onebit import Recipe, costs
 from jobs.cluster import cluster, unavailable
 from jobs.processes import result
 from tests.long import LONG
@@ -62,6 +63,17 @@ def test_bytes_hardly_grow_with_hosts():
     """Of two hosts each receives a bit a parameter; of four three quarters of a bit, and of two bits."""
     two, four = ([one["compressed"] for one in job(hosts, "mpi")] for hosts in (2, 4))
     assert max(four) < 2.5 * min(two)
+
+
+@LONG
+@pytest.mark.parametrize(("hosts", "backend", "most"), [(2, "gloo", 1.15), (4, "gloo", 1.15), (4, "mpi", 2.2)])
+def test_hosts_of_two_workers_receive_what_the_planner_says(hosts, backend, most):
+    """With the headers of TCP and Horovod, over Gloo, whose allgather is a ring. Open MPI's brings more."""
+    found = job(hosts, backend, slots=2, exchange="direct")
+    way = costs.ways(found[0]["parameters"], Recipe(), 2 * hosts, 2)["direct"]
+    for one in found:
+        assert one["equal"]
+        assert way.received < one["compressed"] < most * way.received
 
 
 @LONG

@@ -61,6 +61,7 @@ def test_another_version_is_no_mismatch_that_facts_explain():
     with pytest.raises(DesyncError, match="the version of horovod_onebit differs") as caught:
         handshake.read_agreement(first + second, 2)
     assert not isinstance(caught.value, Mismatch)
+    assert "Install the same version" in str(caught.value)
 
 
 def test_a_worker_that_has_left_is_named():

@@ -61,8 +61,8 @@ def test_local_steps_share_an_exchange():
 def test_hosts_of_several_workers():
     found = estimates(replace(JOB, workers=16, workers_per_host=8))
     message, answer = (costs.message_bytes(25_000_000, Recipe(), served=served) for served in (False, True))
-    assert found["1-bit direct"].received == 8 * message
-    assert found["1-bit two-stage"].received == pytest.approx(8 * 8 / 16 * message + 8 / 16 * answer)
+    assert found["1-bit direct"].received == 15 * message
+    assert found["1-bit two-stage"].received == pytest.approx(8 * 8 / 16 * message + 15 / 16 * answer)
     assert found["1-bit hierarchical"].received == message
     many = estimates(replace(JOB, workers=128, workers_per_host=8))
     assert many["1-bit hierarchical"].received == pytest.approx(15 / 16 * (message + answer))
