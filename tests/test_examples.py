@@ -33,11 +33,11 @@ def command_of(program):
     [pytest.param(name, marks=() if name in ALWAYS else LONG) for name in sorted(set(PROGRAMS) - OF_TRAINERS - OF_RAY)],
 )
 def test_a_program_runs_as_it_says(program, tmp_path):
-    hosts = tmp_path / "hosts.sh"
+    hosts = tmp_path / "discover.sh"
     hosts.write_text("#!/bin/sh\necho localhost:1\necho 127.0.0.1:1\n")
     hosts.chmod(0o755)
     words = shlex.split(command_of(program).replace("examples/", f"{ROOT}/examples/"))
-    words = [str(hosts) if word == "./hosts.sh" else word for word in words]
+    words = [str(hosts) if word == "./discover.sh" else word for word in words]
     as_root = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
     output = run(words, environment() | as_root, 300, cwd=tmp_path)
     if program == "numpy_on_mpi.py":

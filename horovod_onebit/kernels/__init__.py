@@ -17,7 +17,7 @@ from horovod_onebit.errors import ConfigurationError
 
 BACKENDS = ("cpu", "cuda", "reference")
 
-INSTALL = "pip install 'horovod-onebit[cuda]', or [cuda12] with a driver of CUDA 12"
+INSTALL = "in a clone of horovod-onebit, pip install '.[cuda]', or '.[cuda12]' with a driver of CUDA 12"
 Kernels = Literal["auto", "cpu", "cuda"]
 """The argument ``kernels`` of the faces: what works on tensors that are on a GPU."""
 
@@ -50,4 +50,4 @@ def missing() -> str:
         found = SIMULATED or cuda.is_available()
     except Exception as error:  # of a library of CUDA, say, that is not installed: of several kinds
         return f"numba-cuda does not work here, {type(error).__name__}: {error}. {INSTALL}"
-    return "" if found else f"numba-cuda sees no GPU here. {INSTALL}"
+    return "" if found else "numba-cuda sees no GPU here: does nvidia-smi, and what is CUDA_VISIBLE_DEVICES?"

@@ -180,7 +180,7 @@ def _of_gpus(answer: dict[str, Any] | str) -> list[Finding]:
     if importlib.util.find_spec("numba_cuda") is None:
         return [Finding("note", "GPUs, and no numba-cuda: the host compresses", INSTALL)]
     if answer["fault"]:
-        advice = "the host compresses; install what horovod-onebit[cuda] asks for, such as NumPy before 2.5"
+        advice = "the host compresses; install what this package's extra [cuda] asks for, such as NumPy before 2.5"
         return [Finding("note", answer["fault"], advice)]
     return [Finding("ok", f"the CUDA kernels work on the first of {answer['gpus']} GPUs")]
 

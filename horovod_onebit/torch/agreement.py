@@ -83,16 +83,16 @@ def meet(call: str, transport: Transport, setup: str = "") -> None:
 
 
 @contextmanager
-def meeting(call: str, transport: Transport) -> Iterator[None]:
-    """``meet`` after this block. What a worker finds wrong in it is raised when all have been told: the others get a
-    ``DesyncError``."""
+def meeting(call: str, transport: Transport, setup: str = "") -> Iterator[None]:
+    """``meet`` after this block, with ``setup``. What a worker finds wrong in it is raised when all have been told: the
+    others get a ``DesyncError``."""
     try:
         yield
     except Exception as error:
         with suppress(Exception):  # less than what is raised here
             meet(call, transport, error_text(error))
         raise
-    meet(call, transport)
+    meet(call, transport, setup)
 
 
 class Compared(Protocol):

@@ -68,10 +68,10 @@ def broadcast_optimizer_state(
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
     if ours is not None and transport == own:
-        run(ours._compressor.agreement.meet("broadcast_optimizer_state", setup=""))
+        run(ours._compressor.agreement.meet("broadcast_optimizer_state", setup=f"root {root_rank}"))
         ours._compressor.cancel()
     else:
-        meet("broadcast_optimizer_state", transport)
+        meet("broadcast_optimizer_state", transport, f"root {root_rank}")
     is_root = transport.world[0] == root_rank
     tensors: list[torch.Tensor] = []
     with meeting("broadcast_optimizer_state", transport):
@@ -126,7 +126,7 @@ def broadcast_parameters(
     if not transport.included:
         return
     checks.root_rank(root_rank, transport.world[1], transport.ranks or None)
-    with meeting("broadcast_parameters", transport):
+    with meeting("broadcast_parameters", transport, f"root {root_rank}"):
         items = sorted(params.items() if isinstance(params, Mapping) else params, key=lambda item: item[0])
         own = [(name, *(_about(value))) for name, value in items]
     same = run(ask(transport.collectives(), "onebit.parameters.names", own=repr(own))).same("own")

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from horovod_onebit.errors import UnsupportedError
-from horovod_onebit.recipe import Recipe, resolve
+from horovod_onebit.recipe import Bits, Recipe, resolve
 from horovod_onebit.schedule import ZeroOne
 from horovod_onebit.torch.lamb import LAMB
 from horovod_onebit.torch.optimizer import DistributedOptimizer
@@ -22,7 +22,7 @@ from horovod_onebit.torch.optimizer import DistributedOptimizer
 def OnebitAdam(
     params: Any,
     lr: float = 1e-3,
-    freeze_step: int | float | str = "auto",
+    freeze_step: int | float | str | None = None,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -39,10 +39,11 @@ def OnebitAdam(
     Args:
         params: as for any ``torch.optim`` optimizer.
         lr, betas, eps, weight_decay: as in ``torch.optim.AdamW``; ``weight_decay`` is 0 by default (AdamW: 0.01).
-        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``, ``"auto"`` by default, None with a ``schedule``.
+            (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
-        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        recipe: as in ``DistributedOptimizer``.
         horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
     """
     _refuse(bias_correction=bias_correction, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
@@ -53,7 +54,7 @@ def OnebitAdam(
 def OnebitLamb(
     params: Any,
     lr: float = 1e-3,
-    freeze_step: int | float | str = "auto",
+    freeze_step: int | float | str | None = None,
     bias_correction: bool = True,
     betas: tuple[float, float] = (0.9, 0.999),
     eps: float = 1e-8,
@@ -77,11 +78,12 @@ def OnebitLamb(
         params: as for any ``torch.optim`` optimizer.
         lr, betas, eps, weight_decay, bias_correction, max_coeff, min_coeff, coeff_beta: as in ``LAMB``; ``eps`` is
             1e-8 by default (``LAMB``: 1e-6).
-        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``. (DeepSpeed's default is 100,000 steps.)
+        freeze_step: ``warmup_steps`` of ``DistributedOptimizer``, ``"auto"`` by default, None with a ``schedule``.
+            (DeepSpeed's default is 100,000 steps.)
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         max_grad_norm, amsgrad: refused unless they are the defaults.
         factor_max, factor_min, factor_threshold: no effect, since the coefficient is not frozen here.
-        recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        recipe: as in ``DistributedOptimizer``.
         horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
     """
     _refuse(max_grad_norm=max_grad_norm, amsgrad=amsgrad)
@@ -108,6 +110,7 @@ def ZeroOneAdam(
     amsgrad: bool = False,
     *,
     recipe: str | Recipe = "robust",
+    warmup: Bits = "exact",
     **horovod: Any,
 ) -> Any:
     """0/1 Adam: ``torch.optim.AdamW`` with ``schedule=ZeroOne(...)``. Weight decay is decoupled.
@@ -119,11 +122,12 @@ def ZeroOneAdam(
         eps_inside_sqrt: divide by ``sqrt(v + eps)`` in place of ``sqrt(v) + eps``.
         bias_correction, max_grad_norm, amsgrad: refused unless they are the defaults.
         recipe: ``"robust"``, ``"paper"``, ``"fixed"``, or a ``Recipe``.
+        warmup: as in ``ZeroOne``: how the gradients of its exact steps are sent.
         horovod: all other arguments of ``DistributedOptimizer``, such as ``named_parameters``.
     """
     _refuse(bias_correction=bias_correction, max_grad_norm=max_grad_norm, amsgrad=amsgrad)
     plain = torch.optim.AdamW(params, lr=lr, betas=betas, eps=eps, weight_decay=weight_decay)
-    schedule = ZeroOne(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper)
+    schedule = ZeroOne(var_freeze_step, var_update_scaler, local_step_scaler, local_step_clipper, warmup=warmup)
     return DistributedOptimizer(plain, schedule=schedule, recipe=_recipe(recipe, eps_inside_sqrt), **horovod)
 
 
@@ -139,6 +143,5 @@ def _refuse(*, bias_correction: bool = True, max_grad_norm: float = 0.0, amsgrad
         raise UnsupportedError("amsgrad=True has no 1-bit form: leave it out")
 
 
-def _recipe(recipe: str | Recipe, eps_inside_sqrt: bool) -> Recipe:
-    chosen = resolve(recipe)
-    return dataclasses.replace(chosen, eps_inside_sqrt=True) if eps_inside_sqrt else chosen
+def _recipe(recipe: str | Recipe, eps_inside_sqrt: bool) -> str | Recipe:
+    return dataclasses.replace(resolve(recipe), eps_inside_sqrt=True) if eps_inside_sqrt else recipe

@@ -3,6 +3,7 @@ replicas; never a hang."""
 
 import contextlib
 import copy
+import math
 import threading
 
 import pytest
@@ -558,6 +559,43 @@ def test_what_one_worker_cannot_broadcast_is_told_to_all():
         onebit.broadcast_parameters(None if ODD else model.state_dict())
     onebit.broadcast_parameters(model.state_dict())
     assert_replicas_equal(model)
+
+
+SCHEDULES = {"default": None, "gradients": onebit.Gradients(), "local": onebit.Local(every=2)}
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES.values(), ids=SCHEDULES)
+def test_a_rate_that_differs_in_the_last_digit_of_float64_is_the_same(schedule):
+    """As NumPy's cosines do between processors."""
+    model = Net()
+    optimizer = wrap(model, warmup_steps=None if schedule else 2, wrapping={"schedule": schedule})
+    (group,) = optimizer.param_groups
+    for step in range(6):
+        rate = 1e-3 * (1 - step / 10)
+        group["lr"] = math.nextafter(rate, 1) if ODD else rate
+        train(model, optimizer, 1, start=step)
+    optimizer.flush()
+    optimizer.check_replicas()
+    assert_replicas_equal(model)
+    group["lr"] = rate * (1 + 1e-6 * ODD)
+    with pytest.raises(DesyncError, match="learning rate of group 0 differs"):
+        train(model, optimizer, 2, start=6)
+
+
+@pytest.mark.parametrize("call", ["broadcast_parameters", "broadcast_optimizer_state"])
+def test_a_root_of_each_worker_s_own_is_refused(call):
+    model = Net()
+    given = model.state_dict() if call == "broadcast_parameters" else wrap(model)
+    with pytest.raises(DesyncError, match=rf"{call} \(root 0\) on worker 0, {call} \(root 1\) on worker 1"):
+        getattr(onebit, call)(given, root_rank=RANK % 2)
+    getattr(onebit, call)(given, root_rank=1)
+
+
+def test_a_worker_that_finds_no_checkpoint_does_not_wait(tmp_path):
+    model, optimizer = started("compressed")
+    with pytest.raises(DesyncError, match=r"worker \d broadcast_parameters\(\)"):
+        onebit.broadcast_parameters(model.state_dict()) if ODD else onebit.load_checkpoint(tmp_path, model, optimizer)
+    onebit.broadcast_parameters(model.state_dict())
 
 
 def clipped(own, max_norm):

@@ -288,11 +288,27 @@ def test_deepspeeds_names_warm_up_by_themselves(build):
     assert isinstance(build(Net().parameters())._parameters.warmup, AutoWarmup)
 
 
+@pytest.mark.parametrize("arguments", [{"recipe": "exact"}, {"schedule": onebit.Local(every=2)}])
+def test_deepspeeds_names_take_the_wrapper_s_arguments(arguments):
+    trained = []
+    for named in (True, False):
+        model = Net()
+        if named:
+            optimizer = onebit.OnebitAdam(model.parameters(), lr=1e-3, **arguments)
+        else:
+            plain = torch.optim.AdamW(model.parameters(), lr=1e-3, weight_decay=0)
+            optimizer = onebit.DistributedOptimizer(plain, **arguments)
+        train(model, optimizer, 4)
+        trained.append(weights(model))
+    assert torch.equal(*trained)
+
+
 def test_deepspeeds_names():
     for build in (
         lambda p: onebit.OnebitAdam(p, lr=1e-3, freeze_step=5, weight_decay=0.01, eps_inside_sqrt=True),
         lambda p: onebit.OnebitLamb(p, lr=1e-2, freeze_step=5, max_coeff=0.3, bias_correction=False),
         lambda p: onebit.ZeroOneAdam(p, lr=1e-3, var_freeze_step=20, var_update_scaler=4, recipe="fixed"),
+        lambda p: onebit.ZeroOneAdam(p, lr=1e-3, var_freeze_step=15, warmup="three_bit"),
     ):
         model = Net()
         optimizer = build(model.parameters())
