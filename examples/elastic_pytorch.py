@@ -1,8 +1,8 @@
-"""Workers that come and go (Horovod elastic). hosts.sh is an executable script of your own: it prints the hosts that
+"""Workers that come and go (Horovod elastic). discover.sh is an executable script of your own: it prints the hosts that
 there are now, one on a line, as "host1:2"; docs/cluster.md has one. (Horovod begins when there are two hosts; on one,
 add ``--network-interfaces lo``.)
 
-horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./hosts.sh python examples/elastic_pytorch.py
+horovodrun -np 2 --min-np 1 --max-np 4 --host-discovery-script ./discover.sh python examples/elastic_pytorch.py
 """
 
 import horovod.torch as hvd

@@ -21,6 +21,7 @@ def main():
     hvd.init()
     if gpus := tf.config.list_physical_devices("GPU"):
         tf.config.set_visible_devices(gpus[hvd.local_rank()], "GPU")
+        tf.config.experimental.set_memory_growth(gpus[hvd.local_rank()], True)  # leaves memory to the CUDA kernels
     keras.mixed_precision.set_global_policy("mixed_float16")
     x, y = make_data(8192)
     share = tf.data.Dataset.from_tensor_slices((x, y)).shard(hvd.size(), hvd.rank())

@@ -102,7 +102,7 @@ row. If you have CIFAR-10, WMT-14 or LibriSpeech, train the networks of study 16
 | 18 | DiLoCo and PowerSGD, tuned? | 19 and 10 % above exact Adam; `Local(freeze=200)` 0.9 % |
 | 19 | A GPT of 9 M parameters, 5,120 steps? | One bit 1.2 % above exact Adam; `Local()` 1.9 %, 197 times fewer bytes |
 | 20 | LoRA? Clipping? float16? | One bit: at most 0.2 % above exact Adam; LoRA 1.4 % if it starts early |
-| 21 | By the clock, on slow links? | At 10 Mbit/s `Local()` is first, in 5,000 steps too; at 100 PowerSGD |
+| 21 | By the clock, on slow links? | At 10 Mbit/s `Local()` is first, in 5,000 steps too; at 100 seeds differ |
 """
 
 
