@@ -99,6 +99,9 @@ class CodedMean:
         in the other place.
         """
         found = self._tensors.get(name)
+        if found is not None and found.weight.size != size:  # the parameter has another shape now
+            self.forget([name])
+            found = None
         if found is None or isinstance(found.weight, np.ndarray) != (zeros is None):
             if zeros is not None:
                 self.engine.use_kernels("cuda")

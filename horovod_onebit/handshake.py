@@ -69,7 +69,8 @@ ADVICE = {
     "replicas": "Broadcast the weights and the optimizer's state before the first step: broadcast_parameters and "
     "broadcast_optimizer_state in PyTorch, BroadcastGlobalVariablesCallback or broadcast_variables in Keras. If they "
     "were broadcast, something changes the weights of one worker alone: nn.Embedding(max_norm=...), a seed, a branch, "
-    "an edit of the weights, hosts whose processors round differently",
+    "an edit of the weights, an optimizer whose step draws random numbers or takes derivatives, hosts whose "
+    "processors round differently",
 }
 """What to do about facts that differ between workers, by the kind of the fact."""
 SHOWN = 3  # facts that an error lists

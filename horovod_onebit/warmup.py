@@ -20,6 +20,8 @@ FOREVER = NEVER + 1
 """Those of one that does not end."""
 UNKNOWN = 1.0
 """The beta2 of a second moment of which that is not known: its bias is not corrected, and it is waited for longer."""
+ROUNDING = 1e-9
+"""The part of a learning rate by which it has not risen: the cosine of a long schedule rises slowly at first."""
 EXACT_FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 
@@ -93,7 +95,7 @@ class AutoWarmup(Warmup):
 
     def observe(self, step: int, variance_norm: float | None, learning_rate: float, beta2: float) -> None:
         """``variance_norm``: Euclidean, bias-corrected, over all compressed tensors; None for rules without one."""
-        if learning_rate > self.peak * (1 + 1e-6) or self.peak < 0:
+        if learning_rate > self.peak * (1 + ROUNDING) or self.peak < 0:
             self.peak, self.peak_step = learning_rate, step
         stable = True
         if variance_norm is not None:
@@ -136,7 +138,7 @@ class AfterRise(Warmup):
 
     def reached(self, step: int, learning_rate: float) -> bool:
         """Whether they are to be frozen, if they are not yet, after step number ``step``; to be asked after each."""
-        if math.isinf(self.peak) or learning_rate > self.peak * (1 + 1e-6):
+        if math.isinf(self.peak) or learning_rate > self.peak * (1 + ROUNDING):
             self.peak_step = step - 1 if math.isinf(self.peak) else step  # the run may have begun before
             self.peak = learning_rate
         if self.steps == NEVER and step - self.peak_step >= self.after:

@@ -427,7 +427,9 @@ class Compressor(Steps):
         if not now.asked:
             self.agreement.start("step", self.engine.sent_finite if now.finite else Finite.NO, *now.question)
         verdict = yield from self.agreement.answer()
-        self._compares = self.parameters.just_started = False  # or what was refused is compared again
+        # Before the second step, too, where it is not known what the wrapped optimizer's own step depends on.
+        self._compares &= self.parameters.steps == 0 and not self.parameters.adapter.reproducible
+        self.parameters.just_started = False  # or what was refused is compared again
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if now.finite else replace(verdict, finite=False)
 

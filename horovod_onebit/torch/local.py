@@ -60,6 +60,17 @@ class LocalAdapter(AnyAdapter):
         self.sent_key = SENT if schedule.delay else None
         self.adam = _adam(optimizer) if schedule.shares_moments else None
 
+    def first_state(self, group: dict[str, Any], p: torch.Tensor) -> dict[str, Any]:
+        """What Adam keeps of a parameter that has had no gradient on this worker, to be saved: it takes an entry that
+        is there for a whole one. Of other optimizers nothing, see ``complete_entries``."""
+        state: dict[str, Any] = {}
+        with suppress(UnsupportedError):
+            adapter = adapter_for(self._optimizer)
+            adapter.check(group)
+            if isinstance(adapter, AdamAdapter):
+                adapter.init_state(group, p, state)
+        return state
+
     def check(self, options: Mapping[str, Any]) -> None:
         super().check(options)
         if self.adam is not None:  # or a group that is added later could not be frozen
@@ -92,6 +103,8 @@ def _adam(optimizer: torch.optim.Optimizer) -> AdamAdapter | None:
 
 class LocalParameters(Parameters):
     """All trained parameters are bound, the small ones, too. What the wrapped optimizer keeps is each worker's own."""
+
+    adapter: LocalAdapter
 
     def __init__(
         self,
@@ -352,10 +365,11 @@ class LocalParameters(Parameters):
     def export(self, state: dict[str, Any]) -> None:
         super().export(state)
         packed = state["state"]
-        for _, position, p in self.enumerated():
+        for group, position, p in self.enumerated():
             momentum = self.kept.get(p, {}).get(MOMENTUM)
-            if momentum is not None and bool(momentum.any()):  # Adam takes a state that is there for a whole one
-                packed[position] = {**packed.get(position, {}), MOMENTUM: momentum}
+            if momentum is not None and bool(momentum.any()):
+                own = packed.get(position) or self.adapter.first_state(group, p)
+                packed[position] = {**own, MOMENTUM: momentum}
 
     def _load_states(self, progress: Progress, whole: Mapping[str, Any] | None, *, is_plain: bool) -> None:
         self.thawed, awaited = False, set(progress.awaited)
@@ -369,10 +383,10 @@ class LocalParameters(Parameters):
         for p in self.ordered():
             own = is_plain or (frozen[p] > 0 and self.seen(p) is None)
             self._set_common(p, self.taken(p) if own else common[p])
+            momentum = self.optimizer.state.get(p, {}).pop(MOMENTUM, None)
             # In float32: PyTorch casts loaded state to the parameter's dtype.
-            if (momentum := self.optimizer.state.get(p, {}).pop(MOMENTUM, None)) is not None:
-                found = saved.get(p, {}).get(MOMENTUM)
-                self.kept[p] = {MOMENTUM: momentum if found is None else found.to(p.device, torch.float32, copy=True)}
+            if (momentum := saved.get(p, {}).get(MOMENTUM, momentum)) is not None:
+                self.kept[p] = {MOMENTUM: momentum.detach().to(p.device, torch.float32, copy=True)}
 
     def _load_frozen(self, adam: AdamAdapter, progress: Progress, saved: Mapping[torch.Tensor, Any]) -> None:
         """Second moments that are frozen; the state has them as in ``plain``, what was ``saved`` in float32."""
@@ -389,6 +403,12 @@ class LocalParameters(Parameters):
             before = beta2[p] or None
             state[key] = plain.restored(state[key], adam.variance_factor(group, self.taken(p), seen[p], before))
             self.set_seen(group, p, seen[p], before)
+
+
+def complete_entries(state: Mapping[Any, Any]) -> dict[Any, Any]:
+    """Those of a saved ``state`` that have something of the wrapped optimizer, which takes each for a whole one. Others
+    have the momentum of ``Local`` alone: of parameters that have had no gradient on the worker that saved."""
+    return {key: entry for key, entry in state.items() if not isinstance(entry, dict) or entry.keys() != {MOMENTUM}}
 
 
 def _on_host(tensor: torch.Tensor) -> Array:

@@ -28,7 +28,7 @@ from horovod_onebit.torch.collectives import outside_inference
 from horovod_onebit.torch.compressor import Compressor
 from horovod_onebit.torch.hooks import Scaling, Where
 from horovod_onebit.torch.loading import check_not_live, check_optimizer
-from horovod_onebit.torch.local import LocalAdapter, LocalSteps
+from horovod_onebit.torch.local import LocalAdapter, LocalSteps, complete_entries
 from horovod_onebit.torch.parameters import STATE_KEY, Parameters
 from horovod_onebit.torch.plain import entries_of
 from horovod_onebit.torch.private import asked_by_pytorch, called_by, untraced
@@ -373,7 +373,7 @@ class _DistributedOptimizer:
         same = not keep_feedback and loaded == self._parameters.digest(self.state_dict())
         groups, state = self.param_groups, self.state
         inner = [(one, one.param_groups is groups, one.state is state) for one in within(self)]
-        super().load_state_dict(state_dict)  # type: ignore[misc]
+        super().load_state_dict({**state_dict, "state": complete_entries(state_dict["state"])})  # type: ignore[misc]
         for entries in entries_of(self.state) if given else ():
             # PyTorch takes tensors over: steps would change the caller's, and could not change those of inference mode.
             tensors = [k for k, v in entries.items() if id(v) in theirs and isinstance(v, torch.Tensor)]

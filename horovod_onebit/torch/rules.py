@@ -35,6 +35,7 @@ class Adapter:
     sent_key: str | None = None
     makes_state = True  # by ``init_state``
     momentum_may_be_missing = False  # one that is 0 has no state
+    reproducible = True  # equal gradients and states make equal steps: no random numbers, no derivatives of its own
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
 
     def __init__(self, wraps: Wraps) -> None:
@@ -216,8 +217,8 @@ class AnyAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
-        of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-        self._compared = HYPERPARAMETERS | (set(optimizer.defaults) if of_torch else set())
+        self.reproducible = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        self._compared = HYPERPARAMETERS | (set(optimizer.defaults) if self.reproducible else set())
 
     @property
     def divides(self) -> bool:

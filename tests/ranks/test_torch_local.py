@@ -1230,3 +1230,45 @@ def test_closures_compute_gradients_after_the_freeze():
         with torch.no_grad():
             assert optimizer.step(closure_of(model, optimizer, step)) > 0
     assert_replicas_equal(model)
+
+
+@pytest.mark.parametrize("how", ["state", "checkpoint", "broadcast", "plain"])
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.RMSprop])
+@pytest.mark.parametrize("who", [0, 1])
+def test_a_layer_that_one_worker_never_uses_comes_back(who, kind, how, folder):
+    """It has a common momentum there, and no moments."""
+
+    def made():
+        torch.manual_seed(0)
+        model = torch.nn.ModuleList(torch.nn.Linear(40, 40) for _ in range(2))
+        return model, local(model, kind, schedule=onebit.Local(every=2, doubling=0, momentum=0.5))
+
+    def trained(model, optimizer, steps, start=0):
+        for step in range(start, start + steps):
+            x = torch.randn(8, 40, generator=torch.Generator().manual_seed(SIZE * step + RANK))
+            optimizer.zero_grad()
+            (model[0](x) if who == RANK else model[0](x) + model[1](x)).square().mean().backward()
+            optimizer.step()
+
+    model, optimizer = made()
+    trained(model, optimizer, 4)
+    again, resumed = made()
+    state = copy.deepcopy(optimizer.state_dict())
+    if how == "plain":
+        kept = kind(again.parameters(), lr=3e-3)
+        if kind is torch.optim.AdamW:  # the others need an entry of their own, which nobody can make for them
+            kept.load_state_dict(state)
+            trained(again, kept, 2)
+        return
+    if how == "checkpoint":
+        onebit.save_checkpoint(folder, model, optimizer)
+        onebit.load_checkpoint(folder, again, resumed)
+    else:
+        again.load_state_dict(model.state_dict())
+        resumed.load_state_dict(state)
+    if how == "broadcast":
+        onebit.broadcast_optimizer_state(resumed, root_rank=who)
+    trained(model, optimizer, 4, start=4)
+    trained(again, resumed, 4, start=4)
+    assert_replicas_equal(again)
+    assert torch.equal(weights(again), weights(model)) or how != "checkpoint"

@@ -722,3 +722,58 @@ def test_the_recipe_exact_has_no_schedule():
         wrap(Net(), warmup_steps=None, recipe="exact", wrapping={"schedule": onebit.ZeroOne()})
     with pytest.raises(ConfigurationError, match=r"warmup_steps=0"):
         wrap(Net(), warmup_steps=0, recipe="exact")
+
+
+class Noisy(torch.optim.SGD):
+    """Langevin dynamics: the noise of each worker is its own."""
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step(closure)
+        for p in self.param_groups[0]["params"]:
+            p.add_(torch.randn(p.shape, generator=self.generator), alpha=1e-3)
+
+
+@pytest.mark.parametrize("wrapping", [{"schedule": onebit.Gradients()}, {"recipe": "exact"}])
+@pytest.mark.parametrize("alike", [True, False])
+def test_a_step_that_draws_random_numbers_of_its_own_is_found(alike, wrapping):
+    model = Net()
+    plain = Noisy(model.parameters(), lr=1e-2)
+    plain.generator = torch.Generator().manual_seed(0 if alike else RANK)
+    optimizer = onebit.DistributedOptimizer(plain, list(model.named_parameters()), **wrapping)
+    if alike:
+        train(model, optimizer, 3)
+        assert_replicas_equal(model)
+    else:
+        with pytest.raises(DesyncError, match=r"draws random numbers"):
+            train(model, optimizer, 2)
+
+
+@pytest.mark.parametrize("rows", [96, 32])
+@pytest.mark.parametrize("wrapping", [{"warmup_steps": 40}, {"schedule": onebit.Gradients()}])
+def test_a_vocabulary_that_grows_or_shrinks_in_place(wrapping, rows):
+    """Its state with it, as a plain AdamW takes it."""
+    torch.manual_seed(0)
+    model = torch.nn.Sequential(torch.nn.Embedding(48, 40), torch.nn.Linear(40, 40))
+    table = model[0].weight
+    optimizer = onebit.DistributedOptimizer(torch.optim.AdamW(model.parameters()), model.named_parameters(), **wrapping)
+    coded, random = [], torch.Generator().manual_seed(RANK)
+    for step in range(30):
+        if step == 14:
+            table.grad, table.data = None, _resized(table.data, rows)
+            state = optimizer.state[table]
+            state.update({key: _resized(state[key], rows) for key in ("exp_avg", "exp_avg_sq")})
+        optimizer.zero_grad()
+        model(torch.randint(0, min(48, len(table)), (32,), generator=random)).square().mean().backward()
+        optimizer.step()
+        coded.append(optimizer.stats().coded_parameters)
+    assert_replicas_equal(model)
+    assert coded[13] == 48 * 40 + 40 * 40
+    assert coded[14] == 40 * 40
+    assert coded[-1] == rows * 40 + 40 * 40
+
+
+def _resized(tensor, rows):
+    found = torch.zeros(rows, tensor.shape[1])
+    found[: len(tensor)] = tensor[:rows]
+    return found

@@ -126,3 +126,11 @@ def test_second_moments_of_zeros_are_not_stable():
     for step in range(1, 101):
         auto.observe(step, 0.0, 0.1, 0.9)
     assert auto.steps == NEVER
+
+
+def test_the_flat_start_of_a_long_cosine_is_a_rise():
+    warmup, rises = AutoWarmup(), 300_000  # of OneCycleLR with 1,000,000 steps
+    for step in range(10, 2000, 10):
+        rate = 1e-3 - (1e-3 - 4e-5) / 2 * (1 + math.cos(math.pi * (step - 1) / rises))
+        warmup.observe(step, 1.0, rate, 0.999)
+    assert warmup.steps == NEVER
