@@ -41,9 +41,9 @@ class Arguments:
         whole("backward_passes_per_step", self.backward_passes_per_step)
         flag("sparse_as_dense", self.sparse_as_dense)
         if self.op not in (self.constants.Average, self.constants.Sum):
-            raise UnsupportedError(f"op={self.op!r}: 1-bit compression averages signs; expected hvd.Average or hvd.Sum")
+            raise UnsupportedError(f"op={self.op!r}: 1-bit compression averages signs; expected Average or Sum")
         if positive("gradient_predivide_factor", self.gradient_predivide_factor) != 1.0 and self.sums:
-            raise ConfigurationError("gradient_predivide_factor needs op=hvd.Average")
+            raise ConfigurationError("gradient_predivide_factor needs op=Average")
 
     @property
     def sums(self) -> bool:
@@ -55,7 +55,7 @@ class Arguments:
         if self.sums or self.gradient_predivide_factor != 1.0:
             raise UnsupportedError(
                 f"op={self.op!r}, gradient_predivide_factor={self.gradient_predivide_factor!r}: with "
-                "schedule=Local(...) gradients are not averaged, weights are; expected hvd.Average and 1.0"
+                "schedule=Local(...) gradients are not averaged, weights are; expected Average and 1.0"
             )
 
     @cached_property

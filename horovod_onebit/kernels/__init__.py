@@ -50,4 +50,4 @@ def missing() -> str:
         found = SIMULATED or cuda.is_available()
     except Exception as error:  # of a library of CUDA, say, that is not installed: of several kinds
         return f"numba-cuda does not work here, {type(error).__name__}: {error}. {INSTALL}"
-    return "" if found else "numba-cuda sees no GPU here: does nvidia-smi, and what is CUDA_VISIBLE_DEVICES?"
+    return "" if found else "numba-cuda sees no GPU here: look at nvidia-smi and CUDA_VISIBLE_DEVICES"

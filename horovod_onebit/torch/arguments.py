@@ -33,8 +33,8 @@ class Arguments(face.Arguments):
         super().__post_init__()
         if not all(callable(getattr(self.compression, name, None)) for name in ("compress", "decompress")):
             raise ConfigurationError(
-                f"compression={self.compression!r}: expected hvd.Compression.none or hvd.Compression.fp16, for "
-                "exact steps"
+                f"compression={self.compression!r}: expected Compression.none or Compression.fp16 (Horovod's, or those "
+                "of horovod_onebit.torch), for exact steps"
             )
 
     def named(self) -> dict[str, object]:

@@ -5,6 +5,7 @@ import pytest
 import torch
 
 import horovod_onebit.torch as onebit
+from horovod_onebit.torch.horovod import HorovodCollectives
 
 hvd.init()
 pytestmark = pytest.mark.skipif(hvd.size() != 4, reason="needs four ranks")
@@ -46,3 +47,9 @@ def test_a_rank_outside_the_set_trains_alone():
     assert torch.equal(rows[0], rows[2])
     assert not torch.equal(rows[0], rows[3])
     hvd.remove_process_set(some)
+
+
+def test_no_sets_are_added_in_an_elastic_job(monkeypatch):
+    """Horovod would abort all workers when one dies."""
+    monkeypatch.setenv("HOROVOD_ELASTIC", "1")
+    assert HorovodCollectives().hosts([[0, 1], [2, 3]]) is None
