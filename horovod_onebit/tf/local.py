@@ -176,8 +176,8 @@ class LocalSteps(Defaults, Compressor):
 
     def waits(self) -> bool:
         """See ``driver.Alone``: some variable is trained since shortly before."""
-        seen = np.array(self.optimizer._seen.value)[list(self.indices)]
-        return bool(((seen > 0) & (2 * seen < self.rounds.schedule.freeze)).any())
+        seen = np.array(self.optimizer._seen.value).tolist()
+        return any(self.rounds.schedule.is_young(seen[i]) for i in self.indices)
 
     @property
     def steps(self) -> int:

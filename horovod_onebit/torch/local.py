@@ -242,7 +242,7 @@ class LocalParameters(Parameters):
 
     def waits(self) -> bool:
         """See ``driver.Alone``. A parameter is waited for once: it may have gradients on this worker now and then."""
-        young = {p for p in self.trained() if 0 < 2 * self.taken(p) < self.local.freeze} - self.awaited
+        young = {p for p in self.trained() if self.local.is_young(self.taken(p))} - self.awaited
         self.awaited |= young
         return bool(young)
 
