@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from horovod_onebit import feedback
 from horovod_onebit.checks import whole
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
@@ -547,7 +548,6 @@ def _moves_first(optimizer: torch.optim.Optimizer) -> bool:
 class LocalSteps(Steps):
     """Steps of each worker alone, in rounds."""
 
-    kind = "local"
     parameters: LocalParameters
 
     def __init__(
@@ -568,6 +568,7 @@ class LocalSteps(Steps):
         warmup = warmup if adapter.adam is not None else AfterRise(NEVER)
         self.driver = Driver(self.engine, self, warmup, schedule)
         self.rounds: Rounds = self.driver.rounds
+        self.kind = feedback.kind(recipe.space, divides=adapter.divides, schedule=schedule)
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.rounds, arguments))
         if schedule.delay:

@@ -15,6 +15,7 @@ from horovod_onebit.handshake import compared
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
 from horovod_onebit.rules.adam import plain_factor
 from horovod_onebit.rules.gradient import Gradient
+from horovod_onebit.rules.local import no_steps
 from horovod_onebit.schedule import Stepwise
 from horovod_onebit.torch.lamb import init_state
 from horovod_onebit.torch.plain import VARIANCE_BETA2, VARIANCE_STEPS
@@ -205,7 +206,7 @@ class ZeroOneAdapter(AdamAdapter):
         super().init_state(group, p, state)
         if "anchor" not in state:
             state["anchor"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["local"] = torch.tensor([0.0, 1.0, 0.0])
+            state["local"] = torch.from_numpy(no_steps())
 
 
 class AnyAdapter(Adapter):
