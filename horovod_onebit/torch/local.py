@@ -10,7 +10,7 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -72,6 +72,10 @@ class FrozenAdapter(Adapter):
 
     anchor_key = ANCHOR
 
+    def __init__(self, wraps: Wraps, sent_key: str | None) -> None:
+        super().__init__(wraps)
+        self.sent_key = sent_key
+
 
 class _Both(ChainMap[str, Any]):
     """The state of a parameter whose second moment is frozen: the wrapped optimizer's, and what is ``kept`` besides."""
@@ -106,7 +110,9 @@ class LocalParameters(Parameters):
         super().__init__(optimizer, adapter, names, engine, schedule=None, sum_gradients=False, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
+        self._kept_keys = [ANCHOR, *([MOMENTUM] if local.momentum else []), *([SENT] if local.delay else [])]
         self.adam = adapter.adam
+        self._frozen_adapter = FrozenAdapter(self.adam.wraps, adapter.sent_key) if self.adam is not None else None
         self.moments = adapter.adam or adapter
         self.awaited: set[torch.Tensor] = set()  # see ``waits``
         self.thawed = False  # whether some second moments were frozen, and have to be again
@@ -164,21 +170,19 @@ class LocalParameters(Parameters):
         return large, small
 
     def _bind_one(self, p: torch.Tensor) -> None:
-        needed = {ANCHOR: True, MOMENTUM: self.local.momentum, SENT: self.local.delay}
         kept = self.kept.setdefault(p, {})
-        for key in needed:
-            if needed[key] and key not in kept:
+        for key in self._kept_keys:
+            if key not in kept:
                 kept[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
         before, own = self.bindings.get(p), self._frozen_state(p)
-        if own is None or self.adam is None:
-            binding = Binding(self.names[p], p, kept, self.adapter, self.engine.feedback, place)
-        else:
-            both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
-            adapter.sent_key = self.adapter.sent_key
-            binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
+        state: MutableMapping[str, Any] = kept
+        adapter: Adapter = self.adapter
+        if own is not None and self._frozen_adapter is not None:
+            state, adapter = _Both(own, kept), self._frozen_adapter
+        binding = Binding(self.names[p], p, state, adapter, self.engine.feedback, place)
         again = before is not None and _is_frozen(before) == _is_frozen(binding)
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
         if own is not None and _is_frozen(binding):
