@@ -248,8 +248,8 @@ class Driver:
     def __init__(
         self, engine: Engine, face: Together | Alone, warmup: Warmup, schedule: Stepwise | Local | None
     ) -> None:
-        self.engine, self.warmup, self.schedule = engine, warmup, schedule
-        self._stepwise = None if isinstance(schedule, Local) else schedule
+        self.engine, self.warmup = engine, warmup
+        self.stepwise = None if isinstance(schedule, Local) else schedule
         self.face: Any = face
         self.rounds: Any = None
         self._has_warned = False
@@ -260,7 +260,7 @@ class Driver:
     @property
     def sends(self) -> Sends:
         """What the next compressed step sends, the same on all workers."""
-        return step_of(self._stepwise, self.engine.exchanges + 1)
+        return step_of(self.stepwise, self.engine.exchanges + 1)
 
     # -- together -------------------------------------------------------------------------------------------------
 
@@ -299,7 +299,7 @@ class Driver:
         """A compressed step begins: everything that is known before its gradients are. Collective if anything has
         changed."""
         sends = self.sends
-        if changes_unit(self._stepwise, self.engine.exchanges + 1):
+        if changes_unit(self.stepwise, self.engine.exchanges + 1):
             self.engine.feedback.reset()
         plan: Plan = yield from self.face.prepare(sends)
         return plan

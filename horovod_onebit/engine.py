@@ -741,14 +741,14 @@ class Engine:
         start, decoded = time.perf_counter(), self.times.decode
         yield from self.travel(list(self._sent), land)
         self.waited(start, decoded)
-        self.exchanges += 1
         if finite and certain:
+            self.exchanges += 1
             return self._finish(rules)
         if finite and all(messages.finite.all() for messages in opened):
             with self.times.measure("decode"):
                 for messages in opened:
                     apply(messages, rules, self.tensors, self.context)
-        return self._conclude(rules, self.tensors, finite=finite)
+        return self.conclude(plan, self.tensors, finite=finite)
 
     def _notice(self, rules: Sequence[Rule]) -> None:
         """Nothing of this step is encoded yet: take notice of what residuals hold of elements that rest, where it is
@@ -797,18 +797,14 @@ class Engine:
         return self.travel(buckets, land)
 
     def conclude(self, plan: Plan, tensors: Sequence[Tensor], *, finite: bool = True) -> bool:
-        """All buckets have arrived, and ``tensors`` were moved as far as messages are finite: end the step as
-        ``receive`` does. The engine's own tensors are then ``tensors``, if the step is taken. Local."""
+        """All buckets have arrived, and ``tensors`` were moved as far as messages are finite: the step is taken if all
+        are, and taken back if not. The engine's own tensors are then ``tensors``, if it is taken. Local."""
         self.exchanges += 1
-        return self._conclude(plan.rules, tensors, finite=finite)
-
-    def _conclude(self, rules: Sequence[Rule], tensors: Sequence[Tensor], *, finite: bool) -> bool:
-        """All have arrived: the step is taken if all messages are finite, and taken back if not."""
         where = self.refusing
         with self.times.measure("decode"):
             if finite and not where:
                 self.tensors = list(tensors)
-                return self._finish(rules)
+                return self._finish(plan.rules)
             self.rollback()
         self.say_skipped(f"the {self.subject} of {workers(where) if where else 'some worker'}")
         return False

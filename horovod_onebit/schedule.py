@@ -193,6 +193,11 @@ class Local:
         """Whether Adam's moments become those of all workers."""
         return self.freeze > 0 and not self.momentum
 
+    def is_young(self, seen: int) -> bool:
+        """Whether a second moment that has seen so many gradients is trained since shortly before, too young to be
+        frozen."""
+        return 0 < 2 * seen < self.freeze
+
 
 @dataclass(frozen=True)
 class Gradients:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Any
+from typing import Any, ClassVar
 
 from horovod_onebit.errors import ConfigurationError
 
@@ -81,9 +81,9 @@ class AutoWarmup(Warmup):
     ``most`` steps after that maximum was seen, because waiting longer for the second moment gains nothing (study 6).
     """
 
-    threshold: float = 0.96
-    every: int = 10
-    least: int = 20
+    threshold: ClassVar[float] = 0.96
+    every: ClassVar[int] = 10
+    least: ClassVar[int] = 20
     most: int = 200
     steps: int = NEVER
     norms: dict[int, float] = field(default_factory=dict, repr=False)
@@ -102,8 +102,8 @@ class AutoWarmup(Warmup):
             self.norms[step] = variance_norm
             distance = min(1 / (1 - beta2), step / 2) if beta2 < 1 else step / 2
             before = self.norms.get(self.every * math.floor((step - distance) / self.every))
-            least, most = (0.0, 0.0) if before is None else sorted((before, variance_norm))
-            stable = least >= self.threshold * most > 0
+            smaller, larger = (0.0, 0.0) if before is None else sorted((before, variance_norm))
+            stable = smaller >= self.threshold * larger > 0
             stable |= math.isfinite(variance_norm) and step - self.peak_step >= self.most
         rising = self.peak_step > step - self.every and step > self.every
         if stable and not rising and step >= self.least:

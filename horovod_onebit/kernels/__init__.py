@@ -1,8 +1,8 @@
 """The loops over elements: functions of flat float32 arrays, which write in place.
 
 ``reference`` (NumPy) is the specification, ``cpu`` (Numba) is what runs, ``cuda`` (Numba CUDA) is for arrays in the
-memory of a GPU; the modules have the same functions with the same arguments, but for ``cuda.host_mirror``, so a module
-is a backend.
+memory of a GPU. A module is a backend: each has at least the functions of the table in docs/architecture.md, with the
+same arguments. What else a module has is its own: ``cuda.host_mirror``, ``cuda.fault``, ``cpu.set_num_threads``.
 """
 
 from __future__ import annotations

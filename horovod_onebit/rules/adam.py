@@ -125,6 +125,13 @@ def exact(p: Exact, g: Number, m: Number, v: Number, w: Number, a: Number) -> An
     return new_m, new_v, p.decay * w - p.step * (new_m / (sqrt(new_v) / p.root + p.eps))
 
 
+def plain_factor(beta2: float, taken: int, seen: int, before: float | None = None) -> float:
+    """What v, of which ``seen`` steps are known, is multiplied by for a plain optimizer that counts ``taken`` steps.
+    ``before``: beta2 in those steps, if it was another."""
+    before = beta2 if before is None else before
+    return 1.0 if (taken, beta2) == (seen, before) else (1 - beta2**taken) / (1 - before**seen)
+
+
 @dataclass(frozen=True)
 class Adam(Rule):
     """Hyperparameters of one step, as of ``torch.optim.AdamW`` (Kingma and Ba 2015; Loshchilov and Hutter 2019), whose

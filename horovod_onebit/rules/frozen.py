@@ -31,7 +31,7 @@ from typing import Any
 
 from horovod_onebit.formulas import ZERO, Number, f32, multiplier, where
 from horovod_onebit.kernels.reference import Array
-from horovod_onebit.recipe import Recipe
+from horovod_onebit.recipe import PRESETS
 from horovod_onebit.rules import Context, Tensor, Use, scalars
 from horovod_onebit.rules.adam import Adam
 from horovod_onebit.rules.local import DECAY, RATES, Delta, count
@@ -82,5 +82,4 @@ class FrozenAdam(Delta):
 
 def clip_of(context: Context) -> float:
     """The bound on a step in units of its size."""
-    recipe = context.recipe if context.recipe.clip is not None else Recipe()
-    return recipe.clip_for(context.workers)
+    return context.clip if context.recipe.clip is not None else PRESETS["robust"].clip_for(context.workers)

@@ -860,10 +860,9 @@ class _Loan:
         self._free.append(self._array)
 
 
-def packed(grads: Sequence[Any], variables: Sequence[Any], dtype: Any = None) -> Any:
-    """The gradients of ``variables`` one after the other in one tensor, of ``dtype``, or of that of all the variables;
-    a single one keeps its shape."""
-    cast = [tf.cast(_shaped(grad, v.shape), dtype or v.dtype) for grad, v in zip(grads, variables, strict=True)]
+def packed(grads: Sequence[Any], variables: Sequence[Any]) -> Any:
+    """The gradients of ``variables``, of one dtype, one after the other in one tensor; a single one keeps its shape."""
+    cast = [tf.cast(_shaped(grad, v.shape), v.dtype) for grad, v in zip(grads, variables, strict=True)]
     return cast[0] if len(cast) == 1 else tf.concat([g if len(g.shape) == 1 else tf.reshape(g, [-1]) for g in cast], 0)
 
 

@@ -86,12 +86,6 @@ class LocalAdapter(AnyAdapter):
             for v in optimizer._trainable_variables
         ]
 
-    def momentum(self, optimizer: Any, index: int) -> Any:
-        if self.frozen(optimizer):
-            assert self.adam is not None
-            return self.adam.momentum(optimizer, index)
-        return optimizer._round_momenta[index] if optimizer._wrapping.local.momentum else None
-
     @property
     def moments(self) -> Adapter | None:
         return self.adam
@@ -182,8 +176,8 @@ class LocalSteps(Defaults, Compressor):
 
     def waits(self) -> bool:
         """See ``driver.Alone``: some variable is trained since shortly before."""
-        seen = np.array(self.optimizer._seen.value)[list(self.indices)]
-        return bool(((seen > 0) & (2 * seen < self.rounds.schedule.freeze)).any())
+        seen = np.array(self.optimizer._seen.value).tolist()
+        return any(self.rounds.schedule.is_young(seen[i]) for i in self.indices)
 
     @property
     def steps(self) -> int:
@@ -277,15 +271,22 @@ class LocalSteps(Defaults, Compressor):
     # -- what the graph calls -------------------------------------------------------------------------------------
 
     def _pull(self, values: Sequence[Any]) -> None:
-        for i, tensor, value in zip(self.indices, self.tensors, values, strict=True):
+        for tensor, value in zip(self.tensors, values, strict=True):
             tensor.weight = self._memory.copy(view(value))
-            if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
-                tensor.momentum[:] = _host(momentum)  # where the rounds look
+        for tensor, momentum in self._momenta():
+            tensor.momentum[:] = _host(momentum)  # where the rounds look
 
     def _push_momenta(self) -> None:
-        for i, tensor in zip(self.indices, self.tensors, strict=True):
-            if (momentum := self.adapter.momentum(self.optimizer, i)) is not None:
-                momentum.assign(tf.reshape(adopt(self._memory.copy(tensor.momentum)), momentum.shape))
+        for tensor, momentum in self._momenta():
+            momentum.assign(tf.reshape(adopt(self._memory.copy(tensor.momentum)), momentum.shape))
+
+    def _momenta(self) -> list[tuple[Tensor, Any]]:
+        """Each tensor, and the variable that holds its momentum; none if rounds look at no momenta."""
+        optimizer, adam = self.optimizer, self.adapter.adam
+        both = zip(self.indices, self.tensors, strict=True)
+        if adam is not None and self.adapter.frozen(optimizer):
+            return [(tensor, adam.momentum(optimizer, i)) for i, tensor in both]
+        return [(tensor, optimizer._round_momenta[i]) for i, tensor in both] if self.rounds.schedule.momentum else []
 
     def move_anchors(self, values: Mapping[int, Any]) -> None:
         """By number of the tensor, what all workers have in common now is these ``values``. Local."""

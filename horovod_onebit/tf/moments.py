@@ -26,6 +26,7 @@ from numpy.typing import NDArray
 from horovod_onebit.errors import ConfigurationError, some
 from horovod_onebit.kernels.checksum import checksums
 from horovod_onebit.kernels.reference import Array
+from horovod_onebit.rules.adam import plain_factor
 from horovod_onebit.tf.graph import cond, host_call, path_of
 from horovod_onebit.tf.rules import Options
 from horovod_onebit.warmup import NEVER, least
@@ -165,7 +166,7 @@ class Moments:
         """
         self.check_form()
         compressor, optimizer = self._compressor, self._optimizer
-        taken = self._taken
+        taken, frozen_by, beta2 = self._taken, self.beta2, getattr(compressor.options, "beta_2", None)
         seen, marks = np.array(optimizer._seen.value), np.array(optimizer._marks.value)
         for i, variable in enumerate(optimizer._trainable_variables):
             alone = optimizer._wrapping.local is not None
@@ -175,12 +176,9 @@ class Moments:
             if only is not None and i not in only:
                 continue
             variance = self.variance(i)
-            beta2 = getattr(compressor.options, "beta_2", None)
             if variance is None or beta2 is None or not taken or seen[i] <= 0:
                 continue
-            before = self.beta2 or beta2
-            if (int(seen[i]), before) != (taken, beta2):
-                factor = (1 - beta2**taken) / (1 - before ** int(seen[i]))
+            if (factor := plain_factor(beta2, taken, int(seen[i]), frozen_by)) != 1.0:
                 yield variance, tf.convert_to_tensor(variance) * tf.cast(factor, variance.dtype)
 
     def make_plain(self, edited: Collection[int] = ()) -> None:

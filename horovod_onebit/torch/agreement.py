@@ -123,17 +123,18 @@ class Agreement:
     It rests on one rule: whatever a worker believes, it starts the agreement before every call that needs the others,
     under the same name, and waits for it before it waits for any collective that depends on what it believes.
 
-    ``options`` are arguments of ``DistributedOptimizer`` that must be the same on all workers, besides those that
-    ``parameters`` and ``gradients`` describe.
+    ``check_replicas_every`` is an argument of ``DistributedOptimizer``, which must be the same on all workers, as what
+    ``parameters`` and ``gradients`` describe must be.
     """
 
     def __init__(
-        self, engine: Engine, parameters: Parameters, gradients: Compared, transport: Transport, options: str
-    ) -> None:
+        self, engine: Engine, parameters: Parameters, gradients: Compared, transport: Transport,
+        check_replicas_every: int | None,
+    ) -> None:  # fmt: skip
         self._engine = engine
         self._parameters = parameters
         self.gradients = gradients
-        self._options = options
+        self._arguments = {"check_replicas_every": check_replicas_every}
         self._collectives = transport.agreement()
         self.name = agreement_name(transport.number)
         self._handle: Handle | None = None
@@ -160,7 +161,7 @@ class Agreement:
         """
         self.check()
         edited = self.gradients.edited()
-        setup = f"{self._parameters.describe()} {self.gradients.describe()} {self._options}"
+        setup = f"{self._parameters.describe()} {self.gradients.describe()} {self._arguments}"
         hyperparameters = f"{self._parameters.hyperparameters()} {options}"
         self._facts = functools.partial(self._in_words, call, options or {}, gradients, replicas or {})
         self._threads.enter(self)
@@ -226,8 +227,8 @@ class Agreement:
         self, call: str, options: handshake.Facts, gradients: str, replicas: Mapping[str, int]
     ) -> handshake.Facts:
         """What ``start`` has told the others."""
-        arguments = {"check_replicas_every": self._options}
-        facts: dict[str, Any] = {"arguments": self._engine.arguments() | self.gradients.arguments() | arguments}
+        arguments = self._engine.arguments() | self.gradients.arguments() | self._arguments
+        facts: dict[str, Any] = {"arguments": arguments}
         for kind, found in chain(self._parameters.facts().items(), options.items()):
             facts[kind] = {**facts.get(kind, {}), **found}
         facts["progress"] |= {"compressed steps": self._engine.exchanges, **self.gradients.progress()}

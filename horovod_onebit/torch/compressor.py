@@ -67,8 +67,7 @@ class Steps(RunState):
     def _concern(self, parameters: Parameters, gradients: Any) -> None:
         self.parameters, self.gradients, self.coded = parameters, gradients, gradients.coded
         averaging.know(parameters)
-        compared = str(self._check_replicas_every)
-        self.agreement = Agreement(self.engine, parameters, gradients, self.transport, compared)
+        self.agreement = Agreement(self.engine, parameters, gradients, self.transport, self._check_replicas_every)
 
     def wraps(self, plain: torch.optim.Optimizer) -> None:
         """``plain`` is what was wrapped: its groups and state are shared."""

@@ -10,13 +10,14 @@ import hashlib
 import time
 import weakref
 from collections import ChainMap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, MutableMapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
+from horovod_onebit import feedback
 from horovod_onebit.checks import whole
 from horovod_onebit.driver import Driver, Frozen, Moment
 from horovod_onebit.engine import Engine
@@ -82,6 +83,10 @@ class FrozenAdapter(Adapter):
 
     anchor_key = ANCHOR
 
+    def __init__(self, wraps: Wraps, sent_key: str | None) -> None:
+        super().__init__(wraps)
+        self.sent_key = sent_key
+
 
 class _Both(ChainMap[str, Any]):
     """The state of a parameter whose second moment is frozen: the wrapped optimizer's, and what is ``kept`` besides."""
@@ -118,7 +123,9 @@ class LocalParameters(Parameters):
         super().__init__(optimizer, adapter, names, engine, schedule=None, sum_gradients=False, **options)
         self.local = local
         self.kept: dict[torch.Tensor, dict[str, torch.Tensor]] = {}  # by parameter: the beginning of the round, ...
+        self._kept_keys = [ANCHOR, *([MOMENTUM] if local.momentum else []), *([SENT] if local.delay else [])]
         self.adam = adapter.adam
+        self._frozen_adapter = FrozenAdapter(self.adam.wraps, adapter.sent_key) if self.adam is not None else None
         self.moments = adapter.adam or adapter
         self.awaited: set[torch.Tensor] = set()  # see ``waits``
         self.thawed = False  # whether some second moments were frozen, and have to be again
@@ -176,21 +183,19 @@ class LocalParameters(Parameters):
         return large, small
 
     def _bind_one(self, p: torch.Tensor) -> None:
-        needed = {ANCHOR: True, MOMENTUM: self.local.momentum, SENT: self.local.delay}
         kept = self.kept.setdefault(p, {})
-        for key in needed:
-            if needed[key] and key not in kept:
+        for key in self._kept_keys:
+            if key not in kept:
                 kept[key] = torch.zeros_like(p, memory_format=torch.preserve_format, requires_grad=False)
         place = self.placement.of(p)
         if place is not None:
             self.engine.use_kernels("cuda")
         before, own = self.bindings.get(p), self._frozen_state(p)
-        if own is None or self.adam is None:
-            binding = Binding(self.names[p], p, kept, self.adapter, self.engine.feedback, place)
-        else:
-            both, adapter = _Both(own, kept), FrozenAdapter(self.adam.wraps)
-            adapter.sent_key = self.adapter.sent_key
-            binding = Binding(self.names[p], p, both, adapter, self.engine.feedback, place)
+        state: MutableMapping[str, Any] = kept
+        adapter: Adapter = self.adapter
+        if own is not None and self._frozen_adapter is not None:
+            state, adapter = _Both(own, kept), self._frozen_adapter
+        binding = Binding(self.names[p], p, state, adapter, self.engine.feedback, place)
         again = before is not None and _is_frozen(before) == _is_frozen(binding)
         binding.tensor.layer = before.tensor.layer if before is not None and again else no_steps()
         if own is not None and _is_frozen(binding):
@@ -255,7 +260,7 @@ class LocalParameters(Parameters):
 
     def waits(self) -> bool:
         """See ``driver.Alone``. A parameter is waited for once: it may have gradients on this worker now and then."""
-        young = {p for p in self.trained() if 0 < 2 * self.taken(p) < self.local.freeze} - self.awaited
+        young = {p for p in self.trained() if self.local.is_young(self.taken(p))} - self.awaited
         self.awaited |= young
         return bool(young)
 
@@ -567,7 +572,6 @@ def _moves_first(optimizer: torch.optim.Optimizer) -> bool:
 class LocalSteps(Steps):
     """Steps of each worker alone, in rounds."""
 
-    kind = "local"
     parameters: LocalParameters
 
     def __init__(
@@ -588,6 +592,7 @@ class LocalSteps(Steps):
         warmup = warmup if adapter.adam is not None else AfterRise(NEVER)
         self.driver = Driver(self.engine, self, warmup, schedule)
         self.rounds: Rounds = self.driver.rounds
+        self.kind = feedback.kind(recipe.space, divides=adapter.divides, schedule=schedule)
         parameters = LocalParameters(optimizer, adapter, names, self.engine, schedule, warmup=warmup, **options)
         self._concern(parameters, OwnGradients(self.rounds, arguments))
         if schedule.delay:

@@ -38,13 +38,6 @@ def coarsen(value: torch.Tensor) -> torch.Tensor:
     return value
 
 
-def factor(beta2: float, taken: int, seen: int, before: float | None = None) -> float:
-    """What v, of which ``seen`` steps are known, is multiplied by for an optimizer that counts ``taken`` steps.
-    ``before``: beta2 in those steps, if it was another."""
-    before = beta2 if before is None else before
-    return 1.0 if (taken, beta2) == (seen, before) else (1 - beta2**taken) / (1 - before**seen)
-
-
 def restored(value: torch.Tensor, factor: float) -> torch.Tensor:
     """v, of which ``value`` is ``factor`` times as much: the same bits if v was coarse. A new tensor."""
     return coarsen(value.float() / factor).to(value.dtype)

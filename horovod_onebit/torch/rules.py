@@ -13,10 +13,12 @@ import torch
 from horovod_onebit.errors import UnsupportedError
 from horovod_onebit.handshake import compared
 from horovod_onebit.rules import Rule, Wraps, listed, wrapped
+from horovod_onebit.rules.adam import plain_factor
 from horovod_onebit.rules.gradient import Gradient
+from horovod_onebit.rules.local import no_steps
 from horovod_onebit.schedule import Stepwise
 from horovod_onebit.torch.lamb import init_state
-from horovod_onebit.torch.plain import VARIANCE_BETA2, VARIANCE_STEPS, factor
+from horovod_onebit.torch.plain import VARIANCE_BETA2, VARIANCE_STEPS
 
 ParamGroup = dict[str, Any]
 HYPERPARAMETERS = {"lr", "betas", "eps", "weight_decay", "momentum", "dampening", "nesterov", "min_coeff", "max_coeff"}
@@ -79,7 +81,7 @@ class Adapter:
         return torch.zeros((), dtype=torch.float32)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
-        """See ``plain.factor``."""
+        """See ``rules.adam.plain_factor``."""
         return 1.0
 
     def rewind(
@@ -146,7 +148,7 @@ class AdamAdapter(Adapter):
         return torch.zeros((), dtype=dtype, device=device)
 
     def variance_factor(self, group: ParamGroup, taken: int, seen: int, before: float | None = None) -> float:
-        return factor(float(group["betas"][1]), taken, seen, before)
+        return plain_factor(float(group["betas"][1]), taken, seen, before)
 
     def rewind(
         self, group: ParamGroup, state: MutableMapping[str, Any], steps: int, before: float | None = None
@@ -205,7 +207,7 @@ class ZeroOneAdapter(AdamAdapter):
         super().init_state(group, p, state)
         if "anchor" not in state:
             state["anchor"] = torch.zeros_like(p, memory_format=torch.preserve_format)
-            state["local"] = torch.tensor([0.0, 1.0, 0.0])
+            state["local"] = torch.from_numpy(no_steps())
 
 
 class AnyAdapter(Adapter):

@@ -109,7 +109,7 @@ def test_keras_exchanges_hierarchically():
 
 def test_all_is_taken_away():
     with cluster(1, None) as made:
-        assert made.received()[0] >= 0
+        assert len(made.received()) == 1
     with cluster(2, "10gbit") as made:  # the same names again
         assert len(made.sent()) == 2
 

@@ -55,6 +55,8 @@ def feedback(state):
         (lambda: Adam(NAN), "lr=nan"),
         (lambda: Adam("x"), "lr='x'"),
         (lambda: Adam(1e-3, beta1=1.0), "beta1=1.0"),
+        (lambda: Adam(1.0, beta2=-0.1), "beta2=-0.1"),
+        (lambda: Adam(1.0, eps=NAN), "eps=nan"),
         (lambda: SGD(0.1, momentum=-1.0), "momentum=-1.0"),
         (lambda: SGD(float("inf")), "lr=inf"),
         (lambda: SGD(0.1, nesterov=True), "nesterov"),

@@ -27,7 +27,7 @@ def test_workers_that_say_other_fields_are_told():
     simulation.run(worker, 2)
 
 
-def test_all_raise_what_differs(monkeypatch):
+def test_all_raise_what_differs():
     def worker(collectives):
         answers = run(ask(collectives, "test", step=collectives.rank // 2))
         with pytest.raises(Mismatch, match="the count differs between workers: worker 2 from worker 0"):

@@ -169,10 +169,17 @@ def test_bad_numbers(text):
 
 
 @pytest.mark.parametrize(
-    "change", [{"workers": 0}, {"parameters": 0}, {"workers_per_host": 3}, {"link": 0.0}, {"compute": -1.0}]
+    ("change", "text"),
+    [
+        ({"workers": 0}, "workers=0: expected"),
+        ({"parameters": 0}, "parameters=0: expected"),
+        ({"workers_per_host": 3}, "do not fill hosts of 3"),
+        ({"link": 0.0}, "link=0.0: expected a positive rate"),
+        ({"compute": -1.0}, "compute=-1.0: expected"),
+    ],
 )
-def test_bad_jobs(change):
-    with pytest.raises(ConfigurationError):
+def test_bad_jobs(change, text):
+    with pytest.raises(ConfigurationError, match=text):
         replace(JOB, **change)
 
 

@@ -110,7 +110,7 @@ def train(collectives, rule, steps=360, spread=0, poison=None, recipe=None, **ar
         if step == poison and collectives.rank == 1:
             gradient[7] = np.nan
         optimizer.step({"w": gradient, "small": weights["small"]})
-        schedule, taken = optimizer.driver.schedule, optimizer.engine.exchanges
+        schedule, taken = optimizer.driver.stepwise, optimizer.engine.exchanges
         if taken == 0 or step_of(schedule, taken) is not Sends.NOTHING:
             synced.append(weights["w"].copy())
     return float(np.mean((synced[-1] - target) ** 2)), synced, optimizer
@@ -145,7 +145,7 @@ def test_zero_one_adam_sends_less_than_a_bit_for_each_parameter_and_step():
 def test_a_flush_brings_all_to_the_same_weights():
     def worker(collectives):
         _, _, optimizer = train(collectives, Adam(lr=0.05), steps=301, schedule=SCHEDULE)
-        assert optimizer.driver.schedule.sends(optimizer.engine.exchanges) is Sends.NOTHING
+        assert optimizer.driver.stepwise.sends(optimizer.engine.exchanges) is Sends.NOTHING
         before = optimizer._large[0].weight.copy()
         optimizer.flush()
         after = optimizer._large[0].weight.copy()

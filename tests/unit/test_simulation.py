@@ -691,23 +691,6 @@ def test_traffic_is_counted_as_documented():
     assert optimizer.engine.traffic.fp32_step == 4 * sum(SIZES.values())
 
 
-def test_arguments_are_checked():
-    def build(weights):
-        return lambda c: NumpyOptimizer(weights, Adam(lr=1.0), collectives=c, warmup_steps=1)
-
-    for weights in ({}, {"w": np.zeros(3)}, {"w": np.zeros((4, 4), f32)[:, :2]}):
-        with pytest.raises(ConfigurationError):
-            simulation.run(build(weights), 1)
-    for wrong in (
-        {"lr": -1.0},
-        {"lr": 1.0, "beta1": 1.0},
-        {"lr": 1.0, "beta2": -0.1},
-        {"lr": 1.0, "eps": float("nan")},
-    ):
-        with pytest.raises(ConfigurationError, match="expected"):
-            Adam(**wrong)
-
-
 # -- convergence ------------------------------------------------------------------------------------------------------
 
 LAYERS, WIDTH, STEPS, FREEZE = 8, 512, 700, 150
