@@ -58,6 +58,10 @@ SWAPPED = (
     "SwapEMAWeights puts moving averages into the model after local steps that were not exchanged yet, and they would "
     "be exchanged in place of the weights: put FlushCallback before SwapEMAWeights in the callbacks of fit"
 )
+AVERAGES_SAVED = (
+    "SwapEMAWeights has put moving averages into the model, and the checkpoint would have them in place of the "
+    "weights: put what saves before SwapEMAWeights in the callbacks of fit"
+)
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
 
@@ -530,7 +534,7 @@ class _DistributedOptimizer(_Wrapped):
         if self._wrapping.process_set.included():
             if self.use_ema and self._compressor.pending:
                 with told(self._wrapping.process_set):
-                    _check_swapped()
+                    check_swapped(SWAPPED)
             self._compressor.flush()
 
     def stats(self, *, norms: bool = True) -> Stats:
@@ -837,11 +841,11 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
 
 
-def _check_swapped() -> None:
-    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` has put moving averages into the model."""
+def check_swapped(text: str) -> None:
+    """Raise ``ConfigurationError`` with ``text`` if ``SwapEMAWeights`` has put moving averages into the model."""
     running = (one for callbacks in callback_lists() for one in callbacks)
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) and one._ema_weights_in_model for one in running):
-        raise ConfigurationError(SWAPPED)
+        raise ConfigurationError(text)
 
 
 def _refuse_float8(variables: Iterable[Any]) -> None:
