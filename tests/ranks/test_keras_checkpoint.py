@@ -640,3 +640,38 @@ def test_moving_averages_that_are_in_the_model_are_not_saved(folder):
         model = made()
         with pytest.raises(error, match="put what saves before SwapEMAWeights"):
             fit_of(model, None, last)
+
+
+CASES = ({"recipe": "exact"}, "now"), ({"schedule": onebit.Local(4)}, "before")
+
+
+@pytest.mark.parametrize(("options", "stored"), CASES, ids=["now", "before, local steps"])
+def test_variables_without_a_name_are_known_whatever_the_process_has_made_before(folder, options, stored, monkeypatch):
+    """Keras counts them, and Nadam has one; versions before kept the numbers."""
+
+    def made():
+        keras.Variable(0.0)
+        model = build()
+        optimizer = onebit.DistributedOptimizer(keras.optimizers.Nadam(1e-3), **options)
+        model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    model, again = made(), made()
+    fit(model, 3)
+    if stored == "before":
+        shared, own = _Keras.shared, _Keras.own
+
+        def numbered(values):
+            return {"optimizer/variable_7" if k == "optimizer/variable" else k: v for k, v in values.items()}
+
+        monkeypatch.setattr(_Keras, "shared", lambda f: (s := shared(f)) | {"optimizer": numbered(s["optimizer"])})
+        monkeypatch.setattr(_Keras, "own", lambda f: (s := own(f)) | {"state": numbered(s["state"])})
+    onebit.save_checkpoint(folder, model)
+    onebit.load_checkpoint(folder, again)
+    for one in (model, again):
+        fit(one, 3, start=3)
+    if SIZE == 2:
+        np.testing.assert_array_equal(weights(again), weights(model))
+    again.optimizer.flush()
+    assert_replicas_equal(again)
