@@ -247,17 +247,23 @@ def _check_local(model: Any) -> None:
     """Raise an error if ``model`` or this ``fit`` has what cannot work with local steps, and some optimizer takes such.
 
     ``SwapEMAWeights`` would put averages into the model while they are not exchanged; it swaps by additions, whose
-    rounding would make the averages differ, too. ``SpectralNormalization`` sets its kernel by a vector that is not
-    trained, and is each worker's own after a step alone.
+    rounding would make the averages differ, too. ``EarlyStopping`` would restore each worker's own weights of the
+    middle of a round. ``SpectralNormalization`` sets its kernel by a vector that is not trained, and is each worker's
+    own after a step alone.
     """
     optimizers = [*held_optimizers(model), *getattr(model.optimizer, "optimizers", ())]
     schedules = [one._wrapping.schedule for one in optimizers if hasattr(one, "_wrapping")]
     schedule = next((one for one in schedules if isinstance(one, (Local, ZeroOne))), None)
     if schedule is None:
         return
-    before = itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ()))
+    before = list(itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ())))
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in before):
         raise ConfigurationError(SWAPPED)
+    if any(isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights for one in before):
+        raise ConfigurationError(
+            "EarlyStopping(restore_best_weights=True) would keep each worker's own weights of a round that is not "
+            "over: put FlushCallback before it in the callbacks of fit"
+        )
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise UnsupportedError(
