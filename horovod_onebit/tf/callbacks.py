@@ -21,7 +21,7 @@ from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers
+from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers, plain_optimizers
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -83,7 +83,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             adapted = _adapted(self.model)
         remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
         announce(f"fit from epoch {epoch + 1}", remark=remark, adapted=adapted)
-        _warn_of_plain(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._waiting is not None:
@@ -104,6 +103,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if optimizer is not None and not optimizer.built and len(held) < 2:  # one of several trains a part
                 optimizer.build(self.model.trainable_variables)
             self._broadcast(0)
+        _warn_of_plain(self.model)  # a MultiOptimizer knows its optimizers once it is built
 
     def _defer(self, number: int, optimizer: Any) -> tuple[Any, Any]:
         """Let ``optimizer`` begin its first step with broadcast ``number``, which becomes a part of a graph that may be
@@ -166,18 +166,16 @@ def _adapted(model: Any) -> dict[str, str]:
 
 
 def _warn_of_plain(model: Any) -> None:
-    """Warn on worker 0 if a plain optimizer trains ``model`` on each of several workers alone."""
-    around = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    optimizers = [model.optimizer, around, *getattr(around, "optimizers", ())]
-    if hvd.size() == 1 or hvd.rank() or not isinstance(model.optimizer, keras.optimizers.Optimizer):
+    """Warn on worker 0 if plain optimizers train ``model``, or a part of it, on each of several workers alone."""
+    if hvd.size() == 1 or hvd.rank():
         return
-    kinds = [kind for one in optimizers for kind in type(one).__mro__]  # Horovod has a wrapper, too
-    if not held_optimizers(model) and not any(kind.__module__.startswith("horovod") for kind in kinds):
+    found = [f"a plain {type(one).__name__} ({where})" for where, one in plain_optimizers(model).items()]
+    if found:
         logger.warning(
-            "this model was compiled with a plain %s, which averages nothing: each of the %d workers trains a model of "
-            "its own. Compile it with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(); if "
-            "train_step() averages the gradients itself, all is well",
-            type(model.optimizer).__name__,
+            "a plain optimizer averages nothing, and this model has %s: each of the %d workers trains with it alone. "
+            "Compile the model with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(), and wrap "
+            "each of several optimizers; if train_step() averages the gradients itself, all is well",
+            " and ".join(found),
             hvd.size(),
         )
 

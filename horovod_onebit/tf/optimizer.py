@@ -37,7 +37,7 @@ from horovod_onebit.tf.graph import (
     run_independently,
     with_a_batch,
 )
-from horovod_onebit.tf.lineage import check_last, take_over
+from horovod_onebit.tf.lineage import check_last, lineage_of, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, is_unbuilt, of_this_version, refuse_copy
 from horovod_onebit.tf.meeting import announce, told
@@ -623,20 +623,52 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
     and dicts that are attributes, by where they are; without their loss scaling, each one once. The first is the one
     that a model was compiled with."""
     found: dict[str, Any] = {}
+    for where, one in _held_by(layer):
+        inner = one.inner_optimizer if issubclass(_type_of(one), LossScaleOptimizer) else one
+        # One whose plain optimizer was wrapped again has no state any more.
+        newest = issubclass(_type_of(inner), _DistributedOptimizer) and inner._lineage.last is inner
+        if newest and all(inner is not known for known in found.values()):
+            found[where] = inner
+    return found
+
+
+def _held_by(layer: Any) -> Iterator[tuple[str, Any]]:
+    """What ``layer`` holds in attributes, or in lists, tuples and dicts that are attributes, and where; first the
+    optimizer that a model was compiled with."""
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
     for name, value in ({"optimizer": attributes.get("optimizer")} | attributes).items():
-        held = {name: value}
         if issubclass(_type_of(value), dict):
-            held = {f"{name}[{key!r}]": one for key, one in value.items()}
+            yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
         elif issubclass(_type_of(value), (list, tuple)):
-            held = {f"{name}[{i}]": one for i, one in enumerate(value)}
-        for where, one in held.items():
-            inner = one.inner_optimizer if issubclass(_type_of(one), LossScaleOptimizer) else one
-            # One whose plain optimizer was wrapped again has no state any more.
-            newest = issubclass(_type_of(inner), _DistributedOptimizer) and inner._lineage.last is inner
-            if newest and all(inner is not known for known in found.values()):
-                found[where] = inner
+            yield from ((f"{name}[{i}]", one) for i, one in enumerate(value))
+        else:
+            yield name, value
+
+
+def plain_optimizers(model: Any) -> dict[str, Any]:
+    """The optimizers of Keras that train ``model``, or a part of it, on each worker alone, by where they are.
+
+    Those that a ``MultiOptimizer`` has, once it is built; those that ``model`` or a layer in it holds in attributes;
+    and the one that the model was compiled with, where it holds no others.
+    """
+    compiled = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    held = [pair for layer in model._flatten_layers() for pair in _held_by(layer) if pair[0] != "optimizer"]
+    found = {where: one for where, one in held if _is_plain(one)}
+    if isinstance(compiled, MULTI):
+        used = {f"optimizer.optimizers[{i}]": one for i, one in enumerate(compiled.optimizers) if one.built}
+        found |= {where: one for where, one in used.items() if _is_plain(one)}
+    elif not found and not held_optimizers(model) and _is_plain(compiled):
+        found["optimizer"] = compiled
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is an optimizer of Keras that neither this library nor Horovod has wrapped."""
+    kinds = _type_of(value).__mro__
+    if keras.optimizers.Optimizer not in kinds or any(kind.__module__.startswith("horovod") for kind in kinds):
+        return False
+    inner = vars(value).get("inner_optimizer")
+    return lineage_of(value).last is None and (inner is None or _is_plain(inner))
 
 
 def _type_of(value: Any) -> type:
