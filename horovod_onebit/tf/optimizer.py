@@ -569,11 +569,16 @@ class _DistributedOptimizer(_Wrapped):
         return super().get_config()
 
     def option_names(self) -> set[str]:
-        """Of what is in ``wrapped_config``. Nothing is asked of the learning rate: a schedule needs no configuration,
-        unless the whole model is saved."""
+        """Of what is in ``wrapped_config``."""
+        return set(self.config_at_any_rate())
+
+    def config_at_any_rate(self) -> dict[str, Any]:
+        """``wrapped_config`` with some number for the learning rate. Nothing is asked of that: a schedule needs no
+        configuration, unless the whole model is saved."""
         bare = object.__new__(self.plain_class())
         vars(bare).update(vars(self), _learning_rate=0.0)
-        return set(bare.get_config())
+        config: dict[str, Any] = bare.get_config()
+        return config
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""

@@ -835,15 +835,23 @@ class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return 1e-3 * tf.minimum(1.0, tf.cast(step + 1, tf.float32) / 10)
 
 
-@pytest.mark.parametrize(
-    "options", [{"warmup_steps": 3}, {"recipe": "exact"}, {"schedule": onebit.Local(every=2)}], ids=str
-)
-def test_a_schedule_without_a_configuration(options):
+RATES = {
+    "one bit": (OwnSchedule(), {"warmup_steps": 3}),
+    "exact": (lambda: 1e-3, {"recipe": "exact"}),
+    "local": (OwnSchedule(), {"schedule": onebit.Local(every=2)}),
+}
+
+
+@pytest.mark.parametrize(("rate", "options"), RATES.values(), ids=RATES)
+def test_a_schedule_without_a_configuration(rate, options):
     model = build()
-    model.compile(optimizer=onebit.DistributedOptimizer(keras.optimizers.AdamW(OwnSchedule()), **options), loss=LOSS)
+    model.compile(optimizer=onebit.DistributedOptimizer(keras.optimizers.AdamW(rate), **options), loss=LOSS)
     model.fit(*batch(0), epochs=6, verbose=0)
     assert int(model.optimizer.iterations) == 6
     assert_replicas_equal(model)
+    plain = onebit.plain_optimizer(model.optimizer)
+    assert float(plain.learning_rate) == float(model.optimizer.learning_rate)
+    plain.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
 
 
 @pytest.mark.parametrize("autograph", [True, False])
