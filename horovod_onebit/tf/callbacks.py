@@ -386,10 +386,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """``ModelCheckpoint`` of the best model so far, on worker 0 alone.
 
-    ``filepath``, ``monitor`` and all other ``arguments`` are those of ``keras.callbacks.ModelCheckpoint``.
+    ``filepath``, ``monitor`` and all other ``arguments`` are those of ``keras.callbacks.ModelCheckpoint``;
+    ``save_best_only`` may be True alone.
     """
 
-    def __init__(self, filepath: str, monitor: str = "val_loss", **arguments: Any) -> None:
+    def __init__(
+        self, filepath: str, monitor: str = "val_loss", *, save_best_only: bool = True, **arguments: Any
+    ) -> None:
+        if not save_best_only:
+            raise ConfigurationError(
+                "save_best_only=False: BestModelCheckpoint saves the best model alone. For a model of each epoch, add "
+                "keras.callbacks.ModelCheckpoint to the callbacks of worker 0"
+            )
         super().__init__(filepath, monitor=monitor, save_best_only=True, **arguments)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

@@ -39,7 +39,14 @@ from horovod_onebit.tf.graph import (
 )
 from horovod_onebit.tf.lineage import check_last, lineage_of, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, is_unbuilt, of_this_version, refuse_copy
+from horovod_onebit.tf.loss_scale import (
+    LossScaleOptimizer,
+    around,
+    check_variables,
+    is_unbuilt,
+    of_this_version,
+    refuse_copy,
+)
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -113,11 +120,7 @@ class _DistributedOptimizer(_Wrapped):
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
-        if trainable_variables is None and not self.built:
-            raise ConfigurationError(
-                "apply(grads) before the optimizer was built, so that it knows no variables: pass them, "
-                "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
-            )
+        check_variables(self, trainable_variables)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         keys = [self._var_key(v) for v in variables]
         if len(set(keys)) < len(keys):
