@@ -839,6 +839,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         )
     adapter = _adapter_of(optimizer, schedule)
     adapter.check(optimizer)
+    _refuse_strategies(optimizer)
     _refuse_float8(optimizer._trainable_variables if optimizer.built else ())
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
@@ -886,6 +887,16 @@ def check_swapped(text: str) -> None:
     running = (one for callbacks in callback_lists() for one in callbacks)
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) and one._ema_weights_in_model for one in running):
         raise ConfigurationError(text)
+
+
+def _refuse_strategies(optimizer: Any) -> None:
+    strategy = tf.distribute.get_strategy()
+    within = tf.distribute.has_strategy() and not isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    if within or isinstance(optimizer._iterations.value, tf.distribute.DistributedValues):
+        raise UnsupportedError(
+            "tf.distribute: this optimizer is made or wrapped within the scope of a strategy that has replicas of its "
+            "own. Leave the strategy out: workers are processes, one process for each GPU, started by horovodrun"
+        )
 
 
 def _refuse_float8(variables: Iterable[Any]) -> None:
