@@ -695,7 +695,8 @@ def check_one(found: Mapping[str, Any]) -> None:
             f"the model has {len(found)} of DistributedOptimizer's optimizers, {', '.join(found)}; expected one, since "
             "the state of the others would be lost. For save_checkpoint and load_checkpoint give each a model of its "
             "own (generator.compile(optimizer=g_opt)), keep it in no attribute of this one, and save each model in a "
-            "folder of its own; elastic's KerasState takes one optimizer alone"
+            "folder of its own; elastic's KerasState takes one optimizer alone. Load a pretrained part without its "
+            "optimizer: keras.models.load_model(path, compile=False)"
         )
 
 
