@@ -21,7 +21,7 @@ from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.graph import MULTI, callback_lists, cond
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.monitor import Monitor
-from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers
+from horovod_onebit.tf.optimizer import STOPPED, SWAPPED, check_ours, flush_all, held_optimizers, plain_optimizers
 from horovod_onebit.tf.replicas import check_replicas
 
 logger = logging.getLogger("horovod_onebit")
@@ -83,7 +83,6 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             adapted = _adapted(self.model)
         remark = FIRST_EPOCH if epoch else ""  # BackupAndRestore of one worker alone changes its first epoch
         announce(f"fit from epoch {epoch + 1}", remark=remark, adapted=adapted)
-        _warn_of_plain(self.model)
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         if self._waiting is not None:
@@ -104,6 +103,7 @@ class BroadcastGlobalVariablesCallback(keras.callbacks.Callback):
             if optimizer is not None and not optimizer.built and len(held) < 2:  # one of several trains a part
                 optimizer.build(self.model.trainable_variables)
             self._broadcast(0)
+        _warn_of_plain(self.model)  # a MultiOptimizer knows its optimizers once it is built
 
     def _defer(self, number: int, optimizer: Any) -> tuple[Any, Any]:
         """Let ``optimizer`` begin its first step with broadcast ``number``, which becomes a part of a graph that may be
@@ -166,18 +166,16 @@ def _adapted(model: Any) -> dict[str, str]:
 
 
 def _warn_of_plain(model: Any) -> None:
-    """Warn on worker 0 if a plain optimizer trains ``model`` on each of several workers alone."""
-    around = getattr(model.optimizer, "inner_optimizer", model.optimizer)
-    optimizers = [model.optimizer, around, *getattr(around, "optimizers", ())]
-    if hvd.size() == 1 or hvd.rank() or not isinstance(model.optimizer, keras.optimizers.Optimizer):
+    """Warn on worker 0 if plain optimizers train ``model``, or a part of it, on each of several workers alone."""
+    if hvd.size() == 1 or hvd.rank():
         return
-    kinds = [kind for one in optimizers for kind in type(one).__mro__]  # Horovod has a wrapper, too
-    if not held_optimizers(model) and not any(kind.__module__.startswith("horovod") for kind in kinds):
+    found = [f"a plain {type(one).__name__} ({where})" for where, one in plain_optimizers(model).items()]
+    if found:
         logger.warning(
-            "this model was compiled with a plain %s, which averages nothing: each of the %d workers trains a model of "
-            "its own. Compile it with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(); if "
-            "train_step() averages the gradients itself, all is well",
-            type(model.optimizer).__name__,
+            "a plain optimizer averages nothing, and this model has %s: each of the %d workers trains with it alone. "
+            "Compile the model with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(), and wrap "
+            "each of several optimizers; if train_step() averages the gradients itself, all is well",
+            " and ".join(found),
             hvd.size(),
         )
 
@@ -247,17 +245,23 @@ def _check_local(model: Any) -> None:
     """Raise an error if ``model`` or this ``fit`` has what cannot work with local steps, and some optimizer takes such.
 
     ``SwapEMAWeights`` would put averages into the model while they are not exchanged; it swaps by additions, whose
-    rounding would make the averages differ, too. ``SpectralNormalization`` sets its kernel by a vector that is not
-    trained, and is each worker's own after a step alone.
+    rounding would make the averages differ, too. ``EarlyStopping`` would restore each worker's own weights of the
+    middle of a round. ``SpectralNormalization`` sets its kernel by a vector that is not trained, and is each worker's
+    own after a step alone.
     """
     optimizers = [*held_optimizers(model), *getattr(model.optimizer, "optimizers", ())]
     schedules = [one._wrapping.schedule for one in optimizers if hasattr(one, "_wrapping")]
     schedule = next((one for one in schedules if isinstance(one, (Local, ZeroOne))), None)
     if schedule is None:
         return
-    before = itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ()))
+    before = list(itertools.takewhile(lambda one: not isinstance(one, FlushCallback), next(callback_lists(), ())))
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) for one in before):
         raise ConfigurationError(SWAPPED)
+    if any(isinstance(one, keras.callbacks.EarlyStopping) and one.restore_best_weights for one in before):
+        raise ConfigurationError(
+            "EarlyStopping(restore_best_weights=True) would keep each worker's own weights of a round that is not "
+            "over: put FlushCallback before it in the callbacks of fit"
+        )
     for layer in model._flatten_layers():
         if isinstance(layer, keras.layers.SpectralNormalization):
             raise UnsupportedError(
@@ -382,10 +386,18 @@ class LearningRateWarmupCallback(LearningRateScheduleCallback):
 class BestModelCheckpoint(keras.callbacks.ModelCheckpoint):
     """``ModelCheckpoint`` of the best model so far, on worker 0 alone.
 
-    ``filepath``, ``monitor`` and all other ``arguments`` are those of ``keras.callbacks.ModelCheckpoint``.
+    ``filepath``, ``monitor`` and all other ``arguments`` are those of ``keras.callbacks.ModelCheckpoint``;
+    ``save_best_only`` may be True alone.
     """
 
-    def __init__(self, filepath: str, monitor: str = "val_loss", **arguments: Any) -> None:
+    def __init__(
+        self, filepath: str, monitor: str = "val_loss", *, save_best_only: bool = True, **arguments: Any
+    ) -> None:
+        if not save_best_only:
+            raise ConfigurationError(
+                "save_best_only=False: BestModelCheckpoint saves the best model alone. For a model of each epoch, add "
+                "keras.callbacks.ModelCheckpoint to the callbacks of worker 0"
+            )
         super().__init__(filepath, monitor=monitor, save_best_only=True, **arguments)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:

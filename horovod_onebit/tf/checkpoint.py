@@ -24,12 +24,14 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables, replicated
 from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.meeting import announce
-from horovod_onebit.tf.optimizer import check_one, check_ours, optimizers_of
+from horovod_onebit.tf.optimizer import AVERAGES_SAVED, check_one, check_ours, check_swapped, optimizers_of
 from horovod_onebit.world import Residuals
 
 CALL = "a checkpoint, saved or loaded"
 SAME = "model or optimizer"
 NOT_BUILT = "the model is not built: model.build(shape)"
+UNNAMED = re.compile(r"variable_\d+$")
+"""What Keras calls a variable without a name, from the second one of a process on."""
 
 
 def save_checkpoint(folder: str | os.PathLike[str], model: keras.Model, *, extra: Any = None) -> None:
@@ -136,6 +138,10 @@ class _Keras(checkpoints.Face):
         if not self.optimizer.built:
             self.optimizer.build(self.model.trainable_variables)
 
+    def check_saving(self) -> None:
+        if check_ours(self.optimizer).use_ema:
+            check_swapped(AVERAGES_SAVED)
+
     def flush(self) -> None:
         self.optimizer.flush()
 
@@ -163,7 +169,7 @@ class _Keras(checkpoints.Face):
 
         def added(one: Residuals) -> Residuals:
             nonlocal workers
-            state = one.pop("state")
+            state = _unnumbered(one.pop("state"))
             for name, value in state.items():
                 if value.ndim and keras.backend.is_float_dtype(str(value.dtype)):  # scalars are alike on all
                     sums[name] = sums.get(name, 0) + value.astype(np.float64)  # what all have alike stays as it is
@@ -191,7 +197,7 @@ class _Keras(checkpoints.Face):
     # -- loading --------------------------------------------------------------------------------------------------
 
     def about(self, shared: Mapping[str, Any]) -> Any:
-        variables = checkpoints.described(shared["model"] | shared["optimizer"])
+        variables = checkpoints.described(shared["model"] | _unnumbered(shared["optimizer"]))
         return {"variables": variables, "counts": shared["counts"], "trained": shared.get("trained")}
 
     def check(self, about: Any, own: Residuals) -> None:
@@ -208,12 +214,12 @@ class _Keras(checkpoints.Face):
 
     def take_over(self, shared: Mapping[str, Any] | None, about: Any) -> None:
         if shared is not None:
-            _assign(self.model, self._named(), shared["model"] | shared["optimizer"])
+            _assign(self.model, self._named(), shared["model"] | _unnumbered(shared["optimizer"]))
 
     def spread(self, about: Any, own: Residuals) -> None:
         variables = self._named()
         broadcast_variables(variables.values())
-        _assign(self.model, variables, own["state"])
+        _assign(self.model, variables, _unnumbered(own["state"]))
         self._compressor.take_counts(own.get("counts") or about["counts"])
         self._compressor.load_residuals(own)
 
@@ -226,21 +232,33 @@ def _assign(model: Any, variables: Mapping[str, Any], values: Mapping[str, Any])
 
 def _named(model: Any, optimizer: Any = None) -> dict[str, Any]:
     """The variables by name, first the model's. Layers' numbers are left out of the names: Keras counts the layers that
-    this process has made before."""
+    this process has made before; and those of variables that the optimizer gives no name, which it counts, too."""
     found: dict[str, Any] = {}
-
-    def add(name: str, variable: Any) -> None:
-        number, free = 1, name
-        while free in found:
-            number += 1
-            free = f"{name}#{number}"
-        found[free] = variable
-
     for variable in model.variables:
-        add("/".join(re.sub(r"_\d+$", "", part) for part in path_of(variable).split("/")[-2:]), variable)
+        _add(found, "/".join(re.sub(r"_\d+$", "", part) for part in path_of(variable).split("/")[-2:]), variable)
     if optimizer is not None:
         trained = sorted((path_of(v).replace("/", "_") for v in optimizer._trainable_variables), key=len, reverse=True)
         for variable in optimizer.variables:
             of = next((path for path in trained if variable.name.startswith(path)), "")
-            add(f"optimizer/{variable.name.removeprefix(of).strip('_')}", variable)
+            name = "variable" if UNNAMED.match(variable.name) else variable.name.removeprefix(of).strip("_")
+            _add(found, f"optimizer/{name}", variable)
     return found
+
+
+def _unnumbered(values: Mapping[str, Any]) -> dict[str, Any]:
+    """What was saved of an optimizer's variables, by the names of now: earlier versions kept the numbers of those
+    without a name."""
+    found: dict[str, Any] = {}
+    for name, value in values.items():
+        unnamed = UNNAMED.match(name.removeprefix("optimizer/"))
+        _add(found, "optimizer/variable" if unnamed else name, value)
+    return found
+
+
+def _add(found: dict[str, Any], name: str, value: Any) -> None:
+    """Add ``value`` by ``name``, and by a number if others have the same."""
+    number, free = 1, name
+    while free in found:
+        number += 1
+        free = f"{name}#{number}"
+    found[free] = value

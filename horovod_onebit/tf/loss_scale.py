@@ -11,10 +11,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from horovod_onebit.errors import UnsupportedError
+from horovod_onebit.errors import ConfigurationError, UnsupportedError
 from horovod_onebit.tf.graph import host_call, in_order, outside, with_a_batch
 from horovod_onebit.tf.lineage import give, lineage_of
-from horovod_onebit.tf.meeting import agree
+from horovod_onebit.tf.meeting import agree, told
 
 
 def of_this_version(store: Any, variables: Sequence[Any]) -> Any:
@@ -37,6 +37,15 @@ def is_unbuilt(optimizer: Any) -> bool:
             stacklevel=3,
         )
     return not optimizer.built
+
+
+def check_variables(optimizer: Any, variables: Any) -> None:
+    """Raise ``ConfigurationError`` if a step of ``optimizer``, which is not built, is given no ``variables``."""
+    if variables is None and not optimizer.built:
+        raise ConfigurationError(
+            "apply(grads) before the optimizer was built, so that it knows no variables: pass them, "
+            "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
+        )
 
 
 @keras.saving.register_keras_serializable("horovod_onebit")
@@ -83,6 +92,8 @@ class LossScaleOptimizer(keras.optimizers.LossScaleOptimizer):
     @tf.autograph.experimental.do_not_convert  # host functions too would be traced, and fail
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
         """One step: Keras calls it from ``fit`` and from ``apply_gradients``. Collective."""
+        with told(self._wrapping.process_set):
+            check_variables(self, trainable_variables)
         if not self.built:
             with outside(), keras.name_scope(self.name, caller=self):
                 self.build(trainable_variables)

@@ -37,9 +37,16 @@ from horovod_onebit.tf.graph import (
     run_independently,
     with_a_batch,
 )
-from horovod_onebit.tf.lineage import check_last, take_over
+from horovod_onebit.tf.lineage import check_last, lineage_of, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
-from horovod_onebit.tf.loss_scale import LossScaleOptimizer, around, is_unbuilt, of_this_version, refuse_copy
+from horovod_onebit.tf.loss_scale import (
+    LossScaleOptimizer,
+    around,
+    check_variables,
+    is_unbuilt,
+    of_this_version,
+    refuse_copy,
+)
 from horovod_onebit.tf.meeting import announce, told
 from horovod_onebit.tf.place import Placement
 from horovod_onebit.tf.rules import Adapter, AnyAdapter, adapter_for, kinds
@@ -57,6 +64,10 @@ STOPPED = (
 SWAPPED = (
     "SwapEMAWeights puts moving averages into the model after local steps that were not exchanged yet, and they would "
     "be exchanged in place of the weights: put FlushCallback before SwapEMAWeights in the callbacks of fit"
+)
+AVERAGES_SAVED = (
+    "SwapEMAWeights has put moving averages into the model, and the checkpoint would have them in place of the "
+    "weights: put what saves before SwapEMAWeights in the callbacks of fit"
 )
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
 
@@ -109,11 +120,7 @@ class _DistributedOptimizer(_Wrapped):
         if not tf.executing_eagerly() or not self._checked:
             check_callers()
             self._checked = True
-        if trainable_variables is None and not self.built:
-            raise ConfigurationError(
-                "apply(grads) before the optimizer was built, so that it knows no variables: pass them, "
-                "apply(grads, model.trainable_variables), or call optimizer.build(model.trainable_variables) first"
-            )
+        check_variables(self, trainable_variables)
         variables = list(self._trainable_variables if trainable_variables is None else trainable_variables)
         keys = [self._var_key(v) for v in variables]
         if len(set(keys)) < len(keys):
@@ -530,7 +537,7 @@ class _DistributedOptimizer(_Wrapped):
         if self._wrapping.process_set.included():
             if self.use_ema and self._compressor.pending:
                 with told(self._wrapping.process_set):
-                    _check_swapped()
+                    check_swapped(SWAPPED)
             self._compressor.flush()
 
     def stats(self, *, norms: bool = True) -> Stats:
@@ -565,11 +572,16 @@ class _DistributedOptimizer(_Wrapped):
         return super().get_config()
 
     def option_names(self) -> set[str]:
-        """Of what is in ``wrapped_config``. Nothing is asked of the learning rate: a schedule needs no configuration,
-        unless the whole model is saved."""
+        """Of what is in ``wrapped_config``."""
+        return set(self.config_at_any_rate())
+
+    def config_at_any_rate(self) -> dict[str, Any]:
+        """``wrapped_config`` with some number for the learning rate. Nothing is asked of that: a schedule needs no
+        configuration, unless the whole model is saved."""
         bare = object.__new__(self.plain_class())
         vars(bare).update(vars(self), _learning_rate=0.0)
-        return set(bare.get_config())
+        config: dict[str, Any] = bare.get_config()
+        return config
 
     def get_config(self) -> dict[str, Any]:
         """The wrapped optimizer's configuration, and how it was wrapped (but for the process set)."""
@@ -619,20 +631,52 @@ def optimizers_of(layer: Any) -> dict[str, Any]:
     and dicts that are attributes, by where they are; without their loss scaling, each one once. The first is the one
     that a model was compiled with."""
     found: dict[str, Any] = {}
+    for where, one in _held_by(layer):
+        inner = one.inner_optimizer if issubclass(_type_of(one), LossScaleOptimizer) else one
+        # One whose plain optimizer was wrapped again has no state any more.
+        newest = issubclass(_type_of(inner), _DistributedOptimizer) and inner._lineage.last is inner
+        if newest and all(inner is not known for known in found.values()):
+            found[where] = inner
+    return found
+
+
+def _held_by(layer: Any) -> Iterator[tuple[str, Any]]:
+    """What ``layer`` holds in attributes, or in lists, tuples and dicts that are attributes, and where; first the
+    optimizer that a model was compiled with."""
     attributes = {name: value for name, value in vars(layer).items() if not name.startswith("_self_")}  # TensorFlow's
     for name, value in ({"optimizer": attributes.get("optimizer")} | attributes).items():
-        held = {name: value}
         if issubclass(_type_of(value), dict):
-            held = {f"{name}[{key!r}]": one for key, one in value.items()}
+            yield from ((f"{name}[{key!r}]", one) for key, one in value.items())
         elif issubclass(_type_of(value), (list, tuple)):
-            held = {f"{name}[{i}]": one for i, one in enumerate(value)}
-        for where, one in held.items():
-            inner = one.inner_optimizer if issubclass(_type_of(one), LossScaleOptimizer) else one
-            # One whose plain optimizer was wrapped again has no state any more.
-            newest = issubclass(_type_of(inner), _DistributedOptimizer) and inner._lineage.last is inner
-            if newest and all(inner is not known for known in found.values()):
-                found[where] = inner
+            yield from ((f"{name}[{i}]", one) for i, one in enumerate(value))
+        else:
+            yield name, value
+
+
+def plain_optimizers(model: Any) -> dict[str, Any]:
+    """The optimizers of Keras that train ``model``, or a part of it, on each worker alone, by where they are.
+
+    Those that a ``MultiOptimizer`` has, once it is built; those that ``model`` or a layer in it holds in attributes;
+    and the one that the model was compiled with, where it holds no others.
+    """
+    compiled = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    held = [pair for layer in model._flatten_layers() for pair in _held_by(layer) if pair[0] != "optimizer"]
+    found = {where: one for where, one in held if _is_plain(one)}
+    if isinstance(compiled, MULTI):
+        used = {f"optimizer.optimizers[{i}]": one for i, one in enumerate(compiled.optimizers) if one.built}
+        found |= {where: one for where, one in used.items() if _is_plain(one)}
+    elif not found and not held_optimizers(model) and _is_plain(compiled):
+        found["optimizer"] = compiled
     return found
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether ``value`` is an optimizer of Keras that neither this library nor Horovod has wrapped."""
+    kinds = _type_of(value).__mro__
+    if keras.optimizers.Optimizer not in kinds or any(kind.__module__.startswith("horovod") for kind in kinds):
+        return False
+    inner = vars(value).get("inner_optimizer")
+    return lineage_of(value).last is None and (inner is None or _is_plain(inner))
 
 
 def _type_of(value: Any) -> type:
@@ -651,7 +695,8 @@ def check_one(found: Mapping[str, Any]) -> None:
             f"the model has {len(found)} of DistributedOptimizer's optimizers, {', '.join(found)}; expected one, since "
             "the state of the others would be lost. For save_checkpoint and load_checkpoint give each a model of its "
             "own (generator.compile(optimizer=g_opt)), keep it in no attribute of this one, and save each model in a "
-            "folder of its own; elastic's KerasState takes one optimizer alone"
+            "folder of its own; elastic's KerasState takes one optimizer alone. Load a pretrained part without its "
+            "optimizer: keras.models.load_model(path, compile=False)"
         )
 
 
@@ -795,6 +840,7 @@ def _distributed(optimizer: Any, wrapping: Wrapping, *, loaded: bool = False) ->
         )
     adapter = _adapter_of(optimizer, schedule)
     adapter.check(optimizer)
+    _refuse_strategies(optimizer)
     _refuse_float8(optimizer._trainable_variables if optimizer.built else ())
     if optimizer.gradient_accumulation_steps:
         raise UnsupportedError("gradient_accumulation_steps: use DistributedOptimizer(backward_passes_per_step=...)")
@@ -837,11 +883,21 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
 
 
-def _check_swapped() -> None:
-    """Raise ``ConfigurationError`` if ``SwapEMAWeights`` has put moving averages into the model."""
+def check_swapped(text: str) -> None:
+    """Raise ``ConfigurationError`` with ``text`` if ``SwapEMAWeights`` has put moving averages into the model."""
     running = (one for callbacks in callback_lists() for one in callbacks)
     if any(isinstance(one, keras.callbacks.SwapEMAWeights) and one._ema_weights_in_model for one in running):
-        raise ConfigurationError(SWAPPED)
+        raise ConfigurationError(text)
+
+
+def _refuse_strategies(optimizer: Any) -> None:
+    strategy = tf.distribute.get_strategy()
+    within = tf.distribute.has_strategy() and not isinstance(strategy, tf.distribute.OneDeviceStrategy)
+    if within or isinstance(optimizer._iterations.value, tf.distribute.DistributedValues):
+        raise UnsupportedError(
+            "tf.distribute: this optimizer is made or wrapped within the scope of a strategy that has replicas of its "
+            "own. Leave the strategy out: workers are processes, one process for each GPU, started by horovodrun"
+        )
 
 
 def _refuse_float8(variables: Iterable[Any]) -> None:

@@ -13,6 +13,7 @@ import tensorflow as tf
 from horovod.tensorflow.functions import allgather_object, broadcast_object
 
 import horovod_onebit.tf as onebit
+import horovod_onebit.tf.elastic as elastic
 from horovod_onebit import CheckpointArgumentError, CheckpointError, ConfigurationError, DesyncError, Recipe
 from horovod_onebit.checkpoints import files
 from horovod_onebit.tasks import run
@@ -604,3 +605,73 @@ def test_a_checkpoint_goes_on_with_the_recipe_exact_and_back(folder, kind, first
     fit(again, 8, start=9)
     assert_replicas_equal(again)
     assert again.optimizer.phase == ("warmup" if then == "exact" else "compressed")
+
+
+def test_moving_averages_that_are_in_the_model_are_not_saved(folder):
+    """What saves comes before ``SwapEMAWeights``, or an error says so; a run that was saved there goes on."""
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(4)), strict=True))
+
+    def fit_of(model, *callbacks, first=0):
+        swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+        listed = [swap if one is None else keras.callbacks.LambdaCallback(on_epoch_end=one) for one in callbacks]
+        model.fit(x, y, 16, epochs=3, initial_epoch=first, shuffle=False, verbose=0, callbacks=listed)
+        assert_replicas_equal(model)
+
+    def made():
+        model = build()
+        optimizer = wrap(keras.optimizers.AdamW(3e-3, use_ema=True), recipe="exact")
+        model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    def save(epoch, logs):
+        if epoch == 1:
+            onebit.save_checkpoint(folder, model)
+
+    def commit(epoch, logs):
+        elastic.KerasState(model).save()
+
+    model, again = made(), made()
+    fit_of(model, save, commit, None)
+    onebit.load_checkpoint(folder, again)
+    fit_of(again, None, first=2)
+    np.testing.assert_allclose(weights(again), weights(model), atol=1e-6)  # Keras swaps by additions
+    for last, error in ((save, CheckpointError), (commit, ConfigurationError)):
+        model = made()
+        with pytest.raises(error, match="put what saves before SwapEMAWeights"):
+            fit_of(model, None, last)
+
+
+CASES = ({"recipe": "exact"}, "now"), ({"schedule": onebit.Local(4)}, "before")
+
+
+@pytest.mark.parametrize(("options", "stored"), CASES, ids=["now", "before, local steps"])
+def test_variables_without_a_name_are_known_whatever_the_process_has_made_before(folder, options, stored, monkeypatch):
+    """Keras counts them, and Nadam has one; versions before kept the numbers."""
+
+    def made():
+        keras.Variable(0.0)
+        model = build()
+        optimizer = onebit.DistributedOptimizer(keras.optimizers.Nadam(1e-3), **options)
+        model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
+        optimizer.build(model.trainable_variables)
+        return model
+
+    model, again = made(), made()
+    fit(model, 3)
+    if stored == "before":
+        shared, own = _Keras.shared, _Keras.own
+
+        def numbered(values):
+            return {"optimizer/variable_7" if k == "optimizer/variable" else k: v for k, v in values.items()}
+
+        monkeypatch.setattr(_Keras, "shared", lambda f: (s := shared(f)) | {"optimizer": numbered(s["optimizer"])})
+        monkeypatch.setattr(_Keras, "own", lambda f: (s := own(f)) | {"state": numbered(s["state"])})
+    onebit.save_checkpoint(folder, model)
+    onebit.load_checkpoint(folder, again)
+    for one in (model, again):
+        fit(one, 3, start=3)
+    if SIZE == 2:
+        np.testing.assert_array_equal(weights(again), weights(model))
+    again.optimizer.flush()
+    assert_replicas_equal(again)

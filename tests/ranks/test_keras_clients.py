@@ -835,15 +835,23 @@ class OwnSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return 1e-3 * tf.minimum(1.0, tf.cast(step + 1, tf.float32) / 10)
 
 
-@pytest.mark.parametrize(
-    "options", [{"warmup_steps": 3}, {"recipe": "exact"}, {"schedule": onebit.Local(every=2)}], ids=str
-)
-def test_a_schedule_without_a_configuration(options):
+RATES = {
+    "one bit": (OwnSchedule(), {"warmup_steps": 3}),
+    "exact": (lambda: 1e-3, {"recipe": "exact"}),
+    "local": (OwnSchedule(), {"schedule": onebit.Local(every=2)}),
+}
+
+
+@pytest.mark.parametrize(("rate", "options"), RATES.values(), ids=RATES)
+def test_a_schedule_without_a_configuration(rate, options):
     model = build()
-    model.compile(optimizer=onebit.DistributedOptimizer(keras.optimizers.AdamW(OwnSchedule()), **options), loss=LOSS)
+    model.compile(optimizer=onebit.DistributedOptimizer(keras.optimizers.AdamW(rate), **options), loss=LOSS)
     model.fit(*batch(0), epochs=6, verbose=0)
     assert int(model.optimizer.iterations) == 6
     assert_replicas_equal(model)
+    plain = onebit.plain_optimizer(model.optimizer)
+    assert float(plain.learning_rate) == float(model.optimizer.learning_rate)
+    plain.apply([tf.ones_like(v) for v in model.trainable_variables], model.trainable_variables)
 
 
 @pytest.mark.parametrize("autograph", [True, False])
@@ -956,6 +964,48 @@ def test_a_plain_optimizer_is_a_warning_on_worker_0(caplog):
         model.fit(*batch(0), epochs=2, verbose=0, callbacks=ours())
         said = [record.getMessage() for record in caplog.records if "plain Adam" in record.getMessage()]
         assert len(said) == (RANK == 0 and type(optimizer) is keras.optimizers.Adam)
+
+
+def warned_of(model, caplog):
+    caplog.clear()
+    model.fit(*batch(0), verbose=0, callbacks=ours())
+    said = " ".join(record.getMessage() for record in caplog.records)
+    return re.findall(r"a plain ([A-Z]\w+(?: \([^)]*\))?)", said)
+
+
+def test_a_multi_optimizer_with_a_plain_one_in_it_is_a_warning_on_worker_0(caplog):
+    for bias, plain in ((wrap(adamw()), []), (keras.optimizers.SGD(0.1), ["SGD (optimizer.optimizers[1])"])):
+        weight, model = wrap(adamw()), build()
+        chosen = {"bias": bias, "kernel": weight}
+        optimizer = keras.optimizers.MultiOptimizer(lambda v, chosen=chosen: chosen[v.name])
+        model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
+        assert warned_of(model, caplog) == (plain if RANK == 0 else [])
+
+
+class Pair(keras.Model):
+    """Two parts, each with an optimizer of its own, beside the one that ``compile`` makes."""
+
+    def __init__(self, *optimizers):
+        super().__init__()
+        self.parts, self.optimizers = [build(), build(1)], dict(zip("ab", optimizers, strict=True))
+
+    def train_step(self, data):
+        x, y = data
+        for part, optimizer in zip(self.parts, self.optimizers.values(), strict=True):
+            grads, loss = gradients(part, x, y)
+            optimizer.apply_gradients(zip(grads, part.trainable_variables, strict=True))
+        return {"loss": loss}
+
+
+def test_a_plain_optimizer_beside_wrapped_ones_is_a_warning_on_worker_0(caplog):
+    for second, plain in ((wrap(adamw()), []), (keras.optimizers.SGD(0.1), ["SGD (optimizers['b'])"])):
+        model = Pair(wrap(adamw()), second)
+        model.base = build()
+        model.base.compile("adam")  # as one that is loaded
+        model.used = keras.optimizers.Adam(1e-3)
+        model.wrapped = wrap(model.used)
+        model.compile(run_eagerly=True)
+        assert warned_of(model, caplog) == (plain if RANK == 0 else [])
 
 
 def test_callbacks_count_batches_where_several_are_one_execution(tmp_path):

@@ -292,6 +292,35 @@ def test_checkpoints_and_stats_are_written_by_worker_0(tmp_path):
     assert float(model.optimizer.learning_rate) == pytest.approx(1e-4)
 
 
+def test_strategies_of_tensorflow_are_refused():
+    plain, strategy = OPTIMIZERS["adam"](), tf.distribute.MirroredStrategy(["/cpu:0"])
+    with strategy.scope():
+        within = OPTIMIZERS["adam"]()
+        for optimizer in (plain, within):
+            with pytest.raises(UnsupportedError, match=r"tf\.distribute: .* one process for each GPU"):
+                wrap(optimizer)
+    with pytest.raises(UnsupportedError, match=r"tf\.distribute: .* one process for each GPU"):
+        wrap(keras.optimizers.LossScaleOptimizer(within))
+    with tf.distribute.OneDeviceStrategy("/cpu:0").scope():
+        model = build()
+        model.compile(optimizer=wrap(OPTIMIZERS["adam"]()), loss=LOSS, run_eagerly=True)
+    model.fit(*batch(0), verbose=0)
+    assert_replicas_equal(model)
+
+
+def test_a_best_model_checkpoint_saves_the_best_alone():
+    onebit.callbacks.BestModelCheckpoint("best.keras", save_best_only=True)
+    with pytest.raises(ConfigurationError, match="saves the best model alone"):
+        onebit.callbacks.BestModelCheckpoint("best.keras", save_best_only=False)
+
+
+@pytest.mark.parametrize("scaled", [False, True])
+def test_a_step_before_the_optimizer_knows_its_variables_is_an_error(scaled):
+    optimizer = OPTIMIZERS["adam"]()
+    with pytest.raises(ConfigurationError, match=r"apply\(grads\) before the optimizer was built"):
+        wrap(keras.optimizers.LossScaleOptimizer(optimizer) if scaled else optimizer).apply([tf.ones(3)])
+
+
 @pytest.mark.parametrize("graph", [False, True])
 @pytest.mark.parametrize("what", ["warmup", "lr", "recipe", "shape", "steps"])
 def test_ranks_that_disagree_are_told_at_once(what, graph):

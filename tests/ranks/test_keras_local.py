@@ -170,7 +170,7 @@ def test_all_optimizers_of_a_model_are_flushed_and_none_is_left_out_of_a_checkpo
         onebit.load_checkpoint(folder / "generator", model.generator)
     with pytest.raises(ConfigurationError, match="2 of DistributedOptimizer's optimizers, optimizer, "):
         elastic.KerasState(model)
-    with pytest.raises(ConfigurationError, match="KerasState takes one optimizer alone"):
+    with pytest.raises(ConfigurationError, match=r"KerasState takes one optimizer alone.*compile=False"):
         elastic.KerasState(model, g_opt)
 
 
@@ -631,6 +631,31 @@ def test_averages_are_not_exchanged_in_place_of_the_weights(swaps):
             fit(*callbacks, every=every)
         assert int(model.optimizer.iterations) == steps
     fit(begin, flush, None)
+
+
+@pytest.mark.parametrize("schedule", [onebit.Local(every=4), ZERO_ONE], ids=["local", "0/1 Adam"])
+def test_the_best_weights_are_those_that_all_have(schedule):
+    """``FlushCallback`` comes before ``EarlyStopping(restore_best_weights=True)``, or an error says so."""
+    x, y = (np.concatenate(part) for part in zip(*(batch(step) for step in range(5)), strict=True))
+    begin, flush = onebit.callbacks.BroadcastGlobalVariablesCallback(0), onebit.callbacks.FlushCallback()
+
+    def fit(*callbacks, restore=True):
+        model = build()
+        model.compile(local(keras.optimizers.Adam(3e-3), schedule), loss=LOSS, run_eagerly=True)
+        worse = keras.callbacks.EarlyStopping("loss", mode="max", patience=9, restore_best_weights=restore)
+        listed = [
+            begin,
+            onebit.callbacks.MetricAverageCallback(),
+            *(worse if one is None else one for one in callbacks),
+        ]
+        model.fit(x, y, batch_size=16, epochs=2, verbose=0, callbacks=listed)
+        assert_replicas_equal(model)
+
+    fit(flush, None)
+    fit(None, flush, restore=False)
+    for callbacks in ((None, flush), (None,)):
+        with pytest.raises(ConfigurationError, match="put FlushCallback before it"):
+            fit(*callbacks)
 
 
 @pytest.mark.parametrize("schedule", [SHORT, ZERO_ONE, None], ids=["local", "0/1 Adam", "none"])
