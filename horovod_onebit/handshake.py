@@ -238,8 +238,8 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
 
 @lru_cache(1024)
 def compared(number: float) -> float:
-    """A hyperparameter as workers compare it: in float32, as steps use it. Processors may differ in the last digit of
-    the float64 cosine of a schedule."""
+    """A hyperparameter as workers compare it: in float32, as steps use it, in its fewest digits. Processors may differ
+    in the last digit of the float64 cosine of a schedule."""
     with np.errstate(over="ignore"):
         return float(str(np.float32(number)))
 

@@ -21,7 +21,8 @@ FOREVER = NEVER + 1
 UNKNOWN = 1.0
 """The beta2 of a second moment of which that is not known: its bias is not corrected, and it is waited for longer."""
 ROUNDING = 1e-9
-"""The part of a learning rate by which it has not risen: the cosine of a long schedule rises slowly at first."""
+"""A learning rate that is larger by less than this part of it has not risen. (At first, the cosine of a long schedule
+rises by less than 1e-6 in ten steps.)"""
 EXACT_FIRST = 10
 """Exact means of a tensor, zeros apart, before one in few bits: from them, ``rules.gradient`` learns its units."""
 

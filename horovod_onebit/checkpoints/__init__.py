@@ -55,7 +55,7 @@ class Face(ABC):
         return
 
     def check_saving(self) -> None:
-        """Raise ``ConfigurationError`` if this worker is not between steps."""
+        """Raise ``ConfigurationError`` if what this worker has now must not be saved: it is not between steps, say."""
         return
 
     @abstractmethod

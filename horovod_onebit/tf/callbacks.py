@@ -167,14 +167,13 @@ def _adapted(model: Any) -> dict[str, str]:
 
 def _warn_of_plain(model: Any) -> None:
     """Warn on worker 0 if plain optimizers train ``model``, or a part of it, on each of several workers alone."""
-    if hvd.size() == 1 or hvd.rank():
-        return
-    found = [f"a plain {type(one).__name__} ({where})" for where, one in plain_optimizers(model).items()]
-    if found:
+    found = [f"a plain {type(one).__name__} ({where})" for where, one in plain_optimizers(model)]
+    if found and hvd.size() > 1 and hvd.rank() == 0:
         logger.warning(
-            "a plain optimizer averages nothing, and this model has %s: each of the %d workers trains with it alone. "
+            "a plain optimizer averages nothing, and this model has %s: with it, each of the %d workers trains alone. "
             "Compile the model with onebit.DistributedOptimizer(optimizer, ...), in each model.compile(), and wrap "
-            "each of several optimizers; if train_step() averages the gradients itself, all is well",
+            "each of several optimizers; if train_step() does not use it, or averages the gradients itself, all is "
+            "well",
             " and ".join(found),
             hvd.size(),
         )

@@ -24,7 +24,7 @@ from horovod_onebit.tf.compressor import Compressor
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables, replicated
 from horovod_onebit.tf.graph import path_of
 from horovod_onebit.tf.meeting import announce
-from horovod_onebit.tf.optimizer import AVERAGES_SAVED, check_one, check_ours, check_swapped, optimizers_of
+from horovod_onebit.tf.optimizer import check_averages, check_one, check_ours, optimizers_of
 from horovod_onebit.world import Residuals
 
 CALL = "a checkpoint, saved or loaded"
@@ -139,8 +139,7 @@ class _Keras(checkpoints.Face):
             self.optimizer.build(self.model.trainable_variables)
 
     def check_saving(self) -> None:
-        if check_ours(self.optimizer).use_ema:
-            check_swapped(AVERAGES_SAVED)
+        check_averages(self.optimizer)
 
     def flush(self) -> None:
         self.optimizer.flush()

@@ -39,7 +39,7 @@ from horovod_onebit.errors import ConfigurationError
 from horovod_onebit.face import always_synchronizing, values_of_now
 from horovod_onebit.tf.functions import broadcast_variables, follow_variables
 from horovod_onebit.tf.meeting import told
-from horovod_onebit.tf.optimizer import AVERAGES_SAVED, check_one, check_ours, check_swapped, optimizers_of
+from horovod_onebit.tf.optimizer import check_averages, check_one, check_ours, optimizers_of
 
 __all__ = ["KerasState", "run"]
 
@@ -89,7 +89,7 @@ class KerasState(ObjectState):
     def save(self) -> None:
         if check_ours(self.optimizer).use_ema:
             with told(hvd.global_process_set):
-                check_swapped(AVERAGES_SAVED)
+                check_averages(self.optimizer)
         self._save()
         super().save()
 

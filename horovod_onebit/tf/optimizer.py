@@ -37,7 +37,7 @@ from horovod_onebit.tf.graph import (
     run_independently,
     with_a_batch,
 )
-from horovod_onebit.tf.lineage import check_last, lineage_of, take_over
+from horovod_onebit.tf.lineage import check_last, take_over
 from horovod_onebit.tf.local import LocalAdapter, LocalSteps, take_step, update
 from horovod_onebit.tf.loss_scale import (
     LossScaleOptimizer,
@@ -66,7 +66,7 @@ SWAPPED = (
     "be exchanged in place of the weights: put FlushCallback before SwapEMAWeights in the callbacks of fit"
 )
 AVERAGES_SAVED = (
-    "SwapEMAWeights has put moving averages into the model, and the checkpoint would have them in place of the "
+    "SwapEMAWeights has put moving averages into the model, and what is saved would have them in place of the "
     "weights: put what saves before SwapEMAWeights in the callbacks of fit"
 )
 NOT_WRAPPED = (keras.optimizers.Optimizer, keras.optimizers.LossScaleOptimizer, *MULTI)
@@ -653,21 +653,31 @@ def _held_by(layer: Any) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def plain_optimizers(model: Any) -> dict[str, Any]:
-    """The optimizers of Keras that train ``model``, or a part of it, on each worker alone, by where they are.
+def plain_optimizers(model: Any) -> list[tuple[str, Any]]:
+    """The optimizers of Keras that may train ``model``, or a part of it, on each worker alone, and where they are.
 
-    Those that a ``MultiOptimizer`` has, once it is built; those that ``model`` or a layer in it holds in attributes;
-    and the one that the model was compiled with, where it holds no others.
+    Those that ``model`` or a layer in it holds in attributes, but for what layers were compiled with; the one that
+    ``model`` was compiled with, where it holds none of ours; and in place of a ``MultiOptimizer`` those that it has,
+    once it is built.
     """
-    compiled = getattr(model.optimizer, "inner_optimizer", model.optimizer)
     held = [pair for layer in model._flatten_layers() for pair in _held_by(layer) if pair[0] != "optimizer"]
-    found = {where: one for where, one in held if _is_plain(one)}
-    if isinstance(compiled, MULTI):
-        used = {f"optimizer.optimizers[{i}]": one for i, one in enumerate(compiled.optimizers) if one.built}
-        found |= {where: one for where, one in used.items() if _is_plain(one)}
-    elif not found and not held_optimizers(model) and _is_plain(compiled):
-        found["optimizer"] = compiled
+    if not held_optimizers(model) or _leaves("optimizer", model.optimizer):
+        held.insert(0, ("optimizer", model.optimizer))
+    found: list[tuple[str, Any]] = []
+    for where, value in held:
+        for place, one in _leaves(where, value) or [(where, value)]:
+            if _is_plain(one) and all(one is not known for _, known in found):
+                found.append((place, one))
     return found
+
+
+def _leaves(where: str, value: Any) -> list[tuple[str, Any]]:
+    """What a ``MultiOptimizer`` has, as far as it is built; nothing of others."""
+    if keras.optimizers.Optimizer not in _type_of(value).__mro__:
+        return []
+    inner = vars(value).get("inner_optimizer", value)
+    optimizers = inner.optimizers if isinstance(inner, MULTI) else []
+    return [(f"{where}.optimizers[{i}]", one) for i, one in enumerate(optimizers) if one.built]
 
 
 def _is_plain(value: Any) -> bool:
@@ -675,8 +685,9 @@ def _is_plain(value: Any) -> bool:
     kinds = _type_of(value).__mro__
     if keras.optimizers.Optimizer not in kinds or any(kind.__module__.startswith("horovod") for kind in kinds):
         return False
-    inner = vars(value).get("inner_optimizer")
-    return lineage_of(value).last is None and (inner is None or _is_plain(inner))
+    inner, lineage = vars(value).get("inner_optimizer"), vars(value).get("_lineage")
+    wrapped = lineage is not None and lineage.last is not None
+    return not (wrapped or isinstance(value, MULTI)) and (inner is None or _is_plain(inner))
 
 
 def _type_of(value: Any) -> type:
@@ -881,6 +892,12 @@ def _adapter_of(optimizer: Any, schedule: Schedule | None) -> Adapter:
     if isinstance(schedule, Local):
         return LocalAdapter(schedule, optimizer)
     return AnyAdapter(optimizer) if isinstance(schedule, Gradients) else adapter_for(optimizer, schedule)
+
+
+def check_averages(optimizer: Any) -> None:
+    """Raise ``ConfigurationError`` if the weights are to be saved, and moving averages are in their place."""
+    if check_ours(optimizer).use_ema:
+        check_swapped(AVERAGES_SAVED)
 
 
 def check_swapped(text: str) -> None:

@@ -33,8 +33,10 @@ def plain_optimizer(optimizer: Any) -> Any:
         )
     inner._compressor.settle()
     inner._compressor.options = inner._compressor.options_now()  # which the plain optimizer has
-    found = inner.plain_class().from_config(inner.config_at_any_rate())
-    if not isinstance(inner._learning_rate, keras.Variable):  # a schedule, or another function
+    if isinstance(inner._learning_rate, keras.Variable):
+        found = inner.plain_class().from_config(inner.wrapped_config())
+    else:  # a schedule, or another function
+        found = inner.plain_class().from_config(inner.config_at_any_rate())
         found.learning_rate = inner._learning_rate
     found.__dict__.update({k: v for k, v in inner.__dict__.items() if k.startswith("_exclude_from_weight_decay")})
     found.build(list(inner._trainable_variables))

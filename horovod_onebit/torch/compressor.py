@@ -272,6 +272,7 @@ class Compressor(Steps):
         self.driver = Driver(self.engine, self, parameters.warmup, parameters.schedule)
         self._now = _Now()
         self._compares = True  # weights and state, in the next step
+        self._compares_again = not parameters.adapter.reproducible  # after a step was taken
         divides = parameters.adapter.divides
         self.kind = feedback.kind(recipe.space, divides=divides, schedule=self.parameters.schedule)
         if self.workers > 1 and not self._stepwise:
@@ -426,9 +427,7 @@ class Compressor(Steps):
         if not now.asked:
             self.agreement.start("step", self.engine.sent_finite if now.finite else Finite.NO, *now.question)
         verdict = yield from self.agreement.answer()
-        # Before the second step, too, where it is not known what the wrapped optimizer's own step depends on.
-        self._compares &= self.parameters.steps == 0 and not self.parameters.adapter.reproducible
-        self.parameters.just_started = False  # or what was refused is compared again
+        self._compares = self.parameters.just_started = False  # or what was refused is compared again
         # After synchronize() the answer is known, and a worker that was finite has taken over the others' Inf.
         return verdict if now.finite else replace(verdict, finite=False)
 
@@ -499,12 +498,15 @@ class Compressor(Steps):
     def over(self, *, taken: bool) -> Task[None]:
         if self._now.compresses and not taken:
             self.gradients.drop()
+        if taken and self._compares_again:
+            self._compares, self._compares_again = True, False
         self.parameters.remember()
         if not self.pending:
             yield from self.compare()
 
     def _compared(self) -> dict[str, int]:
-        """Checksums of what all workers must have alike, in the first step and in the one that starts compression."""
+        """Checksums of what all workers must have alike, in the first step and in the one that starts compression; in
+        the second step, too, where equal gradients and states may make steps that differ."""
         parameters = self.parameters
         due = self._compares or parameters.just_started
         due &= not (self._stepwise and self.engine.exchanges > 0)  # weights may differ then
@@ -546,4 +548,5 @@ class Compressor(Steps):
     def leave_world(self) -> None:
         super().leave_world()
         self._compares = True
+        self._compares_again = not self.parameters.adapter.reproducible
         self.gradients.forget_world()

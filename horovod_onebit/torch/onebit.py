@@ -144,4 +144,8 @@ def _refuse(*, bias_correction: bool = True, max_grad_norm: float = 0.0, amsgrad
 
 
 def _recipe(recipe: str | Recipe, eps_inside_sqrt: bool) -> str | Recipe:
+    if eps_inside_sqrt and recipe == "exact":
+        raise UnsupportedError(
+            "eps_inside_sqrt=True is of steps in one bit, and recipe='exact' has none: leave one out"
+        )
     return dataclasses.replace(resolve(recipe), eps_inside_sqrt=True) if eps_inside_sqrt else recipe

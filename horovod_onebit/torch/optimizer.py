@@ -538,7 +538,8 @@ def DistributedOptimizer(
             insists on that; ``"cpu"`` does it in the host's memory.
         check_replicas_every: compare weights and optimizer state of all workers after so many steps, or after the next
             exchange where they differ between exchanges; see ``check_replicas``. None compares in the first step and
-            when compression starts only, False never.
+            when compression starts only (with ``Gradients()`` and ``recipe="exact"`` in the second step, too, unless
+            the optimizer is one of PyTorch's own), False never.
             (``Local`` always compares the weights when its first round begins.)
         exact: names, or patterns as ``"*.embedding.*"``, of parameters that are never compressed: they travel in the
             allreduce of small tensors. With SGD, Lion, ``Local`` and ``recipe="paper"``, those need it that have

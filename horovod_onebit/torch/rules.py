@@ -37,7 +37,7 @@ class Adapter:
     sent_key: str | None = None
     makes_state = True  # by ``init_state``
     momentum_may_be_missing = False  # one that is 0 has no state
-    reproducible = True  # equal gradients and states make equal steps: no random numbers, no derivatives of its own
+    reproducible = True  # whether equal gradients and states are known to make equal steps
     local_keys: tuple[str, ...] = ()  # state that is each worker's own between exchanges
 
     def __init__(self, wraps: Wraps) -> None:
@@ -219,7 +219,7 @@ class AnyAdapter(Adapter):
     def __init__(self, optimizer: torch.optim.Optimizer, wraps: Wraps | None = None) -> None:
         super().__init__(wraps or Wraps("any", Gradient, momentum=""))
         self._optimizer = optimizer
-        self.reproducible = f"{type(optimizer).__module__}.".startswith("torch.optim.")
+        self.reproducible = f"{type(optimizer).__module__}.".startswith(("torch.optim.", "horovod_onebit.torch."))
         self._compared = HYPERPARAMETERS | (set(optimizer.defaults) if self.reproducible else set())
 
     @property
@@ -238,8 +238,8 @@ class AnyAdapter(Adapter):
         return Gradient()
 
     def hyperparameters(self, group: ParamGroup) -> dict[str, object]:
-        """All of PyTorch's own optimizers. Of others those that all call the same, as more may be what a worker has
-        found out."""
+        """All of PyTorch's own optimizers and ours. Of others those that all call the same, as more may be what a
+        worker has found out."""
         return {key: str(_plain(value)) for key, value in sorted(group.items()) if key in self._compared}
 
 

@@ -318,6 +318,7 @@ def test_deepspeeds_names():
     refused = [
         (onebit.OnebitAdam, {"bias_correction": False}, "bias"),
         (onebit.OnebitAdam, {"amsgrad": True}, "amsgrad"),
+        (onebit.OnebitAdam, {"eps_inside_sqrt": True, "recipe": "exact"}, "leave one out"),
         (onebit.OnebitLamb, {"max_grad_norm": 1.0}, "clip_grad_norm_"),
         (onebit.ZeroOneAdam, {"max_grad_norm": 1.0}, "clip_grad_norm_"),
     ]

@@ -402,7 +402,7 @@ def test_other_refusals():
         (ConfigurationError, "unique. Found duplicates: a", {"named_parameters": [("a", p[0]), ("a", p[1])]}),
         (ConfigurationError, "not named", {"named_parameters": named[:1]}),
         (ConfigurationError, "tuples", {"named_parameters": p}),
-        (UnsupportedError, "hvd.Average or hvd.Sum", {"op": 2}),
+        (UnsupportedError, "Average or Sum", {"op": 2}),
         (ConfigurationError, "backward_passes_per_step", {"backward_passes_per_step": 0}),
         (ConfigurationError, "recipe=", {"recipe": "fast"}),
         (ConfigurationError, "groups", {"groups": "all"}),
