@@ -977,7 +977,7 @@ def test_a_multi_optimizer_with_a_plain_one_in_it_is_a_warning_on_worker_0(caplo
     for bias, plain in ((wrap(adamw()), []), (keras.optimizers.SGD(0.1), ["SGD (optimizer.optimizers[1])"])):
         weight, model = wrap(adamw()), build()
         chosen = {"bias": bias, "kernel": weight}
-        optimizer = keras.optimizers.MultiOptimizer(lambda v, chosen=chosen: chosen[v.name])
+        model.held = optimizer = keras.optimizers.MultiOptimizer(lambda v, chosen=chosen: chosen[v.name])
         model.compile(optimizer=optimizer, loss=LOSS, run_eagerly=True)
         assert warned_of(model, caplog) == (plain if RANK == 0 else [])
 
