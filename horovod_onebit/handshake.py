@@ -236,10 +236,14 @@ def named(found: Mismatch, facts: Facts, collectives: Any, name: str) -> Task[De
     return DesyncError(differences(str(found), rows))
 
 
+def compared(value: Any) -> Any:
+    """A hyperparameter as workers compare it: a float in float32, as steps use it, in its fewest digits. Processors may
+    differ in the last digit of the float64 cosine of a schedule."""
+    return _in_float32(value) if isinstance(value, float) else value
+
+
 @lru_cache(1024)
-def compared(number: float) -> float:
-    """A hyperparameter as workers compare it: in float32, as steps use it, in its fewest digits. Processors may differ
-    in the last digit of the float64 cosine of a schedule."""
+def _in_float32(number: float) -> float:
     with np.errstate(over="ignore"):
         return float(str(np.float32(number)))
 

@@ -182,11 +182,7 @@ class NumpyOptimizer(Defaults, RunState):
             }
         if not error:
             of_rule = [field.name for field in fields(rule)] if is_dataclass(rule) else ["lr"]
-            values = {name: getattr(rule, name) for name in of_rule}
-            facts["hyperparameters"] = {
-                f"the rule's {name}": compared(value) if isinstance(value, float) else value
-                for name, value in values.items()
-            }
+            facts["hyperparameters"] = {f"the rule's {name}": compared(getattr(rule, name)) for name in of_rule}
         yield from meet(engine.collectives, f"{engine.name}.agreement", call, setup, **facts)
         self._met = True
 

@@ -87,9 +87,8 @@ class KerasState(ObjectState):
         self._residuals, self._counts = compressor.residuals(), compressor.counts()
 
     def save(self) -> None:
-        if check_ours(self.optimizer).use_ema:
-            with told(hvd.global_process_set):
-                check_averages(self.optimizer)
+        with told(hvd.global_process_set):
+            check_averages(self.optimizer)
         self._save()
         super().save()
 

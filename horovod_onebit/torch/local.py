@@ -65,11 +65,8 @@ class LocalAdapter(AnyAdapter):
         """What Adam keeps of a parameter that has had no gradient on this worker, to be saved: it takes an entry that
         is there for a whole one. Of other optimizers nothing, see ``complete_entries``."""
         state: dict[str, Any] = {}
-        with suppress(UnsupportedError):
-            adapter = adapter_for(self._optimizer)
-            adapter.check(group)
-            if isinstance(adapter, AdamAdapter):
-                adapter.init_state(group, p, state)
+        if (adam := _adam(self._optimizer)) is not None:
+            adam.init_state(group, p, state)
         return state
 
     def check(self, options: Mapping[str, Any]) -> None:

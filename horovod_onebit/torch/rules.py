@@ -249,7 +249,7 @@ def _plain(value: Any) -> Any:
         value = value.tolist()
     if isinstance(value, (list, tuple)):
         return [_plain(one) for one in value]
-    return compared(value) if isinstance(value, float) else value
+    return compared(value)
 
 
 ADAPTERS = {

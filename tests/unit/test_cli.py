@@ -173,6 +173,7 @@ def test_lines_of_a_monitor(run_file):
     assert [row["step"] for row in rows] == [10, 20, 30]
     assert rows[0]["error_norm"] is None
     assert rows[1]["loss"] == pytest.approx(1 / 20)
+    assert rows[2]["step_seconds"] >= 0
     assert rows[1]["seconds"] <= rows[2]["seconds"]
     assert rows[0]["note"] == "x"
 

@@ -81,6 +81,7 @@ def test_the_digest_tells_what_matters():
     def digest(tensors=None, recipe=None, workers=2):
         return plan(tensors or specs(2000, 3000), recipe or Recipe(), workers).digest
 
+    assert digest() == digest()
     different = {
         digest(),
         digest(specs(3000, 2000)),

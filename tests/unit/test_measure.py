@@ -152,6 +152,7 @@ def test_this_machine_can_be_looked_at():
     assert after.busy >= before.busy
     assert after.own >= before.own
     assert after.cores >= 1
+    assert measure.others([before], [after]) >= 0
 
 
 class Alone(measure.Workers):

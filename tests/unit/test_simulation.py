@@ -273,7 +273,7 @@ def test_auto_follows_the_hosts():
     assert kinds(4, 1) == kinds(16, 1) == {"two_stage"}
     assert kinds(4, 1, 10_000) == kinds(4, 2, 10_000) == {"direct"}  # a small model
     assert kinds(4, 2, link=1.25e9) == {"direct"}
-    assert kinds(4, 2) == kinds(16, 8) == kinds(32, 8) == {"hierarchical"}
+    assert kinds(4, 2) == kinds(4, 2, link=12.5e6) == kinds(16, 8) == kinds(32, 8) == {"hierarchical"}
     assert kinds(16, 8, rules=[of(Adam(lr=0.01), Sends.DISPLACEMENT)]) == {"two_stage"}  # 0/1 Adam
     with pytest.raises(ConfigurationError, match="hierarchical"):
         simulation.run(functools.partial(train, recipe=Recipe(exchange="hierarchical")), 2)
